@@ -1,0 +1,52 @@
+# Everything a person needs: `make demo` and `make test`. The work is done by scripts/; this file only names it.
+#
+#   PYTHON=python3.12    interpreter for .venv (default: the first python3* that is new enough)
+#   TORCH_SPEC=          the torch to install for the tests; empty: none, its tests are skipped
+#   ARGS="--store redis" handed to `kvemb demo`, pytest, or the benchmarks
+
+# One version rather than a range: on Linux a newer default wheel may bring gigabytes of CUDA.
+TORCH_SPEC ?= torch==2.13.0
+PYTHON ?=
+ARGS ?=
+export TORCH_SPEC PYTHON
+
+PY := .venv/bin/python
+
+.PHONY: help demo test lint format types bench setup clean
+
+help:
+	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
+	@echo 'make test     the whole test suite against real Valkey, Redis, Redis Cluster and memcached'
+	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
+	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
+	@echo 'make setup    only prepare .venv for development      make clean    remove .venv, caches and builds'
+
+demo:
+	@sh scripts/setup.sh demo
+	@exec .venv/bin/kvemb demo $(ARGS)
+
+test: setup
+	@sh scripts/servers.sh
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: setup
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+types: setup
+	@$(PY) -m mypy
+
+bench: setup
+	@sh scripts/servers.sh
+	@$(PY) -m benchmarks $(ARGS)
+
+setup:
+	@sh scripts/setup.sh dev
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

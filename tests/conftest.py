@@ -1,0 +1,40 @@
+"""What every test file shares: the servers it may require, and hypothesis' settings.
+
+Fixtures of one part live with its tests.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+
+pytest.register_assert_rewrite("kvemb.testing")
+
+# No deadline: no time is asserted, on no machine. In CI the same examples every run.
+hypothesis.settings.register_profile("kvemb", deadline=None, derandomize=os.environ.get("CI") == "true")
+hypothesis.settings.load_profile("kvemb")
+
+PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memcached": "memcached"}
+
+
+def find_server(name: str) -> str:
+    """Return the path of a system server's program, e.g. "redis-server" or "memcached".
+
+    Where it is missing the test is skipped, saying which command installs it; where servers are required
+    (KVEMB_REQUIRE_SERVERS=1, or CI=true) the test fails instead.
+    """
+    path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    if path is not None:
+        return path
+    reason = f"{name} is not installed; run: sudo apt-get install {PACKAGE_OF.get(name, name)}"
+    if os.environ.get("KVEMB_REQUIRE_SERVERS") == "1" or os.environ.get("CI") == "true":
+        pytest.fail(f"{reason} (required here: CI=true or KVEMB_REQUIRE_SERVERS=1)", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def require_server() -> Callable[[str], str]:
+    """`require_server("memcached")` returns its path, or skips (in CI: fails) the test; see `find_server`."""
+    return find_server

@@ -1,0 +1,209 @@
+"""The folder tree is the architecture: every import is walked, an arrow not in the picture fails.
+
+    trainer ──► kvemb ◄── paramserver
+    inside kvemb: table → stores → {wire, net} → {record, errors};   nothing imports upward
+
+Lazy imports, imports for type checkers and `import_module("…")` with a literal count as arrows too. The rules are data
+(below); `arrows` and `violations` are pure, so that the test can be tested on sources with a bad arrow. tests/,
+examples/ and benchmarks/ may import all three packages.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kvemb", "paramserver", "trainer")
+MAY_IMPORT = {"kvemb": {"kvemb"}, "paramserver": {"paramserver", "kvemb"}, "trainer": {"trainer", "kvemb"}}
+
+# The one upward arrow: a facade hands on a trainer's bridge, for people with a `trainer` package of their own nearby.
+FACADES = {"kvemb.torch": "trainer.torch", "kvemb.tensorflow": "trainer.tensorflow", "kvemb.jax": "trainer.jax"}
+
+# Layers inside kvemb, lowest first. A module may import its own layer and those below. What is not named here is on top
+# of them all (table, cluster, client, local, cli, demo, testing …): it may import anything in kvemb, and nothing named
+# here may import it.
+LAYERS = (
+    {"errors", "hashing", "rounding", "normal", "init", "transforms", "optim", "keys", "record"},
+    {"wire", "net", "table_def", "messages", "config"},
+    {"stores"},
+)
+
+PURE = (
+    "kvemb.errors", "kvemb.hashing", "kvemb.rounding", "kvemb.normal", "kvemb.init", "kvemb.transforms", "kvemb.optim",
+    "kvemb.keys", "kvemb.record", "kvemb.wire", "paramserver.optim",
+)  # fmt: skip
+PURE_THIRD_PARTY = {"numpy", "xxhash"}
+# Sockets, threads, processes, clocks and other sources of surprise.
+IMPURE_STDLIB = {
+    "asyncio", "concurrent", "datetime", "http", "multiprocessing", "queue", "random", "sched", "secrets", "select",
+    "selectors", "signal", "socket", "socketserver", "ssl", "subprocess", "threading", "_thread", "time", "urllib",
+}  # fmt: skip
+SOCKETS = {"socket", "socketserver", "select", "selectors", "ssl"}
+MAY_TOUCH_SOCKETS = ("kvemb.net", "kvemb.local")  # local: looks for free ports, nothing else
+FRAMEWORKS = ("torch", "tensorflow", "jax")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    """Whether the module is one of these, or inside one of them."""
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def arrows(module: str, source: str, *, known: frozenset[str], is_package: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield (imported module, line). `from a import b` is an arrow to a.b where that is a module, otherwise to a."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                up = package[: len(package) - node.level + 1]
+                base = ".".join([*up, base]) if base else ".".join(up)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if inner in known else base), node.lineno
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.args[0].value, node.lineno
+
+
+def layer(module: str) -> int:
+    """The layer of a module of kvemb; the package itself and modules without a layer are on top."""
+    name = module.split(".")[1] if "." in module else ""
+    return next((i for i, names in enumerate(LAYERS) if name in names), len(LAYERS))
+
+
+def fault(module: str, target: str) -> str | None:
+    """Say what is wrong with one arrow, or None."""
+    top, to = module.split(".")[0], target.split(".")[0]
+    if module in FACADES and is_in(target, (FACADES[module],)):
+        return None
+    if to in PACKAGES and to not in MAY_IMPORT[top]:
+        return f"{top} must not import {to}"
+    if top == to == "kvemb" and layer(target) > layer(module):
+        return "imports upward (a new module that is imported from below needs its place in LAYERS)"
+    if is_in(module, PURE) and not is_pure(target):
+        return "is pure: NumPy and the standard library without sockets, threads, processes and clocks"
+    if to in SOCKETS and not (is_in(module, MAY_TOUCH_SOCKETS) or module.startswith("kvemb.local")):
+        return "sockets are touched in kvemb.net only"
+    if to in FRAMEWORKS and not module.startswith(f"trainer.{to}"):
+        return f"{to} is imported in trainer/{to} only"
+    return None
+
+
+def is_pure(target: str) -> bool:
+    top = target.split(".")[0]
+    if top in PACKAGES:
+        return is_in(target, PURE)
+    return top in PURE_THIRD_PARTY or (top in sys.stdlib_module_names and top not in IMPURE_STDLIB)
+
+
+def violations(module: str, source: str, *, known: frozenset[str], is_package: bool = False) -> list[str]:
+    """One line per arrow that is not in the picture."""
+    found = arrows(module, source, known=known, is_package=is_package)
+    faults = ((target, line, fault(module, target)) for target, line in found)
+    return [f"{module}:{line} imports {target}: {why}" for target, line, why in faults if why]
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_every_import_is_an_arrow_of_the_picture(module: str) -> None:
+    path = SOURCES[module]
+    bad = violations(
+        module, path.read_text(encoding="utf-8"), known=frozenset(SOURCES), is_package=path.name == "__init__.py"
+    )
+    assert not bad, "\n".join(bad)
+
+
+def test_the_three_packages_are_there() -> None:
+    assert {"kvemb", "paramserver", "trainer"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("facade", sorted(FACADES.keys() & SOURCES.keys()))
+def test_a_facade_imports_its_bridge_and_nothing_else_of_the_project(facade: str) -> None:
+    source = SOURCES[facade].read_text(encoding="utf-8")
+    found = {target for target, _ in arrows(facade, source, known=frozenset(SOURCES))}
+    assert {target for target in found if target.split(".")[0] in PACKAGES} == {FACADES[facade]}
+
+
+KNOWN = frozenset(
+    {"kvemb", "kvemb.errors", "kvemb.net", "kvemb.net.deadline", "kvemb.record", "kvemb.stores.base", "kvemb.table"}
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvemb.table", "import paramserver"),
+        ("kvemb.table", "def f():\n    from trainer.torch import Embedding"),
+        ("kvemb.table", "import importlib\nimportlib.import_module('trainer.torch')"),
+        ("kvemb.torch", "import paramserver.service"),
+        ("paramserver.service", "from trainer import columns"),
+        ("trainer.columns", "import paramserver.optim"),
+        ("kvemb.stores.base", "from kvemb.table import Table"),
+        ("kvemb.stores.base", "from kvemb import table"),
+        ("kvemb.stores.base", "from ..table import Table"),
+        ("kvemb.stores.base", "import kvemb"),
+        ("kvemb.net.deadline", "from kvemb.stores.base import Store"),
+        ("kvemb.record", "import kvemb.net.deadline"),
+        ("kvemb.wire.resp", "from kvemb.net.deadline import Deadline"),
+        ("kvemb.wire.resp", "import socket"),
+        ("kvemb.record", "from time import monotonic"),
+        ("kvemb.hashing", "import msgpack"),
+        ("paramserver.optim.adam", "import threading"),
+        ("paramserver.optim.adam", "import grpc"),
+        ("paramserver.optim.adam", "from paramserver import service"),
+        ("kvemb.stores.redis", "import socket"),
+        ("paramserver.service", "import select"),
+        ("kvemb.table", "import torch"),
+        ("kvemb.torch", "import torch"),
+        ("trainer.columns", "import torch.nn"),
+        ("trainer.torch.bag", "import tensorflow as tf"),
+    ],
+)
+def test_a_bad_arrow_is_caught(module: str, source: str) -> None:
+    assert len(violations(module, source, known=KNOWN)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvemb.table", "from kvemb.stores.base import Store\nfrom kvemb.errors import KvembError"),
+        ("kvemb.stores.base", "from kvemb.net.deadline import Deadline\nimport redis, time, threading"),
+        ("kvemb.wire.resp", "import numpy as np\nfrom kvemb.record import RecordFormat\nfrom kvemb import errors"),
+        ("kvemb.net.deadline", "import socket, selectors, time"),
+        ("kvemb.local_ports", "import socket"),
+        ("kvemb.torch", "from trainer.torch import Embedding"),
+        ("trainer.torch.bag", "import torch\nfrom trainer.columns import Columns\nimport kvemb"),
+        ("paramserver.optim.adam", "from kvemb.errors import InvalidInputError\nfrom dataclasses import dataclass"),
+        ("paramserver.service", "import grpc\nfrom paramserver.optim import adam"),
+    ],
+)
+def test_a_good_arrow_passes(module: str, source: str) -> None:
+    assert violations(module, source, known=KNOWN) == []
+
+
+def test_no_framework_is_imported_unless_its_bridge_is() -> None:
+    bridges = tuple(f"trainer.{name}" for name in FRAMEWORKS)
+    modules = [m for m in SOURCES if not (is_in(m, bridges) or m in FACADES or m.endswith("__main__"))]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(sorted(set({FRAMEWORKS!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

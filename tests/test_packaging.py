@@ -1,0 +1,246 @@
+"""What is around the code: pyproject.toml, the Makefile's scripts, docker-compose.yml, the files of a distribution.
+
+Scripts are run on copies in a temporary folder with a stand-in for the interpreter: no environment is built and nothing
+is installed.
+"""
+
+import importlib
+import os
+import shutil
+import stat
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvemb import config
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, Any] = COMPOSE["services"]
+JOBS = {"trainer"}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target", sorted({*PROJECT["entry-points"]["kvemb.stores"].values(), *PROJECT["scripts"].values()})
+)
+def test_an_entry_point_names_something_that_exists(target: str) -> None:
+    module, name = target.split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("package", ["kvemb", "paramserver", "trainer"])
+def test_a_package_ships_its_types(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    assert (ROOT / package / "__init__.py").is_file()
+
+
+def test_the_licence_is_the_whole_apache_licence() -> None:
+    text = read("LICENSE")
+    assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
+    assert "Copyright 2026 The kvemb authors" in text
+    assert len(text.splitlines()) > 190
+
+
+def test_the_changelog_has_an_unreleased_section() -> None:
+    assert "\n## [Unreleased]\n" in read("CHANGELOG.md")
+
+
+def test_the_readme_names_the_commands_that_the_makefile_has() -> None:
+    targets = {line.split(":")[0] for line in read("Makefile").splitlines() if line[:1].isalpha() and ":" in line}
+    assert {"demo", "test", "lint", "types", "bench", "clean"} <= targets
+    for command in ("make demo", "make test"):
+        assert command in read("README.md")
+
+
+# --- scripts/setup.sh -------------------------------------------------------------------------------------------------
+
+# Plays the interpreter: a venv is a folder with a copy of it, pip writes down what it was asked for.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"-m pip"*) echo "$*" >>pip-calls; {pip} ;;
+    *ensurepip*) exit {ensurepip} ;;
+    *version_info*print*|*print*version_info*) echo "Python {version}" ;;
+    *version_info*) exit {too_old} ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with nothing but the scripts and pyproject.toml."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def fake_python(folder: Path, *, pip: str = "true", ensurepip: int = 0, version: str = "3.12", too_old: int = 0) -> str:
+    path = folder / "python-stand-in"
+    path.write_text(
+        FAKE_PYTHON.format(pip=pip, ensurepip=ensurepip, version=version, too_old=too_old), encoding="utf-8"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def setup(checkout: Path, python: str, profile: str = "dev") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": python, "TORCH_SPEC": "torch==9.9"}
+    command = ["sh", "scripts/setup.sh", profile]
+    return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def pip_calls(checkout: Path) -> list[str]:
+    calls = checkout / "pip-calls"
+    return calls.read_text(encoding="utf-8").splitlines() if calls.exists() else []
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode != 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_setup_says_in_one_line_that_the_interpreter_is_not_there(checkout: Path) -> None:
+    assert_one_line(setup(checkout, "/no/such/python"), "/no/such/python was not found", "3.11")
+
+
+def test_setup_says_in_one_line_that_the_interpreter_is_none(checkout: Path) -> None:
+    assert_one_line(setup(checkout, "false"), "not a working Python", "make PYTHON=")
+
+
+def test_setup_says_in_one_line_that_python_is_too_old(checkout: Path) -> None:
+    python = fake_python(checkout, version="3.9", too_old=1)
+    assert_one_line(setup(checkout, python), "Python 3.9", "3.11 or newer", "make PYTHON=")
+
+
+def test_setup_says_in_one_line_that_venv_is_missing(checkout: Path) -> None:
+    done = setup(checkout, fake_python(checkout, ensurepip=1))
+    assert_one_line(done, "has no venv module", "apt-get install")
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_says_in_one_line_that_there_is_no_network(checkout: Path) -> None:
+    pip = 'echo "WARNING: Retrying after connection broken by NewConnectionError"; exit 1'
+    assert_one_line(
+        setup(checkout, fake_python(checkout, pip=pip)), "no package index could be reached", ".venv/setup.log"
+    )
+
+
+def test_setup_shows_what_pip_said_when_it_fails_otherwise(checkout: Path) -> None:
+    done = setup(checkout, fake_python(checkout, pip='echo "ERROR: no such version"; exit 1'))
+    assert done.returncode != 0
+    assert "ERROR: no such version" in done.stderr
+
+
+def test_setup_installs_once_and_again_when_pyproject_changes(checkout: Path) -> None:
+    python = fake_python(checkout)
+    assert setup(checkout, python).returncode == 0
+    first = pip_calls(checkout)
+    assert [call.split()[-1] for call in first] == ["torch==9.9", ".[dev,embedded]"]
+
+    assert setup(checkout, python).returncode == 0
+    assert setup(checkout, python, "demo").returncode == 0  # the dev profile holds all that demo needs
+    assert pip_calls(checkout) == first
+
+    with (checkout / "pyproject.toml").open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert setup(checkout, python).returncode == 0
+    assert len(pip_calls(checkout)) == 2 * len(first)
+
+
+def test_setup_tries_again_after_a_failed_installation(checkout: Path) -> None:
+    assert setup(checkout, fake_python(checkout, pip="exit 1"), "demo").returncode != 0
+    (checkout / "pip-calls").unlink()
+    shutil.rmtree(checkout / ".venv")
+    assert setup(checkout, fake_python(checkout), "demo").returncode == 0
+    assert [call.split()[-1] for call in pip_calls(checkout)] == [".[demo]"]
+
+
+def test_setup_asks_for_the_python_that_pyproject_asks_for() -> None:
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "(3, 11)" in read("scripts/setup.sh")
+
+
+# --- scripts/servers.sh -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ci", "code"), [("", 0), ("true", 1)])
+def test_missing_servers_are_named_with_the_command_and_fail_only_in_ci(tmp_path: Path, ci: str, code: int) -> None:
+    env = {"PATH": str(tmp_path), "KVEMB_NO_INSTALL": "1", "CI": ci}
+    command = [str(shutil.which("sh")), str(ROOT / "scripts/servers.sh")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert "sudo apt-get install redis-server memcached" in done.stderr
+    assert ("skipped without memcached" in done.stderr) == (code == 0)
+
+
+@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/servers.sh"])
+def test_a_script_is_valid_shell(script: str) -> None:
+    subprocess.run(["sh", "-n", script], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_ci_script_runs_the_command_of_the_readme() -> None:
+    assert "make test" in read(".ci/run")
+    assert (ROOT / ".ci/run").stat().st_mode & stat.S_IXUSR
+
+
+# --- docker-compose.yml -----------------------------------------------------------------------------------------------
+
+
+def test_compose_has_the_services_of_the_architecture() -> None:
+    assert set(SERVICES) == {"memcached-0", "memcached-1", "redis-0", "redis-1", "redis-2", "ps-0", "ps-1", "trainer"}
+    assert {name for name, service in SERVICES.items() if service.get("profiles") == ["redis"]} == {
+        "redis-0", "redis-1", "redis-2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_container_is_limited_watched_and_published_nowhere(name: str) -> None:
+    service = SERVICES[name]
+    assert {"restart", "mem_limit", "cpus", "logging"} <= set(service)
+    assert name in JOBS or service["healthcheck"]["test"][0] in {"CMD", "CMD-SHELL"}
+    assert service["logging"]["options"].keys() >= {"max-size", "max-file"}
+    assert "ports" not in service
+
+
+@pytest.mark.parametrize("name", ["memcached-0", "memcached-1"])
+def test_a_memcached_node_does_not_lose_rows(name: str) -> None:
+    command = SERVICES[name]["command"]
+    assert "-M" in command
+    assert command[command.index("-o") + 1] == "no_slab_reassign"
+
+
+@pytest.mark.parametrize("name", ["redis-0", "redis-1", "redis-2"])
+def test_a_redis_node_does_not_evict_and_takes_no_password_on_its_command_line(name: str) -> None:
+    script = SERVICES[name]["command"][-1]
+    assert "maxmemory-policy noeviction" in script
+    assert script.rstrip().splitlines()[-1] == "exec redis-server /tmp/redis.conf"
+
+
+def test_every_shard_keeps_its_data_in_a_volume_of_its_own() -> None:
+    volumes = [
+        v.split(":")[0] for name in ("ps-0", "ps-1") for v in SERVICES[name]["volumes"] if v.endswith("/var/lib/kvemb")
+    ]
+    assert sorted(volumes) == sorted(COMPOSE["volumes"]) == ["ps-0-data", "ps-1-data"]
+
+
+@pytest.mark.parametrize("name", ["kvemb.yaml", "kvemb-redis.yaml"])
+def test_a_mounted_configuration_is_valid_and_names_the_containers(name: str) -> None:
+    loaded = config.load(ROOT / "deploy" / name, {"KVEMB_STORAGE_PASSWORD": "secret"})
+    hosts = {address.split(":")[0] for address in (*loaded.storage.nodes, *loaded.servers.shards)}
+    prefixes = ("ps-", loaded.storage.kind)
+    assert hosts == {service for service in SERVICES if service.startswith(prefixes)}
+    assert loaded.storage.password == ("secret" if loaded.storage.kind == "redis" else None)
