@@ -1,0 +1,141 @@
+"""Every error this product raises on purpose, in one tree.
+
+Each class says whose fault it is; each message says where (node, shard, table, id), what was got against what was expected, and what to
+do next. A missing row or a write conflict is a result, not an exception, and does not live here. The class names travel between processes
+(see `to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
+"""
+
+from collections.abc import Mapping
+
+
+class KvembError(Exception):
+    """Root of every error of this product. Catch it to catch them all."""
+
+
+# --- the caller's fault: nothing was sent, nothing changed -------------------------------------------------------------------------
+
+
+class InvalidInputError(KvembError, ValueError):
+    """An argument is unusable (dtype, shape, range, NaN). Raised before any I/O; nothing changed."""
+
+
+class ConfigError(KvembError, ValueError):
+    """kvemb.yaml, an option or an environment variable is wrong. The message holds the path of the key."""
+
+
+class UnknownTableError(KvembError, KeyError):
+    """No table of that name exists in the cluster. The message lists those that do."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message, quotes and all.
+        return str(self.args[0]) if self.args else ""
+
+
+class TableMismatchError(KvembError):
+    """A table of that name exists with another identity; the message shows both definitions."""
+
+
+class ReadOnlyError(KvembError):
+    """The cluster was opened with read_only=True and a verb that writes was called."""
+
+
+class ClosedError(KvembError):
+    """The cluster, table or connection was closed before this call."""
+
+
+# --- storage ------------------------------------------------------------------------------------------------------------------------
+
+
+class StorageError(KvembError):
+    """A storage node could not do what was asked."""
+
+
+class NodeUnavailableError(StorageError, ConnectionError):
+    """A node refused, reset or closed the connection. A write in flight may or may not have landed. Retryable."""
+
+
+class DeadlineExceededError(StorageError, TimeoutError):
+    """The deadline of the whole batch passed; the message names the nodes that had not answered. A write may have landed. Retryable."""
+
+
+class NodeLostError(StorageError):
+    """A node that held rows has no marker any more: restarted empty, flushed or evicted. Its rows are gone; nothing was re-initialised."""
+
+
+class WrongNodeError(StorageError):
+    """A node carries the marker of another node, generation, topology or cluster: swapped addresses or a foreign server."""
+
+
+class NodeSuspectError(StorageError):
+    """A node is another process than the one the marker was written for (restart from a snapshot, failover): rows may be old."""
+
+
+class NotProvisionedError(StorageError):
+    """No node carries a marker: the cluster was never provisioned. Start the parameter servers; shard 0 provisions empty nodes."""
+
+
+class UnsafeNodeError(StorageError):
+    """The node's configuration can lose rows (eviction, slab reassignment, warm restart, CAS off). The message holds the setting and the mend."""
+
+
+class NodeFullError(StorageError):
+    """The node has no memory left for this write. Nothing was acknowledged for the rows it names."""
+
+
+class ProtocolError(StorageError):
+    """A node's reply could not be understood. The connection was dropped."""
+
+
+class RecordError(StorageError):
+    """A stored value is not this row's record: wrong size, schema or id check. It was not used."""
+
+
+class LostRowError(StorageError):
+    """A row that exists by its shard's index is missing in storage, or has another version. It was not re-initialised."""
+
+
+# --- parameter servers --------------------------------------------------------------------------------------------------------------
+
+
+class ParameterServerError(KvembError):
+    """A parameter-server shard could not do what was asked."""
+
+
+class ShardUnavailableError(ParameterServerError, ConnectionError):
+    """A shard did not answer within the deadline. An unacknowledged push may or may not have been accepted. Retryable."""
+
+
+class ShardFailedError(ParameterServerError):
+    """A shard stopped applying after an error it may not go on from; the message holds the cause. Restart it once that is mended."""
+
+
+class PushRejectedError(ParameterServerError):
+    """A shard refused a push part as a whole (unknown table, wrong dim, NaN, sequence gap, other data under a used sequence)."""
+
+
+class FencedError(ParameterServerError):
+    """A newer incarnation of this trainer, or a newer owner of this shard, has taken over. This process must stop pushing."""
+
+
+class BarrierError(ParameterServerError):
+    """A synchronous step could not be completed: a trainer is missing past the barrier's deadline, or all seats are taken."""
+
+
+class MessageError(KvembError, ValueError):
+    """A message is malformed, truncated, oversized or of another protocol version. Nothing of it was used."""
+
+
+def _subclasses(cls: type[KvembError]) -> list[type[KvembError]]:
+    return [cls, *(c for sub in cls.__subclasses__() for c in _subclasses(sub))]
+
+
+def to_wire(error: BaseException) -> dict[str, str]:
+    """Describe an error for a reply message: class name and message. Foreign exceptions travel as ParameterServerError."""
+    if isinstance(error, KvembError):
+        return {"type": type(error).__name__, "message": str(error)}
+    return {"type": "ParameterServerError", "message": f"{type(error).__name__}: {error}"}
+
+
+def from_wire(fields: Mapping[str, str]) -> KvembError:
+    """Rebuild the error a reply describes; an unknown class name (a newer server) becomes ParameterServerError."""
+    known = {cls.__name__: cls for cls in _subclasses(KvembError)}
+    return known.get(fields["type"], ParameterServerError)(fields["message"])

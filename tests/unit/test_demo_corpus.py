@@ -1,0 +1,93 @@
+"""The demo's text: which files, which words, which ids, and what is held out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, build, load, source_files, split_words
+from kvemb.errors import InvalidInputError
+from kvemb.hashing import hash_ids
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    files = {
+        "b.py": b"import os  # the path\n",
+        "a.py": b"def f(x):\n    return 'x'\n",
+        "test/deep.py": b"self.assertEqual(1, 2)\n",
+        "a/z.py": b"z = 1\n",
+        "site-packages/foreign.py": b"foreign = 1\n",
+        "__pycache__/stale.py": b"stale = 1\n",
+        "bad.py": b"broken = '\xff\xfe'\n",
+        "notes.txt": b"notes\n",
+        "empty.py": b"",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_source_files_are_python_only_sorted_and_without_installed_packages(tree: Path) -> None:
+    found = [path.relative_to(tree).as_posix() for path in source_files(tree)]
+    assert found == ["a/z.py", "a.py", "b.py", "bad.py", "empty.py", "test/deep.py"]
+
+
+def test_words_keep_keywords_comments_and_strings_and_drop_numbers() -> None:
+    words = split_words("if x1 == 0x1F: # said\n  s = b'größe _y' + 1e5")
+    assert words == ["if", "x1", "said", "s", "b", "größe", "_y"]
+
+
+def test_load_reads_the_tree_in_order_and_passes_over_files_that_do_not_decode(tree: Path) -> None:
+    corpus = load(tree)
+    expected = ["z", "def", "f", "x", "return", "x", "import", "os", "the", "path", "self", "assertEqual"]
+    assert corpus.tokens.dtype == np.int64
+    assert corpus.tokens.tolist() == hash_ids(expected).tolist()
+    assert corpus.offsets.tolist() == [0, 1, 6, 10, 10, 12]
+
+
+def test_vocabulary_is_sorted_by_id_and_names_every_token(tree: Path) -> None:
+    corpus = load(tree)
+    assert (np.diff(corpus.ids) > 0).all()
+    assert hash_ids(list(corpus.words)).tolist() == corpus.ids.tolist()
+    assert [corpus.words[at] for at in corpus.positions(corpus.tokens[:4]).tolist()] == ["z", "def", "f", "x"]
+    assert corpus.counts[corpus.positions(hash_ids(["x", "z"]))].tolist() == [2, 1]
+
+
+def test_load_gives_the_same_arrays_every_time(tree: Path) -> None:
+    first, second = load(tree), load(tree)
+    assert first.words == second.words
+    for name in ("tokens", "offsets", "ids", "counts"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_a_folder_without_sources_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no word in") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_one_stretch_in_fifty_is_held_out_and_not_counted() -> None:
+    n_words = HELD_OUT_STRETCH * HELD_OUT_EVERY * 2 + 100
+    stretches = [i // HELD_OUT_STRETCH % HELD_OUT_EVERY for i in range(n_words)]
+    words = ["secret" if stretch == HELD_OUT_EVERY - 1 else "train" for stretch in stretches]
+    corpus = build([words])
+    assert int(corpus.held_out.sum()) == 2 * HELD_OUT_STRETCH
+    assert set(corpus.tokens[corpus.held_out].tolist()) == set(hash_ids(["secret"]).tolist())
+    counts = corpus.counts[corpus.positions(hash_ids(["secret", "train"]))]
+    assert counts.tolist() == [0, n_words - 2 * HELD_OUT_STRETCH]
+
+
+def test_runs_break_at_files_and_around_held_out_text() -> None:
+    edge = HELD_OUT_STRETCH * (HELD_OUT_EVERY - 1)
+    corpus = build([["a"] * 10, [], ["b"] * (edge + HELD_OUT_STRETCH)])
+    breaks = np.flatnonzero(np.diff(corpus.runs)) + 1
+    assert breaks.tolist() == [10, edge, edge + HELD_OUT_STRETCH]
+
+
+def test_this_interpreters_library_is_large_enough_to_train_on() -> None:
+    corpus = load()
+    assert corpus.tokens.size > 500_000
+    assert {"socket", "self", "import"} <= set(corpus.words)
+    assert corpus.counts.sum() == (~corpus.held_out).sum()

@@ -1,0 +1,343 @@
+"""First values of rows: golden bits, a scalar reference, purity, distributions, validation; the inverse normal."""
+
+import ast
+import hashlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb import init, normal
+from kvemb.errors import InvalidInputError
+from kvemb.hashing import digest64
+from kvemb.init import Initializer
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "init_v1.json").read_text())
+NORMAL = statistics.NormalDist()
+ALL = [
+    init.zeros(),
+    init.constant(0.25),
+    init.uniform(-1.0, 3.0),
+    init.normal(0.5, 2.0),
+    init.truncated_normal(-1.0, 0.5),
+    init.xavier_uniform(2.0, fan_in=24, fan_out=8),
+    init.xavier_normal(2.0, fan_in=24, fan_out=8),
+]
+RANDOM = ALL[2:]
+each_kind = pytest.mark.parametrize("initializer", ALL, ids=lambda i: i.kind)
+each_random_kind = pytest.mark.parametrize("initializer", RANDOM, ids=lambda i: i.kind)
+
+
+def some_ids(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 2**64, n, dtype=np.uint64)
+
+
+def rows(initializer, ids, dim, table="user", seed=7):
+    return initializer.rows(np.asarray(ids, np.uint64), dim, table=table, seed=seed)
+
+
+def scalar_uniform(table, seed, id_, column):
+    """The algorithm, version 1, written a second time in Python integers."""
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    key_0, key_1 = (digest64("kvemb.init", 1, part, table, seed) for part in ("id", "stream"))
+    word = mix((mix(id_ ^ key_0) + key_1 + (column + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    return (2 * (word >> 12) + 1) / 2**53
+
+
+# --- the same bits for ever ---
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["initializer"]["kind"])
+def test_rows_are_the_golden_bits_of_this_algorithm_version(case):
+    assert GOLDEN["algorithm_version"] == init.ALGORITHM_VERSION
+    initializer = Initializer.from_dict(case["initializer"])
+    got = rows(initializer, GOLDEN["ids"], GOLDEN["dim"], GOLDEN["table"], GOLDEN["seed"])
+    assert [row.astype(">f4").tobytes().hex() for row in got] == case["rows"]
+
+
+def test_golden_vectors_cover_every_kind():
+    assert {case["initializer"]["kind"] for case in GOLDEN["cases"]} == {i.kind for i in ALL}
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(), st.text(max_size=5))
+def test_values_equal_the_scalar_reference(id_, seed, table):
+    u = [scalar_uniform(table, seed, id_, c) for c in range(3)]
+    assert rows(init.uniform(0, 1), [id_], 3, table, seed)[0].tolist() == [float(np.float32(x)) for x in u]
+    np.testing.assert_allclose(rows(init.normal(0, 1), [id_], 3, table, seed)[0], [NORMAL.inv_cdf(x) for x in u], 1e-7)
+    low = NORMAL.cdf(-2)
+    cut = [NORMAL.inv_cdf(low + x * (1 - 2 * low)) for x in u]
+    np.testing.assert_allclose(rows(init.truncated_normal(0, 1), [id_], 3, table, seed)[0], cut, 1e-7, 1e-15)
+
+
+def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
+    program = (
+        "import hashlib, numpy as np; from kvemb import init\n"
+        "ids = np.arange(5000, dtype=np.uint64)\n"
+        "kinds = init.normal(), init.truncated_normal(), init.uniform()\n"
+        "made = [i.rows(ids, 16, table='t', seed=1) for i in kinds]\n"
+        "print(hashlib.sha256(b''.join(m.tobytes() for m in made)).hexdigest())\n"
+    )
+    ids = np.arange(5000, dtype=np.uint64)
+    made = [i.rows(ids, 16, table="t", seed=1) for i in (init.normal(), init.truncated_normal(), init.uniform())]
+    here = hashlib.sha256(b"".join(m.tobytes() for m in made)).hexdigest()
+    simd = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(simd), "PYTHONPATH": str(ROOT)}
+    plain = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert plain.stdout.strip() == here
+
+
+@pytest.mark.parametrize("module", [init, normal], ids=lambda m: m.__name__)
+def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
+    tree = ast.parse(Path(module.__file__).read_text())
+    called = {
+        f"{n.value.id}.{n.attr}"
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+    }
+    elementary = {name for name in called if name.startswith(("np.", "math."))}
+    portable = {
+        "np.add", "np.subtract", "np.multiply", "np.divide", "np.sqrt", "math.sqrt",
+        "np.maximum", "np.clip", "np.where", "np.right_shift", "np.empty", "np.empty_like",
+        "np.full", "np.array", "np.ascontiguousarray", "np.flatnonzero", "np.finfo", "np.ndarray",
+        "np.float32", "np.float64", "np.uint64", "np.integer", "np.floating",
+    }  # fmt: skip
+    assert elementary <= portable
+
+
+# --- a pure function of (table, seed, id, column) ---
+
+
+@each_kind
+def test_a_row_does_not_depend_on_its_batch(initializer):
+    ids = some_ids(5_000)
+    whole = rows(initializer, ids, 16)
+    order = np.random.default_rng(1).permutation(5_000)
+    np.testing.assert_array_equal(rows(initializer, ids[order], 16), whole[order])
+    np.testing.assert_array_equal(rows(initializer, ids[4_321:4_322], 16), whole[4_321:4_322])
+    np.testing.assert_array_equal(rows(initializer, ids[[3, 3]], 16), whole[[3, 3]])
+
+
+@each_kind
+def test_a_column_does_not_depend_on_the_number_of_columns(initializer):
+    ids = some_ids(300)
+    np.testing.assert_array_equal(rows(initializer, ids, 8), rows(initializer, ids, 16)[:, :8])
+    np.testing.assert_array_equal(rows(initializer, ids[:3], 1), rows(initializer, ids[:3], 40_000)[:, :1])
+
+
+@each_random_kind
+def test_table_seed_id_and_column_each_change_the_value(initializer):
+    ids = np.arange(1, 65, dtype=np.uint64)
+    base = rows(initializer, ids, 16)
+    for other in (
+        rows(initializer, ids, 16, table="item"),
+        rows(initializer, ids, 16, seed=8),
+        rows(initializer, ids + np.uint64(64), 16),
+        np.roll(base, 1, axis=1),
+    ):
+        assert (other != base).mean() > 0.999
+        assert abs(np.corrcoef(other.ravel(), base.ravel())[0, 1]) < 5 / math.sqrt(base.size)
+
+
+def test_signed_ids_seen_as_unsigned_do_not_collide():
+    ids = np.array([-1, 1, -(2**63), 2**63 - 1], np.int64).view(np.uint64)
+    assert len(np.unique(rows(init.uniform(), ids, 1))) == 4
+
+
+@each_kind
+def test_rows_have_their_shape_and_dtype_and_leave_ids_alone(initializer):
+    ids = some_ids(3)
+    before = ids.copy()
+    made = rows(initializer, ids, 5)
+    assert made.shape == (3, 5)
+    assert made.dtype == np.float32
+    assert made.flags.c_contiguous
+    assert made.flags.writeable
+    np.testing.assert_array_equal(ids, before)
+    assert rows(initializer, [], 5).shape == (0, 5)
+
+
+# --- distributions ---
+
+
+def uniform_cdf(x, low, high):
+    return np.clip((x - low) / (high - low), 0, 1)
+
+
+def normal_cdf(x, mean, std):
+    return np.array([NORMAL.cdf(z) for z in (x - mean) / std])
+
+
+def truncated_cdf(x, mean, std):
+    below = NORMAL.cdf(-2)
+    return (normal_cdf(x, mean, std) - below) / (1 - 2 * below)
+
+
+DISTRIBUTIONS = [  # initializer, mean, std, cdf and its arguments
+    (init.uniform(-1.0, 3.0), 1.0, 4 / math.sqrt(12), uniform_cdf, (-1.0, 3.0)),
+    (init.normal(0.5, 2.0), 0.5, 2.0, normal_cdf, (0.5, 2.0)),
+    (init.truncated_normal(-1.0, 0.5), -1.0, 0.5 * 0.879626, truncated_cdf, (-1.0, 0.5)),
+    (init.xavier_uniform(2.0, 24, 8), 0.0, 0.5, uniform_cdf, (-2 * math.sqrt(6 / 32), 2 * math.sqrt(6 / 32))),
+    (init.xavier_normal(2.0, 24, 8), 0.0, 0.5, normal_cdf, (0.0, 0.5)),
+    (init.xavier_uniform(), 0.0, math.sqrt(2 / 20), uniform_cdf, (-math.sqrt(6 / 20), math.sqrt(6 / 20))),
+    (init.xavier_normal(fan_in=30), 0.0, math.sqrt(2 / 40), normal_cdf, (0.0, math.sqrt(2 / 40))),
+]
+
+
+@pytest.mark.parametrize(
+    ("initializer", "mean", "std", "cdf", "arguments"), DISTRIBUTIONS, ids=lambda p: getattr(p, "kind", "")
+)
+@pytest.mark.parametrize("ids", [np.arange(10_000, dtype=np.uint64), some_ids(10_000)], ids=["consecutive", "random"])
+def test_values_follow_their_distribution(ids, initializer, mean, std, cdf, arguments):
+    sample = np.sort(rows(initializer, ids, 10).ravel().astype(np.float64))
+    n = sample.size
+    assert abs(sample.mean() - mean) < 4.5 * std / math.sqrt(n)
+    assert abs(sample.std() / std - 1) < 4.5 * math.sqrt(0.5 / n)  # Of a normal; the others' is smaller.
+    steps = np.arange(n + 1) / n
+    expected = cdf(sample, *arguments)
+    distance = max(np.abs(expected - steps[:-1]).max(), np.abs(expected - steps[1:]).max())
+    assert distance < 2.2 / math.sqrt(n)  # Kolmogorov: exceeded once in 8,000 samples.
+
+
+def test_a_truncated_normal_never_leaves_two_std():
+    sample = rows(init.truncated_normal(0.0, 1.0), np.arange(100_000), 1)
+    assert np.abs(sample).max() <= 2.0
+    assert np.abs(sample).max() > 1.99
+
+
+def test_degenerate_distributions_are_constants():
+    ids = some_ids(10)
+    assert (rows(init.zeros(), ids, 3) == 0).all()
+    assert (rows(init.constant(-1.5), ids, 3) == -1.5).all()
+    assert (rows(init.uniform(0.5, 0.5), ids, 3) == 0.5).all()
+    assert (rows(init.normal(0.5, 0.0), ids, 3) == 0.5).all()
+
+
+def test_the_largest_accepted_values_stay_finite():
+    top = float(np.finfo(np.float32).max)
+    for initializer in (init.uniform(-top, top), init.normal(0.0, top / 8.6), init.constant(top)):
+        assert np.isfinite(rows(initializer, some_ids(1_000), 4)).all()
+
+
+# --- the inverse normal function ---
+
+
+EDGES = [2.0**-53, 1 - 2.0**-53, 0.075, np.nextafter(0.075, 0), 0.925, math.exp(-25), 1 - 2.0**-36, 1e-300, 0.5]
+
+
+def test_the_inverse_normal_function_agrees_with_the_standard_library():
+    u = np.concatenate([np.random.default_rng(0).random(50_000), 10.0 ** -np.linspace(1, 300, 2_000), EDGES])
+    u = u[(u > 0) & (u < 1)]
+    expected = np.array([NORMAL.inv_cdf(x) for x in u])
+    np.testing.assert_allclose(normal.inverse_normal_cdf(u), expected, rtol=2e-15, atol=0)
+
+
+@given(st.integers(0, 2**52 - 1))
+def test_the_inverse_normal_function_is_odd_about_one_half(k):
+    u = (k + 0.5) * 2.0**-52
+    low, high = normal.inverse_normal_cdf(np.array([u, 1 - u]))
+    assert low == -high
+    assert abs(low) < 8.5
+
+
+@given(st.floats(min_value=sys.float_info.min, allow_infinity=False))
+def test_the_logarithm_has_a_relative_error_below_1e_15(x):
+    assert math.isclose(normal.portable_log(np.array([x]))[0], math.log(x), rel_tol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_the_functions_keep_shape_and_argument(shape):
+    u = np.full(shape, 0.01)
+    assert normal.inverse_normal_cdf(u).shape == shape
+    assert normal.portable_log(u).shape == shape
+    assert (u == 0.01).all()
+
+
+def test_views_that_are_not_contiguous_are_taken():
+    u = np.random.default_rng(0).random((40, 30))
+    for function in (normal.inverse_normal_cdf, normal.portable_log):
+        np.testing.assert_array_equal(function(u.T[::2]), function(u).T[::2])
+
+
+# --- definitions ---
+
+
+@each_kind
+def test_a_definition_survives_its_dict_and_yaml_and_json_forms(initializer):
+    d = initializer.to_dict()
+    assert {type(v) for v in d.values()} <= {str, float, int}
+    assert Initializer.from_dict(json.loads(json.dumps(d))) == initializer
+    assert hash(Initializer.from_dict(d)) == hash(initializer)
+
+
+def test_the_dict_form_is_flat_and_canonical():
+    assert init.normal(std=0.01).to_dict() == {"kind": "normal", "mean": 0.0, "std": 0.01}
+    one = Initializer.from_dict({"std": np.float64(1), "kind": "normal", "mean": -0.0})
+    assert json.dumps(one.to_dict()) == '{"kind": "normal", "mean": 0.0, "std": 1.0}'
+    assert Initializer.from_dict({"kind": "xavier_normal", "fan_in": 3.0}).to_dict()["fan_in"] == 3
+
+
+@each_kind
+def test_parameters_left_out_take_the_constructors_defaults(initializer):
+    if initializer.kind == "constant":
+        with pytest.raises(InvalidInputError, match="needs a 'value'"):
+            Initializer.from_dict({"kind": "constant"})
+    else:
+        assert Initializer.from_dict({"kind": initializer.kind}) == getattr(init, initializer.kind)()
+
+
+@pytest.mark.parametrize(
+    ("d", "message"),
+    [
+        ({}, "'kind'"),
+        ("normal", "'kind'"),
+        ({"kind": "gaussian"}, "'gaussian'; known: zeros, constant"),
+        ({"kind": None}, "None"),
+        ({"kind": "normal", "stdev": 1.0}, "'stdev'; it takes: mean, std"),
+        ({"kind": "zeros", "value": 1.0}, "it takes: nothing"),
+        ({"kind": "normal", "std": "0.1"}, "std must be a number"),
+        ({"kind": "normal", "std": None}, "std must be a number"),
+        ({"kind": "normal", "std": True}, "std must be a number"),
+        ({"kind": "normal", "std": -0.1}, "std must be >= 0"),
+        ({"kind": "normal", "mean": math.nan}, "mean must be finite"),
+        ({"kind": "uniform", "high": math.inf}, "high must be finite"),
+        ({"kind": "constant", "value": 1e39}, "value must be finite"),
+        ({"kind": "constant", "value": 10**400}, "value must be finite"),
+        ({"kind": "uniform", "low": 1.0}, r"low 1.0 is above high 0.05"),
+        ({"kind": "normal", "std": 1e38}, "range of float32"),
+        ({"kind": "xavier_normal", "gain": 1e38}, "range of float32"),
+        ({"kind": "xavier_normal", "fan_in": 0}, "fan_in must be an integer >= 1"),
+        ({"kind": "xavier_normal", "fan_out": 2.5}, "fan_out must be an integer >= 1"),
+        ({"kind": "xavier_normal", "fan_out": math.inf}, "fan_out must be an integer >= 1"),
+    ],
+)
+def test_a_wrong_definition_is_refused_naming_what_is_wrong(d, message):
+    with pytest.raises(InvalidInputError, match=message):
+        Initializer.from_dict(d)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], np.array([1, 2]), np.array([1.0]), np.zeros((2, 2), np.uint64)])
+@each_kind
+def test_ids_that_are_not_a_flat_uint64_array_are_refused(initializer, ids):
+    with pytest.raises(InvalidInputError, match="uint64"):
+        initializer.rows(ids, 4, table="user", seed=0)
+
+
+def test_a_dim_below_one_is_refused():
+    with pytest.raises(InvalidInputError, match="dim"):
+        init.zeros().rows(some_ids(1), 0, table="user", seed=0)
