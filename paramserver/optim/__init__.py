@@ -1,0 +1,11 @@
+"""The maths of the optimizers: pure functions on NumPy arrays. No I/O, threads, clocks or gRPC.
+
+`build(spec)` turns a `kvemb.optim.OptimizerSpec` into an `Optimizer`: `init_slots` and `update`. One file per family
+holds a kernel, which works in place on arrays of its own; `base` cuts a batch into blocks, hands each kernel its
+copies, and so keeps `update` pure.
+"""
+
+from paramserver.optim.base import Optimizer
+from paramserver.optim.registry import build
+
+__all__ = ["Optimizer", "build"]

@@ -1,0 +1,69 @@
+"""Adagrad, per element and per row. Kernels: see `base`."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from paramserver.optim.base import Array
+
+
+def adagrad(weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
+    """Apply one step of Adagrad in place.
+
+        a <- a + g^2
+        W <- W - lr * g / (sqrt(a) + eps)
+
+    Args:
+        weights: float32 [n, d].
+        slots: [sum [n, d]].
+        grads: float32 [n, d]; used up.
+        hyper: lr, eps.
+        step: not used.
+
+    Reference: Duchi, Hazan, Singer 2011; torch.optim.Adagrad with lr_decay=0.
+
+    Example:
+        >>> w, a, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 4.0))
+        >>> adagrad(w, [a], g, {"lr": 0.5, "eps": 1e-10}, 1); w, a
+        (array([[0.5]], dtype=float32), array([[16.]], dtype=float32))
+    """
+    (total,) = slots
+    scratch = np.square(grads)
+    total += scratch
+    np.sqrt(total, out=scratch)
+    scratch += hyper["eps"]
+    grads /= scratch
+    grads *= hyper["lr"]
+    weights -= grads
+
+
+def rowwise_adagrad(weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
+    """Apply one step of Adagrad with a single sum per row in place.
+
+        a <- a + mean_i(g_i^2)
+        W <- W - lr * g / (sqrt(a) + eps)
+
+    Args:
+        weights: float32 [n, d].
+        slots: [mean_square_sum [n, 1]].
+        grads: float32 [n, d]; used up.
+        hyper: lr, eps.
+        step: not used.
+
+    Reference: EXACT_ROWWISE_ADAGRAD of FBGEMM (fbgemm_gpu); DLRM, Naumov et al. 2019.
+
+    Example:
+        >>> w, a, g = (np.full((1, 2), x, np.float32) for x in (1.0, 0.0, 4.0))
+        >>> rowwise_adagrad(w, [a[:, :1]], g, {"lr": 0.5, "eps": 1e-8}, 1); w
+        array([[0.5, 0.5]], dtype=float32)
+    """
+    (total,) = slots
+    # add.reduce sums each row by itself, in an order that depends on d only.
+    mean = np.add.reduce(np.square(grads), axis=1, keepdims=True)
+    mean /= grads.shape[1]
+    total += mean
+    scale = np.sqrt(total)
+    scale += hyper["eps"]
+    np.divide(hyper["lr"], scale, out=scale)
+    grads *= scale
+    weights -= grads

@@ -1,0 +1,60 @@
+"""Adam, AMSGrad and AdamW. Kernels: see `base`. What `step` counts is a decision: docs/adr/0004."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvemb.optim import OptimizerSpec
+from paramserver.optim.base import Array, Kernel
+
+
+def kernel(spec: OptimizerSpec) -> Kernel:
+    """Return the kernel for kind "adam" or "adamw" and the option "amsgrad".
+
+        W <- W - lr * weight_decay * W              adamw
+        m <- m + (1 - beta1) * (g - m)
+        v <- v + (1 - beta2) * (g^2 - v)
+        u <- v, or max(u, v)                        with amsgrad
+        W <- W - lr * sqrt(c2) / c1 * m / (sqrt(u) + eps')        c1 = 1 - beta1^step, c2 = 1 - beta2^step
+
+    The references differ in eps, and each is followed: eps' = eps in SparseAdam (the "epsilon hat" of the paper's
+    section 2), and eps' = eps * sqrt(c2) in torch.optim.Adam and AdamW.
+
+    Slots: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, each [n, d].
+
+    Reference: Kingma, Ba 2015; Reddi, Kale, Kumar 2018; Loshchilov, Hutter 2019; torch.optim.SparseAdam for adam,
+    torch.optim.Adam(amsgrad=True) for adam with amsgrad, torch.optim.AdamW for adamw.
+
+    Example:
+        >>> import kvemb.optim
+        >>> w, m, v, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 0.0, 4.0))
+        >>> spec = kvemb.optim.adam(lr=0.5)
+        >>> kernel(spec)(w, [m, v], g, spec.defaults(), 1); w.round(3)
+        array([[0.5]], dtype=float32)
+    """
+    amsgrad = dict(spec.options)["amsgrad"]
+    decoupled_decay = spec.kind == "adamw"
+    eps_after_correction = amsgrad or decoupled_decay
+
+    def step_in_place(weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        root_c2 = math.sqrt(1.0 - hyper["beta2"] ** step)
+        if decoupled_decay:
+            weights *= 1.0 - hyper["lr"] * hyper["weight_decay"]
+        average, square = slots[0], slots[1]
+        scratch = grads - average
+        scratch *= 1.0 - hyper["beta1"]
+        average += scratch
+        np.square(grads, out=grads)
+        grads -= square
+        grads *= 1.0 - hyper["beta2"]
+        square += grads
+        if amsgrad:
+            np.maximum(slots[2], square, out=slots[2])
+        np.sqrt(slots[2] if amsgrad else square, out=scratch)
+        scratch += hyper["eps"] * (root_c2 if eps_after_correction else 1.0)
+        np.divide(average, scratch, out=scratch)
+        scratch *= hyper["lr"] * root_c2 / (1.0 - hyper["beta1"] ** step)
+        weights -= scratch
+
+    return step_in_place

@@ -1,0 +1,39 @@
+"""From a specification to its optimizer: which kernel serves which kind. No maths here."""
+
+from collections.abc import Callable, Mapping
+
+from kvemb.errors import InvalidInputError
+from kvemb.optim import OptimizerSpec
+from paramserver.optim import adagrad, adam, ftrl, rmsprop, sgd
+from paramserver.optim.base import Kernel, Optimizer
+from paramserver.optim.transforms import compose
+
+_KERNELS: Mapping[str, Callable[[OptimizerSpec], Kernel]] = {
+    "sgd": sgd.kernel,
+    "adagrad": lambda spec: adagrad.adagrad,
+    "rowwise_adagrad": lambda spec: adagrad.rowwise_adagrad,
+    "adam": adam.kernel,
+    "adamw": adam.kernel,
+    "ftrl": lambda spec: ftrl.ftrl,
+    "rmsprop": rmsprop.kernel,
+}
+
+
+def build(spec: OptimizerSpec) -> Optimizer:
+    """Build the optimizer that a table's specification names.
+
+    Args:
+        spec: the table's specification, as made by `kvemb.optim`.
+
+    Raises:
+        InvalidInputError: this parameter server knows no such kind (the trainer's release is newer).
+
+    Example:
+        >>> import kvemb.optim
+        >>> build(kvemb.optim.adam()).slot_size(16)
+        32
+    """
+    if spec.kind not in _KERNELS:
+        known = ", ".join(_KERNELS)
+        raise InvalidInputError(f"no maths for optimizer {spec.kind!r} on this parameter server; known: {known}")
+    return Optimizer(spec, _KERNELS[spec.kind](spec), compose(spec.transforms))

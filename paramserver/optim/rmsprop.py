@@ -1,0 +1,66 @@
+"""RMSprop, plain, centered and with momentum. Kernels: see `base`."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvemb.optim import OptimizerSpec
+from paramserver.optim.base import Array, Kernel
+
+
+def kernel(spec: OptimizerSpec) -> Kernel:
+    """Return the kernel for the options "momentum" (is there a slot) and "centered".
+
+        v <- alpha * v + (1 - alpha) * g^2
+        a <- a + (1 - alpha) * (g - a)              centered
+        u <- g / (sqrt(v) + eps), or g / (sqrt(max(v - a^2, 0)) + eps)        centered
+        m <- momentum * m + u                       with momentum
+        W <- W - lr * u, or W - lr * m              with momentum
+
+    The max(., 0) is ours: for a gradient that hardly varies rounding makes v - a^2 negative, and torch's weights NaN.
+
+    Slots: square_avg, then grad_avg if centered, then momentum_buffer if there is momentum, each [n, d].
+
+    Reference: Hinton 2012 (lecture 6e); Graves 2013 for centered; torch.optim.RMSprop.
+
+    Example:
+        >>> import kvemb.optim
+        >>> w, v, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 4.0))
+        >>> spec = kvemb.optim.rmsprop(lr=0.5, alpha=0.75)
+        >>> kernel(spec)(w, [v], g, spec.defaults(), 1); w, v
+        (array([[0.]], dtype=float32), array([[4.]], dtype=float32))
+    """
+    options = dict(spec.options)
+    momentum, centered = options["momentum"], options["centered"]
+
+    def step_in_place(weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        square = slots[0]
+        scratch = np.square(grads)
+        scratch *= 1.0 - hyper["alpha"]
+        square *= hyper["alpha"]
+        square += scratch
+        if centered:
+            _center(slots[1], square, grads, scratch, hyper["alpha"])
+        else:
+            np.sqrt(square, out=scratch)
+        scratch += hyper["eps"]
+        grads /= scratch
+        if momentum:
+            slots[-1][...] = hyper["momentum"] * slots[-1] + grads
+            np.multiply(slots[-1], hyper["lr"], out=grads)
+        else:
+            grads *= hyper["lr"]
+        weights -= grads
+
+    return step_in_place
+
+
+def _center(average: Array, square: Array, grads: Array, scratch: Array, alpha: float) -> None:
+    """Move `average` towards the gradient and leave the standard deviation in `scratch`."""
+    np.subtract(grads, average, out=scratch)
+    scratch *= 1.0 - alpha
+    average += scratch
+    np.square(average, out=scratch)
+    np.subtract(square, scratch, out=scratch)
+    np.maximum(scratch, 0.0, out=scratch)
+    np.sqrt(scratch, out=scratch)
