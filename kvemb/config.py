@@ -1,0 +1,226 @@
+"""kvemb.yaml: one file that names the cluster, its storage, its parameter servers and its tables; validated whole at load.
+
+Every message holds the path of the wrong key. Secrets are named by environment variable here and resolved by whoever opens a
+connection (`StorageConfig.password`); they are in no repr. The environment is read through the mapping that the caller passes.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import yaml
+
+from kvemb.errors import ConfigError, InvalidInputError
+from kvemb.table_def import TableDef
+
+KINDS = ("memcached", "redis", "valkey", "redis-cluster")
+MODES = ("async", "sync")
+_LOOPBACK_NAME = "localhost"
+
+
+@dataclass(frozen=True)
+class StorageConfig:
+    """The storage section.
+
+    Args:
+        kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
+        nodes: "host:port", in order; for redis-cluster, any primaries to start from.
+        timeout_s: deadline of one batch over all nodes.
+        username, password: of Redis; resolved from the environment.
+        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are still errors.
+    """
+
+    kind: str
+    nodes: tuple[str, ...]
+    timeout_s: float = 5.0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    allow_row_loss: bool = False
+
+
+@dataclass(frozen=True)
+class ServersConfig:
+    """The parameter_servers section.
+
+    Args:
+        shards: "host:port" of every shard, in order; their number is part of the cluster's definition.
+        mode: "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply).
+        trainers: number of trainers of a sync job (0 in async mode).
+        data_dir: directory in which each shard keeps its state, in a folder of its own.
+        barrier_timeout_s: how long a sync step waits for a missing trainer before it fails.
+    """
+
+    shards: tuple[str, ...]
+    mode: str = "async"
+    trainers: int = 0
+    data_dir: str = "kvemb-data"
+    barrier_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole kvemb.yaml. `tables` is only input to creation: shard 0 keeps the registry."""
+
+    cluster: str
+    storage: StorageConfig
+    servers: ServersConfig
+    tables: tuple[TableDef, ...] = ()
+
+
+def load(source: str | os.PathLike[str], environ: Mapping[str, str]) -> Config:
+    """Read and validate a file.
+
+    Args:
+        source: a path, or a file:// URL (what `kvemb.local` hands out).
+        environ: where passwords are looked up.
+
+    Raises:
+        ConfigError: the file is unreadable or a key is wrong; the message holds file and key path.
+    """
+    path = _path(source)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    try:
+        return parse(tree, environ)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse(tree: object, environ: Mapping[str, str]) -> Config:
+    """Validate a parsed tree; see `load`."""
+    top = _section(tree, "", {"cluster", "storage", "parameter_servers", "tables"}, {"cluster", "storage", "parameter_servers"})
+    return Config(
+        cluster=_text(top, "cluster", ""),
+        storage=_storage(top["storage"], environ),
+        servers=_servers(top["parameter_servers"]),
+        tables=_tables(top.get("tables") or {}),
+    )
+
+
+def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
+    at = "storage."
+    keys = {"kind", "nodes", "timeout_s", "username_env", "password_env", "allow_row_loss"}
+    fields = _section(tree, "storage", keys, {"kind", "nodes"})
+    kind = _text(fields, "kind", at)
+    nodes = _addresses(fields, "nodes", at)
+    if kind == "memcached" and {"username_env", "password_env"} & set(fields):
+        raise ConfigError("storage.password_env: memcached nodes take no credentials; keep them on a private network")
+    return StorageConfig(
+        kind=kind,
+        nodes=nodes,
+        timeout_s=_positive(fields, "timeout_s", at, 5.0),
+        username=_secret(fields, "username_env", at, environ),
+        password=_secret(fields, "password_env", at, environ),
+        allow_row_loss=_flag(fields, "allow_row_loss", at),
+    )
+
+
+def _servers(tree: object) -> ServersConfig:
+    at = "parameter_servers."
+    keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s"}
+    fields = _section(tree, "parameter_servers", keys, {"shards"})
+    mode = fields.get("mode", "async")
+    if mode not in MODES:
+        raise ConfigError(f"parameter_servers.mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    trainers = fields.get("trainers", 0)
+    if isinstance(trainers, bool) or not isinstance(trainers, int) or trainers < 0:
+        raise ConfigError(f"parameter_servers.trainers: got {trainers!r}, expected a whole number")
+    if (mode == "sync") != (trainers > 0):
+        raise ConfigError("parameter_servers.trainers: give the number of trainers when mode is sync, and only then")
+    if mode == "async" and "barrier_timeout_s" in fields:
+        raise ConfigError("parameter_servers.barrier_timeout_s: has an effect in sync mode only")
+    return ServersConfig(
+        shards=_addresses(fields, "shards", at),
+        mode=mode,
+        trainers=trainers,
+        data_dir=_text(fields, "data_dir", at) if "data_dir" in fields else "kvemb-data",
+        barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
+    )
+
+
+def _tables(tree: object) -> tuple[TableDef, ...]:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"tables: got {type(tree).__name__}, expected a mapping of name to definition")
+    tables = []
+    for name, fields in tree.items():
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"tables.{name}: got {type(fields).__name__}, expected a mapping with dim, optimizer and initializer")
+        if "name" in fields or "tag_attempt" in fields:
+            raise ConfigError(f"tables.{name}: the keys name and tag_attempt are not set here")
+        try:
+            tables.append(TableDef.from_dict({"name": name, **fields}))
+        except (InvalidInputError, TypeError) as error:
+            raise ConfigError(f"tables.{name}: {error}") from error
+    return tuple(tables)
+
+
+def _path(source: str | os.PathLike[str]) -> Path:
+    text = os.fspath(source)
+    if not text.startswith("file://"):
+        return Path(text)
+    url = urlparse(text)
+    if url.netloc not in ("", _LOOPBACK_NAME):
+        raise ConfigError(f"{text}: a file:// URL names a file of this machine; leave the host out")
+    return Path(unquote(url.path))
+
+
+def _section(tree: object, at: str, known: set[str], required: set[str]) -> Mapping[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{at or 'the file'}: got {type(tree).__name__}, expected a mapping with {', '.join(sorted(known))}")
+    prefix = f"{at}." if at else ""
+    for key in tree:
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}: unknown key; known here: {', '.join(sorted(known))}")
+    for key in sorted(required - set(tree)):
+        raise ConfigError(f"{prefix}{key}: missing")
+    return tree
+
+
+def _text(fields: Mapping[str, Any], key: str, at: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{at}{key}: got {value!r}, expected text")
+    return value
+
+
+def _flag(fields: Mapping[str, Any], key: str, at: str) -> bool:
+    value = fields.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{at}{key}: got {value!r}, expected true or false")
+    return value
+
+
+def _positive(fields: Mapping[str, Any], key: str, at: str, default: float) -> float:
+    value = fields.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
+        raise ConfigError(f"{at}{key}: got {value!r}, expected a number of seconds above 0")
+    return float(value)
+
+
+def _secret(fields: Mapping[str, Any], key: str, at: str, environ: Mapping[str, str]) -> str | None:
+    if key not in fields:
+        return None
+    name = _text(fields, key, at)
+    if name not in environ:
+        raise ConfigError(f"{at}{key}: the environment variable {name} is not set")
+    return environ[name]
+
+
+def _addresses(fields: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:
+    value = fields[key]
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f'{at}{key}: got {value!r}, expected a list of "host:port"')
+    for index, address in enumerate(value):
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f'{at}{key}[{index}]: got {address!r}, expected "host:port"')
+    if len(set(value)) != len(value):
+        raise ConfigError(f"{at}{key}: an address stands twice in {value!r}")
+    return tuple(value)

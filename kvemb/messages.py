@@ -1,0 +1,339 @@
+"""The messages between trainers and parameter servers: msgpack with a fixed schema. Pure.
+
+Every message travels as [magic, version, type name, field, field, ...]; arrays are raw little-endian bytes, so that a part of any size
+costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and
+anything off raises MessageError before a value is used.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvemb.errors import MessageError
+
+MAGIC = "kvemb"
+PROTOCOL_VERSION = 1
+SERVICE = "kvemb.ParameterServer"
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_PART_BYTES = 16 << 20
+_MAX_ITEMS = 4096
+_MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows of one table inside a message: ids with gradients or weights, and the versions that a pull saw.
+
+    Args:
+        table: name.
+        schema: the sender's 8-bit digest of the table's definition.
+        ids: uint64 [n], distinct.
+        rows: float32 [n, dim] (dim 0 where the message carries no rows).
+        versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
+        hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
+    """
+
+    table: str
+    schema: int
+    ids: NDArray[np.uint64]
+    rows: NDArray[np.float32]
+    versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    hyper: dict[str, float] = field(default_factory=dict)
+
+    def to_list(self) -> list[Any]:
+        dim = self.rows.shape[1] if self.rows.ndim == 2 else 0
+        arrays = [_raw(self.ids, "<u8"), dim, _raw(self.rows, "<f4"), _raw(self.versions, "<u8")]
+        return [self.table, self.schema, *arrays, self.hyper]
+
+    @staticmethod
+    def from_list(items: object) -> "TableRows":
+        if not isinstance(items, list) or len(items) != 7:
+            raise MessageError("rows of a table: expected a list of 7 fields")
+        table, schema, ids, dim, rows, versions, hyper = items
+        _expect(isinstance(table, str) and type(schema) is int and 0 <= schema < 256, "table and schema")
+        _expect(type(dim) is int and dim >= 0 and isinstance(hyper, dict), "dim and hyper")
+        _expect(all(isinstance(k, str) and isinstance(v, float) for k, v in hyper.items()), "hyper values")
+        id_array, version_array = _array(ids, "<u8"), _array(versions, "<u8")
+        row_array = _array(rows, "<f4")
+        _expect(len(row_array) == len(id_array) * dim, f"{len(id_array)} ids of dim {dim} with {len(row_array)} row values")
+        _expect(len(version_array) in (0, len(id_array)), f"{len(id_array)} ids with {len(version_array)} versions")
+        return TableRows(table, schema, id_array, row_array.reshape(len(id_array), dim), version_array, hyper)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Base of every message; subclasses are plain frozen dataclasses whose fields are checked by annotation."""
+
+    _types: ClassVar[dict[str, type["Message"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message._types[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        values = [_plain(getattr(self, f.name)) for f in fields(self)]
+        packed: bytes = msgpack.packb([MAGIC, PROTOCOL_VERSION, type(self).__name__, *values])
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read a message of this type.
+
+        Raises:
+            MessageError: malformed, truncated, oversized, of another type or protocol version; nothing of it was used.
+        """
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise MessageError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+        try:
+            items = msgpack.unpackb(
+                data,
+                max_array_len=_MAX_ITEMS,
+                max_map_len=_MAX_ITEMS,
+                max_str_len=_MAX_TEXT,
+                max_bin_len=len(data),
+                max_ext_len=0,
+            )
+        except Exception as error:  # msgpack raises ValueError, UnpackException, TypeError, RecursionError: all mean bad bytes
+            raise MessageError(f"not a msgpack message: {type(error).__name__}: {error}") from error
+        if not isinstance(items, list) or len(items) < 3 or items[0] != MAGIC:
+            raise MessageError("not a kvemb message")
+        if items[1] != PROTOCOL_VERSION:
+            raise MessageError(f"protocol version {items[1]!r}, expected {PROTOCOL_VERSION}; use the same kvemb release everywhere")
+        if items[2] != cls.__name__:
+            raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
+        return cls._from_values(items[3:])
+
+    @classmethod
+    def _from_values(cls, values: list[Any]) -> Self:
+        wanted = fields(cls)
+        if len(values) != len(wanted):
+            raise MessageError(f"{cls.__name__}: {len(values)} fields, expected {len(wanted)}")
+        checked = {f.name: _checked(f"{cls.__name__}.{f.name}", f.type, v) for f, v in zip(wanted, values, strict=True)}
+        return cls(**checked)
+
+
+@dataclass(frozen=True, eq=False)
+class Empty(Message):
+    """A request or reply without fields."""
+
+
+@dataclass(frozen=True, eq=False)
+class HelloRequest(Message):
+    """A trainer introduces itself to a shard before its first push; incarnation 0 asks shard 0 to issue one."""
+
+    trainer: str
+    incarnation: int
+    cluster_id: bytes
+    n_shards: int
+
+
+@dataclass(frozen=True, eq=False)
+class HelloReply(Message):
+    """The incarnation in force and the last sequence this shard has accepted from it (0 = none)."""
+
+    incarnation: int
+    last_sequence: int
+    mode: str
+
+
+@dataclass(frozen=True, eq=False)
+class PushPart(Message):
+    """One shard's part of a push.
+
+    Args:
+        trainer, incarnation, sequence: identity of the part at this shard; sequences are 1, 2, 3, … without gaps.
+        step: number of the push at the trainer; in sync mode parts of one step are applied together.
+        more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
+        tables: rows of each table (a table without rows here still counts as a step of its optimizer).
+        digest: xxh3-64 over the tables' arrays; tells other data under a used sequence.
+    """
+
+    trainer: str
+    incarnation: int
+    sequence: int
+    step: int
+    more: bool
+    tables: list[TableRows]
+    digest: int
+
+
+@dataclass(frozen=True, eq=False)
+class PushReply(Message):
+    """State of one part: "accepted", then "applied"; or "failed" with an error.
+
+    Args:
+        k: the shard's batch that applied it (state "applied").
+        changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
+        elapsed: how many of this shard's batches had touched the most-changed row since the pull: max over rows of current k - pulled k.
+        error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
+    """
+
+    sequence: int
+    state: str
+    k: int = 0
+    changed: float = -1.0
+    elapsed: int = 0
+    error: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Reply(Message):
+    """Reply of every unary call: an error, or the encoded message of the call's own reply type."""
+
+    error: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class DescribeReply(Message):
+    """What a client must know: identity, mode, the node markers' cluster id, and the registry's tables (as plain dicts)."""
+
+    cluster: str
+    cluster_id: bytes
+    shard: int
+    n_shards: int
+    mode: str
+    trainers: int
+    tables: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class CreateTableRequest(Message):
+    """Create a table; exist_ok accepts an existing one of the same identity."""
+
+    table: dict[str, Any]
+    exist_ok: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TableReply(Message):
+    """The table's definition as registered."""
+
+    table: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RowsRequest(Message):
+    """assign (rows given) or erase (dim 0): applied in order with pushes, answered once applied."""
+
+    rows: TableRows
+
+
+@dataclass(frozen=True, eq=False)
+class TableRequest(Message):
+    """Ask about one table by name; the empty name means all of them (flush)."""
+
+    table: str
+
+
+@dataclass(frozen=True, eq=False)
+class FlushRequest(Message):
+    """Wait until everything this shard accepted before the call is applied; at most timeout_s."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class CountReply(Message):
+    """A number of rows."""
+
+    n_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class IdsRequest(Message):
+    """List a table's ids in ascending order, from the first id after `after` (inclusive when `first`), at most `limit`."""
+
+    table: str
+    first: bool
+    after: int
+    limit: int
+
+
+@dataclass(frozen=True, eq=False)
+class IdsReply(Message):
+    """Ids in ascending uint64 order as raw '<u8' bytes; fewer than the limit = the end."""
+
+    ids: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StatusReply(Message):
+    """One shard as operators see it."""
+
+    shard: int
+    epoch: int
+    k: int
+    rows_applied: int
+    pending_parts: int
+    lag_s: float
+    n_rows: int
+    n_trainers: int
+    failure: str
+
+
+@dataclass(frozen=True, eq=False)
+class ByeRequest(Message):
+    """A trainer leaves; a sync job goes on without it."""
+
+    trainer: str
+    incarnation: int
+
+
+def digest_tables(tables: list[TableRows]) -> int:
+    """Return the xxh3-64 digest of the arrays of a push part."""
+    state = xxhash.xxh3_64()
+    for rows in tables:
+        state.update(rows.table.encode())
+        for array in (rows.ids, rows.rows, rows.versions):
+            state.update(np.ascontiguousarray(array).data)
+        state.update(repr(sorted(rows.hyper.items())).encode())
+    return state.intdigest()
+
+
+def _raw(array: NDArray[Any], dtype: str) -> memoryview:
+    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
+
+
+def _array(data: object, dtype: str) -> NDArray[Any]:
+    _expect(isinstance(data, bytes) and len(data) % np.dtype(dtype).itemsize == 0, f"array of {dtype}")
+    return np.frombuffer(data, dtype=dtype)  # type: ignore[call-overload,no-any-return]
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise MessageError(f"malformed message: {what}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], TableRows):
+        return [rows.to_list() for rows in value]
+    return value.to_list() if isinstance(value, TableRows) else value
+
+
+def _checked(at: str, annotation: Any, value: Any) -> Any:
+    """Check a field against its annotation (the few forms used above)."""
+    if annotation is TableRows:
+        return TableRows.from_list(value)
+    if annotation == list[TableRows]:
+        _expect(isinstance(value, list), f"{at}: expected a list")
+        return [TableRows.from_list(item) for item in value]
+    if annotation == list[dict[str, Any]]:
+        _expect(isinstance(value, list) and all(isinstance(v, dict) for v in value), f"{at}: expected a list of maps")
+        return value
+    if annotation == dict[str, str]:
+        good = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+        _expect(good, f"{at}: expected a map of texts")
+        return value
+    kind = dict if annotation == dict[str, Any] else annotation
+    _expect(type(value) is kind, f"{at}: got {type(value).__name__}, expected {kind.__name__}")
+    return value

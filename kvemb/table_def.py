@@ -1,0 +1,156 @@
+"""The definition of a table: its identity, which can never change, and the defaults of its run-time values.
+
+Two processes that disagree on a definition must not share rows, so its digest travels in every record (8 bits of it) and the whole of it in
+every creation. No I/O here; the registry of tables is shard 0's, and storage holds a copy.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import msgpack
+
+from kvemb import init as initializers
+from kvemb.errors import InvalidInputError, TableMismatchError
+from kvemb.hashing import digest64
+from kvemb.init import Initializer
+from kvemb.keys import table_tag
+from kvemb.optim import OptimizerSpec
+from kvemb.record import RecordFormat
+from kvemb.rounding import storage_dtype
+
+MAX_DIM = 65536
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ID_DTYPES = ("int64", "uint64")
+_REDUCES = ("sum", "mean")
+_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce", "tag_attempt"}
+
+
+@dataclass(frozen=True)
+class TableDef:
+    """One table.
+
+    Args:
+        name: 1 to 64 of A-Z a-z 0-9 _ . -
+        dim: weights per row.
+        optimizer: the update method; its kind and static options are identity, its hyper-parameters defaults.
+        initializer: the first value of a row.
+        dtype: how weights are stored: "float32", "float16" or "bfloat16".
+        id_dtype: the ids' domain: "int64" or "uint64". One table has one domain, so -1 and 2**64-1 can never be the same row.
+        seed: of the initializer and of stochastic rounding.
+        reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
+        tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
+
+    Raises:
+        InvalidInputError: on any value out of range; nothing was created.
+    """
+
+    name: str
+    dim: int
+    optimizer: OptimizerSpec
+    initializer: Initializer
+    dtype: str = "float32"
+    id_dtype: str = "int64"
+    seed: int = 0
+    reduce: str = "sum"
+    tag_attempt: int = 0
+
+    def __post_init__(self) -> None:
+        check_table_name(self.name)
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or not 1 <= self.dim <= MAX_DIM:
+            raise InvalidInputError(f"table {self.name!r}: dim is {self.dim!r}; give an integer in [1, {MAX_DIM}]")
+        if self.id_dtype not in _ID_DTYPES:
+            raise InvalidInputError(f"table {self.name!r}: id_dtype is {self.id_dtype!r}; give one of {', '.join(_ID_DTYPES)}")
+        if self.reduce not in _REDUCES:
+            raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            raise InvalidInputError(f"table {self.name!r}: seed is {self.seed!r}; give an integer in [0, 2**63)")
+        storage_dtype(self.dtype)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that may never change, as plain values."""
+        return {
+            "name": self.name,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "id_dtype": self.id_dtype,
+            "optimizer": self.optimizer.identity(),
+            "initializer": self.initializer.to_dict() | {"algorithm": initializers.ALGORITHM_VERSION},
+            "seed": self.seed,
+            "reduce": self.reduce,
+        }
+
+    @cached_property
+    def schema(self) -> int:
+        """8-bit digest of the identity, carried in every record."""
+        return digest64("schema", msgpack.packb(self.identity())) & 0xFF
+
+    @cached_property
+    def tag(self) -> bytes:
+        """The 3 characters that this table's keys begin with."""
+        return table_tag(self.name, self.tag_attempt)
+
+    @cached_property
+    def record(self) -> RecordFormat:
+        """How this table's records are laid out."""
+        return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.slot_size(self.dim), self.schema)
+
+    def require_same(self, other: "TableDef") -> None:
+        """Refuse a definition with another identity than this existing one.
+
+        Raises:
+            TableMismatchError: showing the values that differ, existing against asked for.
+        """
+        mine, theirs = self.identity(), other.identity()
+        different = [key for key in mine if mine[key] != theirs[key]]
+        if different:
+            lines = [f"  {key}: exists with {mine[key]!r}, asked for {theirs[key]!r}" for key in different]
+            raise TableMismatchError(
+                f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + "\n"
+                f"existing: {mine}\nasked:    {theirs}\nOpen it with its own definition, or choose another name."
+            )
+
+    def with_tag_attempt(self, attempt: int) -> "TableDef":
+        """Return the same definition with the given candidate for the key tag."""
+        return replace(self, tag_attempt=attempt)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for messages, files and YAML."""
+        return {
+            "name": self.name,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "id_dtype": self.id_dtype,
+            "optimizer": self.optimizer.to_dict(),
+            "initializer": self.initializer.to_dict(),
+            "seed": self.seed,
+            "reduce": self.reduce,
+            "tag_attempt": self.tag_attempt,
+        }
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> "TableDef":
+        """Rebuild a definition; unknown or missing keys are refused by name.
+
+        Raises:
+            InvalidInputError: on a key or value that no definition has.
+        """
+        unknown = sorted(set(fields) - _KEYS)
+        missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
+        if unknown or missing:
+            raise InvalidInputError(f"table definition: unknown keys {unknown}, missing keys {missing}")
+        rest = {key: fields[key] for key in fields if key not in ("optimizer", "initializer")}
+        return TableDef(
+            optimizer=OptimizerSpec.from_dict(fields["optimizer"]),
+            initializer=Initializer.from_dict(fields["initializer"]),
+            **rest,
+        )
+
+
+def check_table_name(name: object) -> str:
+    """Return the name, or refuse it with InvalidInputError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidInputError(f"table name {name!r}: use 1 to 64 characters out of A-Z a-z 0-9 _ . -")
+    return name
