@@ -1,0 +1,117 @@
+"""One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket."""
+
+import socket
+import ssl
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import NodeUnavailableError, ProtocolError
+from kvemb.net.deadline import Deadline
+
+_BUFFER_BYTES = 1 << 20
+_MAX_BUFFER_BYTES = 64 << 20
+# What a non-blocking socket raises for "not now".
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Link:
+    """A connected socket. Not thread-safe: one batch uses a link at a time.
+
+    Args:
+        sock: connected; made non-blocking here.
+        address: "host:port", for messages.
+        connection_id: the server's number for this connection, "" where it has none.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, connection_id: str = "") -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.address = address
+        self.connection_id = connection_id
+        self._buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
+        self._start = self._end = 0
+
+    @property
+    def received(self) -> NDArray[np.uint8]:
+        """Bytes that have arrived and were not consumed: a view, valid until the next `receive`."""
+        return self._buffer[self._start : self._end]
+
+    def consume(self, n_bytes: int) -> None:
+        """Forget the first bytes of `received`."""
+        self._start += n_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def receive(self) -> int:
+        """Read what has arrived; return how many bytes, 0 for none yet.
+
+        Raises:
+            NodeUnavailableError: the node closed or reset the connection.
+        """
+        self._make_room()
+        try:
+            count = self.sock.recv_into(self._buffer.data[self._end :])
+        except NOT_NOW:
+            return 0
+        except OSError as error:
+            raise self._unavailable(error) from error
+        if count == 0:
+            raise NodeUnavailableError(f"node {self.address}: closed the connection. Is the server still running?")
+        self._end += count
+        return count
+
+    def send(self, data: memoryview) -> int:
+        """Send what the kernel takes now; return how many bytes."""
+        try:
+            return self.sock.send(data)
+        except NOT_NOW:
+            return 0
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    @property
+    def stale(self) -> bool:
+        """Whether an idle connection has ended, or holds bytes that nobody asked for."""
+        try:
+            self.sock.recv(1)
+        except NOT_NOW:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self.sock.close()
+
+    def _make_room(self) -> None:
+        if self._end < len(self._buffer):
+            return
+        if self._start:
+            left = self._end - self._start
+            self._buffer[:left] = self._buffer[self._start : self._end].copy()
+            self._start, self._end = 0, left
+            return
+        if len(self._buffer) >= _MAX_BUFFER_BYTES:
+            raise ProtocolError(f"node {self.address}: a reply does not end within {_MAX_BUFFER_BYTES} bytes")
+        self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
+
+    def _unavailable(self, error: OSError) -> NodeUnavailableError:
+        return NodeUnavailableError(f"node {self.address}: {error.strerror or error}. Is the server still running?")
+
+
+def connect(address: str, deadline: Deadline) -> socket.socket:
+    """Open a TCP connection.
+
+    Raises:
+        NodeUnavailableError: refused, unreachable, unknown host, or not within the deadline.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, deadline.remaining_s()))
+    except OSError as error:
+        reason = "no answer within the deadline" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise NodeUnavailableError(f"node {address}: cannot connect: {reason}. Is the server running, and the address right?") from error
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

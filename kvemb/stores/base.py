@@ -1,0 +1,193 @@
+"""The storage port: what every kind of storage must do, in arrays of rows.
+
+A batch is a list of parts, one per table; all parts of a batch travel in one round trip per node. Rows come back grouped by node, because
+that is how they arrive; `order` says which row is which, so that the caller's own gather puts them right without a copy of its own here.
+A missing row and a write conflict are results. What raises is in `kvemb.errors`. The contract that every store passes is shipped in
+`kvemb.testing.store_contract`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.stores.markers import Marker
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kind of storage can do; honest flags, asked by callers instead of the kind's name.
+
+    Args:
+        cas: writes are compare-and-swap; reads for writing return tokens.
+        prefix_reads: a read may ask for the first bytes of each record only and the rest is not sent.
+        max_record_bytes: the largest record a node accepts, or None when the store knows no limit.
+    """
+
+    cas: bool
+    prefix_reads: bool
+    max_record_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPart:
+    """Read n rows of one table.
+
+    Args:
+        keys: n distinct keys.
+        record_bytes: the size every record of this table has.
+        prefix_bytes: how many bytes of each record are wanted.
+        tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
+    """
+
+    keys: RowKeys
+    record_bytes: int
+    prefix_bytes: int
+    tokens: bool = False
+
+
+@dataclass(eq=False)
+class ReadResult:
+    """The rows of one ReadPart, in the order of their nodes.
+
+    Args:
+        records: uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found hold no meaning.
+        found: bool [n], in the same order.
+        order: intp [n], or None when the rows are in the order of the keys.
+        tokens: uint64 [n] in the same order, or None.
+    """
+
+    records: NDArray[np.uint8]
+    found: NDArray[np.bool_]
+    order: NDArray[np.intp] | None = None
+    tokens: NDArray[np.uint64] | None = None
+
+    def in_key_order(self) -> "ReadResult":
+        """Return the same rows in the order of the keys (a copy when several nodes answered)."""
+        if self.order is None:
+            return self
+        records, found = np.empty_like(self.records), np.empty_like(self.found)
+        records[self.order], found[self.order] = self.records, self.found
+        tokens = None
+        if self.tokens is not None:
+            tokens = np.empty_like(self.tokens)
+            tokens[self.order] = self.tokens
+        return ReadResult(records, found, None, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class WritePart:
+    """Write n whole records of one table.
+
+    Args:
+        keys: n distinct keys.
+        records: uint8 [n, record_bytes], contiguous.
+        tokens: uint64 [n] from the read that this write follows; 0 = the row must not exist yet. Ignored by stores without CAS.
+    """
+
+    keys: RowKeys
+    records: NDArray[np.uint8]
+    tokens: NDArray[np.uint64] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WriteResult:
+    """What became of a WritePart: `stored` bool [n] in key order; False is a conflict: read again before writing again."""
+
+    stored: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set."""
+
+    address: str
+    server: str
+    n_keys: int
+    used_bytes: int
+    limit_bytes: int
+    evicted: int
+    role: str = field(default="primary")
+
+
+class Store(ABC):
+    """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
+
+    Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
+    so that no later call can read an older call's reply.
+    """
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this storage can do."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[str, ...]:
+        """The nodes, in the order of the node map."""
+
+    @abstractmethod
+    def open(self, deadline: Deadline) -> list[Marker]:
+        """Connect to every node, refuse unsafe settings, check and pin the markers; from then on every batch checks them.
+
+        Raises:
+            NotProvisionedError: no node has a marker.
+            NodeLostError, WrongNodeError, NodeSuspectError, UnsafeNodeError, NodeUnavailableError, DeadlineExceededError.
+        """
+
+    @abstractmethod
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
+        """Write the first markers on nodes that are all empty; the same (cluster_id, generation) again completes a broken-off run.
+
+        Raises:
+            WrongNodeError: a node is not empty or carries another marker; nothing is written then.
+        """
+
+    @abstractmethod
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """Read rows; the marker of every node that answered was checked last on each connection.
+
+        Raises:
+            StorageError: see `kvemb.errors`; no part of the batch is returned.
+        """
+
+    @abstractmethod
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """Write records; returns when every node has answered for every row.
+
+        Raises:
+            NodeFullError: a node has no room; rows of the batch may or may not have been written (memcached may have deleted them).
+            StorageError: any row of the batch may or may not have been written, some possibly later.
+        """
+
+    @abstractmethod
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
+        """Delete rows (records and tokens of the parts are ignored); missing ones are fine."""
+
+    @abstractmethod
+    def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        """Read a small value that every node holds a copy of; one entry per node (one in all on a cluster that moves its own slots)."""
+
+    @abstractmethod
+    def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write that value to every node."""
+
+    @abstractmethod
+    def stats(self, deadline: Deadline) -> list[NodeStats]:
+        """Ask every node for its size and headroom."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop every connection; later calls raise ClosedError. Idempotent."""
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,108 @@
+"""One batch over several nodes: who gets which rows, and the arrays that replies fill. Pure.
+
+Rows of a part are put in the order of their nodes once; each node's share is then a plain slice of every array, so replies are parsed
+straight into the result and nothing is copied to sort it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import NodeFullError, ProtocolError, RecordError, StorageError
+from kvemb.keys import RowKeys
+from kvemb.wire.replies import Step, UnexpectedValueError
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """The keys of a part in the order of their nodes.
+
+    Args:
+        keys: in node order.
+        order: intp [n], position in the part of each; None when one node has all.
+        shares: (node index, slice) of each node that has rows.
+    """
+
+    keys: RowKeys
+    order: NDArray[np.intp] | None
+    shares: list[tuple[int, slice]]
+
+
+def group(keys: RowKeys, nodes: NDArray[np.int64] | None, also_by: NDArray[np.bool_] | None = None) -> Grouped:
+    """Put keys in the order of their nodes.
+
+    Args:
+        keys: n keys.
+        nodes: int64 [n], or None when there is one node.
+        also_by: bool [n]; within a node, rows with False come first.
+    """
+    if nodes is None and also_by is None:
+        return Grouped(keys, None, [(0, slice(0, len(keys)))] if len(keys) else [])
+    nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
+    rank = nodes if also_by is None else nodes * 2 + also_by
+    order = np.argsort(rank.astype(np.int16), kind="stable")  # 16-bit keys: NumPy sorts them by radix, in linear time
+    sorted_nodes = nodes[order]
+    present, starts = np.unique(sorted_nodes, return_index=True)
+    bounds = [*starts.tolist(), len(keys)]
+    shares = [(int(node), slice(bounds[i], bounds[i + 1])) for i, node in enumerate(present)]
+    return Grouped(keys.take(order), order, shares)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeSteps:
+    """The steps of one part at one node, with what is needed to say which row an error is about."""
+
+    address: str
+    ids: NDArray[np.uint64]
+    steps: list[Step]
+
+    def row_errors(self) -> Iterator[tuple[int, bytes]]:
+        """Every (row in the share, error line) that the node sent."""
+        start = 0
+        for step in self.steps:
+            for row, line in getattr(step.reply, "errors", ()):
+                yield start + row, line
+            start += _rows(step)
+
+
+def _rows(step: Step) -> int:
+    found = getattr(step.reply, "found", None)
+    return len(found if found is not None else step.reply.out)  # type: ignore[attr-defined]
+
+
+def raise_row_errors(parts: list[NodeSteps]) -> None:
+    """Raise the first error line that a node sent in place of a row's reply, as a typed error."""
+    for part in parts:
+        for row, line in part.row_errors():
+            raise server_error(part.address, line, int(part.ids[row]))
+
+
+def server_error(address: str, line: bytes, row_id: int | None = None) -> StorageError:
+    """Translate a server's error line."""
+    text = line.decode("ascii", "replace")
+    about = "" if row_id is None else f", id {row_id}"
+    if text.startswith("-OOM") or "out of memory" in text:
+        return NodeFullError(
+            f"node {address}{about}: has no memory left ({text}). Give it more (maxmemory, -m), or add nodes; nothing is acknowledged "
+            "until the write succeeds."
+        )
+    if "object too large" in text:
+        return NodeFullError(f"node {address}{about}: the record exceeds the server's item limit ({text}). Start it with a larger -I.")
+    return ProtocolError(f"node {address}{about}: the server answered {text!r}")
+
+
+def unexpected_value(parts: list[NodeSteps], error: UnexpectedValueError) -> RecordError:
+    """Say under which row's key a value of another size was found."""
+    for part in parts:
+        start = 0
+        for step in part.steps:
+            if step.reply is error.reply:
+                return RecordError(
+                    f"node {part.address}, id {int(part.ids[start + error.row])}: a value of {error.size_bytes} bytes lies under this "
+                    f"row's key, expected a record of {error.expected_bytes}. Another program wrote there, or the table was created "
+                    "with another definition."
+                )
+            start += _rows(step)
+    return RecordError(str(error))

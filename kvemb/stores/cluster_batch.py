@@ -1,0 +1,244 @@
+"""One batch on Redis Cluster: rows still to be answered, who is asked in this round, and what its answers mean. Pure.
+
+The first round asks for all rows, in node order, and replies are parsed straight into the results. Rows that were redirected go into
+further rounds, a few at a time, and are put in place afterwards.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.batch import NodeSteps, group, server_error
+from kvemb.stores.cluster_map import SlotMap
+from kvemb.wire.codec import Codec
+from kvemb.wire.replies import Step
+
+Rows = slice | NDArray[np.intp]
+_NOT_NOW = (b"-TRYAGAIN", b"-CLUSTERDOWN", b"-LOADING", b"-MASTERDOWN")
+REDIRECTS = (b"-MOVED", b"-ASK", *_NOT_NOW)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one node is asked of one part in one round.
+
+    Args:
+        part: index of the part.
+        rows: which rows of the part, in its node order.
+        slot: a slot of one of these rows, for the marker.
+        asking: an importing node is asked, out of turn.
+        buffers: arrays that the replies fill when `rows` is no slice of the results.
+    """
+
+    address: str
+    part: int
+    rows: Rows
+    slot: int
+    asking: bool
+    steps: NodeSteps
+    buffers: tuple[NDArray[np.generic], ...]
+
+
+@dataclass
+class Redirects:
+    """What a round's redirections ask for: a new slot map, or a pause."""
+
+    changed_map: bool = False
+    wait: bool = False
+    last: bytes = b""
+
+    def error(self, deadline: Deadline) -> StorageError:
+        """The error when the deadline passes before the rows have settled."""
+        text = self.last.decode("ascii", "replace")
+        return DeadlineExceededError(f"the cluster redirected rows for {deadline.timeout_s:g} s without an end; last: {text}")
+
+
+@dataclass(eq=False)
+class _Part:
+    """One part's rows in node order, and those still to be answered."""
+
+    keys: RowKeys
+    encoded: NDArray[np.uint8]
+    slots: NDArray[np.int64]
+    order: NDArray[np.intp] | None
+    left: list[Rows]
+    ask: dict[str, list[int]] = field(default_factory=dict)
+
+
+class ClusterBatch(ABC):
+    """Rows of several parts. Subclasses know what is asked for."""
+
+    def __init__(self, all_keys: Sequence[RowKeys]) -> None:
+        self._all_keys = all_keys
+        self._parts: list[_Part] = []
+        self._started = False
+
+    @abstractmethod
+    def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
+        """Make the result arrays of a part, whose rows are in the order given."""
+
+    @abstractmethod
+    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+        """The steps for some rows, and the buffers their replies fill."""
+
+    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
+        """Put answered rows of a share that is no slice into the results."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether rows are left to be answered."""
+        return not self._started and any(len(k) for k in self._all_keys) or any(p.left or p.ask for p in self._parts)
+
+    def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[Share]:
+        """Decide who is asked for which rows in this round."""
+        if not self._started:
+            self._start(slot_map)
+        shares = []
+        for index, part in enumerate(self._parts):
+            for rows in part.left:
+                shares += self._by_node(index, part, rows, slot_map, codec)
+            for address, asked in part.ask.items():
+                shares.append(self._share(index, part, np.array(asked, dtype=np.intp), address, asking_codec, asking=True))
+            part.left, part.ask = [], {}
+        return shares
+
+    def settle(self, shares: list[Share], moved: set[str]) -> Redirects:
+        """Take a round's answers: rows that were redirected are pending again, and so are all rows of nodes whose marker has moved.
+
+        Raises:
+            StorageError: a server's error that is no redirection.
+        """
+        redirects = Redirects()
+        for share in shares:
+            part = self._parts[share.part]
+            size = share.rows.stop - share.rows.start if isinstance(share.rows, slice) else len(share.rows)
+            positions = np.arange(size) + share.rows.start if isinstance(share.rows, slice) else share.rows
+            good = np.full(size, share.address not in moved)
+            if share.address in moved:
+                part.left.append(positions)
+                redirects.changed_map = True
+                redirects.last = b"marker moved"
+            else:
+                self._redirect(part, share, positions, good, redirects)
+            self._place(share, good)
+        return redirects
+
+    def _start(self, slot_map: SlotMap) -> None:
+        self._started = True
+        for index, keys in enumerate(self._all_keys):
+            slots = keys.slots()
+            grouped = group(keys, slot_map.nodes[slots])
+            order = grouped.order
+            part = _Part(grouped.keys, grouped.keys.encode(), slots[order], order, [rows for _, rows in grouped.shares])
+            self._parts.append(part)
+            self._begin(index, grouped.keys, order)
+
+    def _by_node(self, index: int, part: _Part, rows: Rows, slot_map: SlotMap, codec: Codec) -> list[Share]:
+        nodes = slot_map.nodes[part.slots[rows]]
+        if len(nodes) and (nodes == nodes[0]).all():
+            return [self._share(index, part, rows, slot_map.addresses[int(nodes[0])], codec)]
+        positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return [
+            self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)
+        ]
+
+    def _share(self, index: int, part: _Part, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> Share:
+        steps, buffers = self._steps(index, part.encoded[rows], rows, codec)
+        slot = int(part.slots[rows][-1])
+        return Share(address, index, rows, slot, asking, NodeSteps(address, part.keys.ids[rows], steps), buffers)
+
+    def _redirect(
+        self, part: _Part, share: Share, positions: NDArray[np.intp], good: NDArray[np.bool_], redirects: Redirects
+    ) -> None:
+        again = []
+        for row, line in share.steps.row_errors():
+            good[row] = False
+            redirects.last = line
+            kind = line.split(b" ", 1)[0]
+            if kind == b"-ASK":
+                part.ask.setdefault(_redirect_target(line, share.address), []).append(int(positions[row]))
+                continue
+            if kind == b"-MOVED":
+                redirects.changed_map = True
+            elif kind in _NOT_NOW:
+                redirects.changed_map = redirects.wait = True
+            else:
+                raise server_error(share.address, line, int(share.steps.ids[row]))
+            again.append(positions[row])
+        if again:
+            part.left.append(np.array(again, dtype=np.intp))
+
+
+class ReadBatch(ClusterBatch):
+    """Rows to be read."""
+
+    def __init__(self, parts: Sequence[ReadPart]) -> None:
+        super().__init__([part.keys for part in parts])
+        self._requests = parts
+        self.results = [ReadResult(np.empty((0, p.prefix_bytes), np.uint8), np.empty(0, dtype=bool)) for p in parts]
+
+    def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
+        records = np.empty((len(keys), self._requests[part].prefix_bytes), dtype=np.uint8)
+        self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order)
+
+    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+        result = self.results[part]
+        if isinstance(rows, slice):
+            records, found = result.records[rows], result.found[rows]
+        else:
+            records, found = np.empty((len(rows), result.records.shape[1]), np.uint8), np.zeros(len(rows), dtype=bool)
+        return codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), (records, found)
+
+    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
+        if isinstance(share.rows, slice):
+            return
+        records, found = share.buffers
+        self.results[share.part].records[share.rows[good]] = records[good]
+        self.results[share.part].found[share.rows[good]] = found[good]
+
+
+class WriteBatch(ClusterBatch):
+    """Records to be written."""
+
+    def __init__(self, parts: Sequence[WritePart]) -> None:
+        super().__init__([part.keys for part in parts])
+        self._requests = parts
+        self._records = [part.records for part in parts]
+
+    def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
+        if order is not None:
+            self._records[part] = self._requests[part].records[order]
+
+    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+        out = np.zeros(len(keys), dtype=np.uint8)
+        return codec.write_steps(keys, self._records[part][rows], None, out), (out,)
+
+
+class EraseBatch(ClusterBatch):
+    """Rows to be deleted."""
+
+    def __init__(self, parts: Sequence[WritePart]) -> None:
+        super().__init__([part.keys for part in parts])
+
+    def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
+        return
+
+    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+        out = np.zeros(len(keys), dtype=np.uint8)
+        return codec.erase_steps(keys, out), (out,)
+
+
+def _redirect_target(line: bytes, asked: str) -> str:
+    """The "host:port" of `-ASK 3999 host:port`; an empty host means the node that was asked."""
+    target = line.split(b" ")[2].decode()
+    host, _, port = target.rpartition(":")
+    if not port.isdigit():
+        raise NodeUnavailableError(f"node {asked}: redirects to {target!r}, which is no address")
+    return target if host else f"{asked.rpartition(':')[0]}:{port}"

@@ -1,0 +1,82 @@
+"""The memcached meta protocol for batches of rows. Specification: doc/protocol.txt of memcached 1.6 ("Meta Commands").
+
+Writes always carry a condition: a token from the read before, or "must not exist". So a write in doubt that lands late cannot overwrite a
+newer row. Tokens are sent zero-padded to one width, which keeps the stride of a batch constant.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
+from kvemb.wire.requests import Bytes, chunks, columns, decimals
+from kvemb.wire.token_reply import TokenReply
+
+# HD: stored. NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
+_STORE_CODES = (b"HD\r\n", b"NS\r\n", b"EX\r\n", b"NF\r\n")
+
+
+class MetaCodec:
+    """Builds steps for memcached >= 1.6.
+
+    Args:
+        rows_per_step: rows of one request.
+    """
+
+    def __init__(self, *, rows_per_step: int = 1024) -> None:
+        self._rows_per_step = rows_per_step
+
+    def read_steps(
+        self, keys: Bytes, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+    ) -> list[Step]:
+        """See `Codec.read_steps`."""
+        tail = b" v\r\n" if tokens is None else b" v c\r\n"
+        head = b"VA %d\r\n" % record_bytes
+        steps = []
+        for rows in chunks(len(keys), self._rows_per_step):
+            request = columns(rows.stop - rows.start, b"mg ", keys[rows], tail).reshape(-1).data
+            if tokens is None:
+                steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows])))
+            else:
+                steps.append(Step(request, TokenReply(record_bytes, out[rows], found[rows], tokens[rows])))
+        return steps
+
+    def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+        """See `Codec.write_steps`; `out` must hold the rows in the order given, new rows (token 0) before the others.
+
+        Raises:
+            ValueError: the tokens are not in that order, or there are none: a write without a condition is never sent.
+        """
+        if tokens is None:
+            raise ValueError("memcached writes need tokens")
+        n_new = int(np.count_nonzero(tokens == 0))
+        if tokens[:n_new].any():
+            raise ValueError("new rows (token 0) come first")
+        size = b" %d " % records.shape[1]
+        steps = []
+        for first, last in ((0, n_new), (n_new, len(keys))):
+            for rows in chunks(last - first, self._rows_per_step):
+                at = slice(first + rows.start, first + rows.stop)
+                condition = [b"ME"] if last == n_new else [b"C", decimals(tokens[at])]
+                request = columns(at.stop - at.start, b"ms ", keys[at], size, *condition, b"\r\n", records[at], b"\r\n")
+                steps.append(Step(request.reshape(-1).data, CodeReply(_STORE_CODES, out[at])))
+        return steps
+
+    def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
+        """See `Codec.erase_steps`."""
+        return [
+            Step(
+                columns(rows.stop - rows.start, b"md ", keys[rows], b"\r\n").reshape(-1).data,
+                CodeReply((b"HD\r\n", b"NF\r\n"), out[rows]),
+            )
+            for rows in chunks(len(keys), self._rows_per_step)
+        ]
+
+    def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
+        """See `Codec.get_step`."""
+        reply = BlobReply(miss=b"EN")
+        return Step(memoryview(b"mg %s v\r\n" % key), reply), reply
+
+    def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
+        """See `Codec.put_step`."""
+        reply = CodeReply((b"HD\r\n",), np.zeros(1, dtype=np.uint8))
+        return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply

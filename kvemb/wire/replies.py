@@ -1,0 +1,344 @@
+"""Readers of reply streams: bytes in, arrays out; no sockets, any split of the stream.
+
+A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
+array with a constant stride, so its framing is checked, and its data copied out, in a few vector operations for all rows at once. Misses
+break the stride; `StrideReply` then finds the rows from the positions of the misses, still in vector operations. Only a row that is
+neither a hit of the expected size nor a miss (a server's error) is looked at by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import ProtocolError
+
+Bytes = NDArray[np.uint8]
+_MAX_LINE = 4096
+_EOL = b"\r\n"
+
+
+class UnexpectedValueError(Exception):
+    """A value of another size than the table's records lies under a row's key; `row` is its index in the reply."""
+
+    def __init__(self, reply: object, row: int, size_bytes: int, expected_bytes: int) -> None:
+        super().__init__(f"row {row}: value of {size_bytes} bytes, expected {expected_bytes}")
+        self.reply, self.row, self.size_bytes, self.expected_bytes = reply, row, size_bytes, expected_bytes
+
+
+class Reply(Protocol):
+    """What the exchange needs of a reply."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole reply has been consumed."""
+
+    def feed(self, data: Bytes) -> int:
+        """Consume what is complete at the start of data; return how many bytes that was. Called again with the rest and more."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request and the reply it will get."""
+
+    request: memoryview
+    reply: Reply
+
+
+def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
+    """Return which rows of block [k, stride] hold the pattern at column `at`: bool [k].
+
+    Compares in machine words: a comparison of [k, len(pattern)] single bytes costs ten times as much.
+    """
+    good = np.ones(len(block), dtype=bool)
+    offset = 0
+    if not len(block):
+        return good
+    while offset < len(pattern):
+        width = next(w for w in (8, 4, 2, 1) if w <= len(pattern) - offset)
+        words = np.ndarray((len(block),), f"<u{width}", block, at + offset, (block.strides[0],))
+        good &= words == int.from_bytes(pattern[offset : offset + width], "little")
+        offset += width
+    return good
+
+
+def find(data: Bytes, pattern: bytes) -> NDArray[np.intp]:
+    """Return every position at which the pattern starts, ascending."""
+    last = len(data) - len(pattern) + 1
+    if last <= 0:
+        return np.empty(0, dtype=np.intp)
+    at = np.flatnonzero((data[:last] == pattern[0]) & (data[1 : last + 1] == pattern[1]))
+    for offset in range(2, len(pattern)):
+        at = at[data[at + offset] == pattern[offset]]
+    return at
+
+
+def windows(data: Bytes, size: int) -> NDArray[np.uint8]:
+    """Return the view [len - size + 1, size] whose row i is data[i : i + size]."""
+    return np.lib.stride_tricks.sliding_window_view(data, size)
+
+
+def take_line(data: Bytes, at: int) -> bytes | None:
+    """Return the line starting at `at` without its end, or None while its end has not arrived."""
+    line = data[at : at + _MAX_LINE].tobytes()
+    end = line.find(_EOL)
+    if end < 0 and len(line) == _MAX_LINE:
+        raise ProtocolError(f"reply line longer than {_MAX_LINE} bytes: {line[:40]!r}…")
+    return None if end < 0 else line[:end]
+
+
+def prefix_size(data: Bytes, prefix: bytes) -> int:
+    """Return the prefix's length when data begins with it, else 0."""
+    return len(prefix) if prefix and data[: len(prefix)].tobytes() == prefix else 0
+
+
+def is_error(line: bytes) -> bool:
+    """Whether a reply line is an error of Redis or memcached."""
+    return line[:1] == b"-" or line.split(b" ", 1)[0] in (b"ERROR", b"CLIENT_ERROR", b"SERVER_ERROR")
+
+
+@dataclass(eq=False)
+class StrideReply:
+    """n values of one size, each of which may be missing.
+
+    Args:
+        head: bytes before every value (they hold its size).
+        size_bytes: of a value.
+        miss: what a missing value looks like.
+        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
+        found: bool [n], set here.
+        preamble: bytes before the first value, b"" for none.
+        row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
+            follows it too.
+    """
+
+    head: bytes
+    size_bytes: int
+    miss: bytes
+    out: Bytes
+    found: NDArray[np.bool_]
+    preamble: bytes = b""
+    row_prefix: bytes = b""
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+
+    def __post_init__(self) -> None:
+        self._stride = len(self.head) + self.size_bytes + len(_EOL)
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.found)
+
+    def feed(self, data: Bytes) -> int:
+        position = 0
+        if self.preamble:
+            position = self._skip_preamble(data)
+            if self.preamble:
+                return position
+        while not self.done:
+            before = position
+            position += self._take_hits(data[position:])
+            if not self.done:
+                position += self._take_mixed(data[position:])
+            if position == before:
+                position += self._take_odd(data[position:])
+            if position == before:
+                break
+        return position
+
+    def _skip_preamble(self, data: Bytes) -> int:
+        size = len(self.preamble)
+        if len(data) >= size and data[:size].tobytes() == self.preamble:
+            self.preamble = b""
+            return size
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        if not is_error(line):
+            raise ProtocolError(f"reply begins with {line[:40]!r}, expected {self.preamble!r}")
+        # One error stands for the whole request (a MGET that was refused).
+        self.preamble = b""
+        self.errors.extend((row, line) for row in range(self._at, len(self.found)))
+        self._at = len(self.found)
+        return len(line) + len(_EOL)
+
+    def _take_hits(self, data: Bytes) -> int:
+        """The fast path: a run of hits, straight from the receive buffer to the output."""
+        count = min(len(self.found) - self._at, len(data) // self._stride)
+        if not count:
+            return 0
+        block = data[: count * self._stride].reshape(count, self._stride)
+        good = self._framed(block)
+        run = count if good.all() else int(np.argmin(good))
+        self._store(slice(self._at, self._at + run), block[:run])
+        self._at += run
+        return run * self._stride
+
+    def _take_mixed(self, data: Bytes) -> int:
+        """Hits and misses in any order: the misses are searched, and everything between them must be hits."""
+        left = len(self.found) - self._at
+        data = data[: left * max(self._stride, len(self.miss))]
+        misses = self._genuine_misses(find(data, self.miss))
+        if not len(misses):
+            return 0
+        tail = len(data) - int(misses[-1]) - len(self.miss)
+        rank = (misses - len(self.miss) * np.arange(len(misses))) // self._stride + np.arange(len(misses))
+        count = min(left, int(rank[-1]) + 1 + tail // self._stride)
+        missing = np.zeros(count, dtype=bool)
+        missing[rank[rank < count]] = True
+        before = np.cumsum(missing) - missing
+        starts = self._stride * (np.arange(count) - before) + len(self.miss) * before
+        hits = np.flatnonzero(~missing)
+        block = windows(data, self._stride)[starts[hits]] if len(hits) else np.empty((0, self._stride), np.uint8)
+        good = self._framed(block)
+        if not good.all():
+            stop = int(np.argmin(good))
+            count, hits, block = int(hits[stop]), hits[:stop], block[:stop]
+        self._store(self._at + hits, block)
+        self._at += count
+        if not count:
+            return 0
+        return int(starts[count - 1]) + (len(self.miss) if missing[count - 1] else self._stride)
+
+    def _genuine_misses(self, at: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Drop the candidates that lie inside a value: a genuine one leaves a whole number of hits before it."""
+        while len(at):
+            off = (at - len(self.miss) * np.arange(len(at))) % self._stride != 0
+            if not off.any():
+                break
+            at = np.delete(at, int(np.argmax(off)))
+        return at
+
+    def _take_odd(self, data: Bytes) -> int:
+        """Neither a hit nor a miss is complete here: an error, a value of another size, or too few bytes yet."""
+        skipped = prefix_size(data, self.row_prefix)
+        line = take_line(data, skipped)
+        if line is None or self.row_prefix + line + _EOL in (self.head, self.miss):
+            return 0
+        if is_error(line):
+            self.errors.append((self._at, line))
+            self._at += 1
+            return skipped + len(line) + len(_EOL)
+        size = value_size(line)
+        if size is None:
+            raise ProtocolError(f"reply line {line[:40]!r}, expected {self.head!r} or {self.miss!r}")
+        raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+
+    def _framed(self, block: Bytes) -> NDArray[np.bool_]:
+        good = matches(block, 0, self.head)
+        good &= matches(block, self._stride - len(_EOL), _EOL)
+        return good
+
+    def _store(self, rows: slice | NDArray[np.intp], block: Bytes) -> None:
+        self.out[rows] = block[:, len(self.head) : len(self.head) + self.out.shape[1]]
+        self.found[rows] = True
+
+
+def value_size(line: bytes) -> int | None:
+    """Return the size that the first line of a value announces (`$76`, `VA 76 …`), or None when it is no such line."""
+    text = line[1:] if line[:1] == b"$" else line[3:].split(b" ")[0] if line[:3] == b"VA " else b""
+    return int(text) if text.isdigit() else None
+
+
+@dataclass(eq=False)
+class CodeReply:
+    """n status replies of one size, such as `+OK` or `HD`.
+
+    Args:
+        codes: the accepted replies, all of one length.
+        out: uint8 [n]; the index in `codes` of each reply is stored here.
+        row_prefix: as in `StrideReply`.
+    """
+
+    codes: tuple[bytes, ...]
+    out: NDArray[np.uint8]
+    row_prefix: bytes = b""
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.out)
+
+    def feed(self, data: Bytes) -> int:
+        position, stride = 0, len(self.codes[0])
+        while not self.done:
+            count = min(len(self.out) - self._at, (len(data) - position) // stride)
+            block = data[position : position + count * stride].reshape(count, stride)
+            run = self._take_codes(block) if count else 0
+            position += run * stride
+            if run == count:
+                if len(data) - position >= stride or self.done:
+                    continue
+                break
+            skipped = prefix_size(data[position:], self.row_prefix)
+            line = take_line(data, position + skipped)
+            if line is None:
+                break
+            if not is_error(line):
+                raise ProtocolError(f"reply {line[:40]!r}, expected one of {self.codes!r}")
+            self.errors.append((self._at, line))
+            self._at += 1
+            position += skipped + len(line) + len(_EOL)
+        return position
+
+    def _take_codes(self, block: Bytes) -> int:
+        good = np.zeros(len(block), dtype=bool)
+        out = self.out[self._at : self._at + len(block)]
+        for index, code in enumerate(self.codes):
+            hit = matches(block, 0, code)
+            out[hit] = index
+            good |= hit
+        run = len(block) if good.all() else int(np.argmin(good))
+        self._at += run
+        return run
+
+
+@dataclass(eq=False)
+class BlobReply:
+    """One value of any size up to a limit, or a miss: markers and other small values.
+
+    Args:
+        miss: the whole line (without its end) that says the value is missing.
+        max_bytes: larger values are refused.
+    """
+
+    miss: bytes
+    max_bytes: int = 1 << 20
+    value: bytes | None = None
+    error: bytes | None = None
+    done: bool = False
+
+    def feed(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        after = len(line) + len(_EOL)
+        if line == self.miss or is_error(line):
+            self.error = line if is_error(line) else None
+            self.done = True
+            return after
+        size = value_size(line)
+        if size is None or size > self.max_bytes:
+            raise ProtocolError(f"reply {line[:40]!r}, expected a value of at most {self.max_bytes} bytes")
+        if len(data) < after + size + len(_EOL):
+            return 0
+        self.value = data[after : after + size].tobytes()
+        self.done = True
+        return after + size + len(_EOL)
+
+
+@dataclass(eq=False)
+class LineReply:
+    """One line, kept as it is."""
+
+    line: bytes = b""
+    done: bool = False
+
+    def feed(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        self.line, self.done = line, True
+        return len(line) + len(_EOL)

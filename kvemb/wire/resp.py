@@ -1,0 +1,90 @@
+"""The Redis protocol (RESP2) for batches of rows. Specification: https://redis.io/docs/latest/develop/reference/protocol-spec/"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.keys import KEY_SIZE
+from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
+from kvemb.wire.requests import Bytes, chunks, columns
+
+_MISS = b"$-1\r\n"
+_KEY_HEAD = b"$%d\r\n" % KEY_SIZE
+
+
+class RespCodec:
+    """Builds steps for Redis, Valkey and Redis Cluster.
+
+    Args:
+        multi_get: read whole records with MGET (one command per chunk; the server spends 13 to 16 % less on a row than with pipelined GETs).
+            Redis Cluster refuses it, because the keys of a chunk lie in many slots.
+        asking: send ASKING before every row's command, as a node wants that is importing the row's slot.
+        rows_per_step: rows of one request; small enough to overlap with its neighbours, large enough to cost nothing per step.
+    """
+
+    def __init__(self, *, multi_get: bool, asking: bool = False, rows_per_step: int = 1024) -> None:
+        assert not (multi_get and asking)
+        self._multi_get = multi_get
+        self._ask, self._asked = (command(b"ASKING"), b"+OK\r\n") if asking else (b"", b"")
+        self._rows_per_step = rows_per_step
+
+    def read_steps(
+        self, keys: Bytes, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+    ) -> list[Step]:
+        """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
+        head, miss = self._asked + b"$%d\r\n" % record_bytes, self._asked + _MISS
+        steps = []
+        for rows in chunks(len(keys), self._rows_per_step):
+            request, preamble = self._get_request(keys[rows])
+            reply = StrideReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
+            steps.append(Step(request, reply))
+        return steps
+
+    def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+        """See `Codec.write_steps`: pipelined SETs, which never conflict."""
+        head, middle = self._ask + b"*3\r\n$3\r\nSET\r\n" + _KEY_HEAD, b"\r\n$%d\r\n" % records.shape[1]
+        return [
+            Step(
+                columns(rows.stop - rows.start, head, keys[rows], middle, records[rows], b"\r\n").reshape(-1).data,
+                CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked),
+            )
+            for rows in chunks(len(keys), self._rows_per_step)
+        ]
+
+    def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
+        """See `Codec.erase_steps`."""
+        head = self._ask + b"*2\r\n$3\r\nDEL\r\n" + _KEY_HEAD
+        return [
+            Step(
+                columns(rows.stop - rows.start, head, keys[rows], b"\r\n").reshape(-1).data,
+                CodeReply((self._asked + b":1\r\n", self._asked + b":0\r\n"), out[rows], self._asked),
+            )
+            for rows in chunks(len(keys), self._rows_per_step)
+        ]
+
+    def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
+        """See `Codec.get_step`."""
+        reply = BlobReply(miss=_MISS[:-2])
+        return Step(memoryview(command(b"GET", key)), reply), reply
+
+    def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
+        """See `Codec.put_step`."""
+        reply = CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8))
+        return Step(memoryview(command(b"SET", key, value)), reply), reply
+
+    def _get_request(self, keys: Bytes) -> tuple[memoryview, bytes]:
+        n = len(keys)
+        if not self._multi_get:
+            return columns(n, self._ask + b"*2\r\n$3\r\nGET\r\n" + _KEY_HEAD, keys, b"\r\n").reshape(-1).data, b""
+        head = b"*%d\r\n$4\r\nMGET\r\n" % (n + 1)
+        body = columns(n, _KEY_HEAD, keys, b"\r\n").reshape(-1)
+        return np.concatenate([np.frombuffer(head, dtype=np.uint8), body]).data, b"*%d\r\n" % n
+
+
+def command(*words: bytes) -> bytes:
+    """Return one command in RESP.
+
+    Example:
+        >>> command(b"GET", b"key")
+        b'*2\\r\\n$3\\r\\nGET\\r\\n$3\\r\\nkey\\r\\n'
+    """
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
