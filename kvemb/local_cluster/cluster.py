@@ -1,0 +1,160 @@
+"""Puts a local cluster together: storage servers first, then the shards, one kvemb.yaml for all of them."""
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from kvemb.errors import ConfigError
+from kvemb.local_cluster.processes import LocalProcess, free_ports
+from kvemb.local_cluster.servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
+from kvemb.net.deadline import Deadline
+
+_SHARD_GRACE_S = 35.0
+_SERVER_GRACE_S = 5.0
+# One shard per process is the unit of scaling; a BLAS that starts a thread per core in each of them only gets in the others' way.
+_SHARD_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class LocalCluster:
+    """Real servers and shards on loopback, in a folder of their own; a context manager.
+
+    Args:
+        store: "valkey" (shipped with the `embedded` extra), "redis", "redis-cluster" or "memcached".
+        nodes: storage servers (a redis-cluster has at least 3).
+        shards: parameter-server processes.
+        mode: "async" or "sync".
+        trainers: number of trainers of a sync job; 0 in async mode.
+        memory_mb: memory of each storage server.
+        barrier_timeout_s: see kvemb.yaml; sync mode only.
+
+    Raises:
+        ConfigError: an argument is out of range, or a server program is missing.
+        LocalProcessError: a process did not start. Nothing is left running then.
+    """
+
+    def __init__(
+        self,
+        store: str = "valkey",
+        nodes: int = 1,
+        *,
+        shards: int = 1,
+        mode: str = "async",
+        trainers: int = 0,
+        memory_mb: int = 1024,
+        barrier_timeout_s: float | None = None,
+    ) -> None:
+        if store not in KINDS:
+            raise ConfigError(f"store: got {store!r}, expected one of {', '.join(KINDS)}")
+        least = MIN_CLUSTER_NODES if store == "redis-cluster" else 1
+        if nodes < least or shards < 1:
+            raise ConfigError(f"a local {store} cluster needs at least {least} node(s) and 1 shard; got nodes={nodes}, shards={shards}")
+        self.store = store
+        self._n_nodes, self._n_shards, self._memory_mb = nodes, shards, memory_mb
+        self._servers_section = {"mode": mode} | ({"trainers": trainers} if trainers else {})
+        if barrier_timeout_s is not None:
+            self._servers_section["barrier_timeout_s"] = barrier_timeout_s
+        self.servers: list[StorageServer] = []
+        self.shards: list[LocalProcess] = []
+
+    @property
+    def config_path(self) -> Path:
+        """The kvemb.yaml that everything in this cluster was started with."""
+        return self.folder / "kvemb.yaml"
+
+    @property
+    def url(self) -> str:
+        """What `kvemb.connect` takes."""
+        return self.config_path.as_uri()
+
+    def start_shard(self, index: int) -> LocalProcess:
+        """Start (again) one shard and wait until it serves."""
+        ready = self.folder / f"shard-{index}.ready"
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "paramserver", "--config", str(self.config_path), "--shard", str(index), "--ready-file", str(ready)]
+        process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", _SHARD_ENV)
+        self.shards[index : index + 1] = [process]
+        process.wait_until(ready.exists, Deadline.after(START_TIMEOUT_S))
+        return process
+
+    def __enter__(self) -> "LocalCluster":
+        self.folder = Path(tempfile.mkdtemp(prefix="kvemb-"))
+        # memcached gives up root for nobody, and must still be able to reach its folder.
+        self.folder.chmod(0o755)
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        self.servers = start_servers(self.store, self._n_nodes, self.folder, self._memory_mb)
+        config = {
+            "cluster": self.folder.name,
+            "storage": {"kind": self.store, "nodes": [server.address for server in self.servers]},
+            "parameter_servers": {
+                "shards": [f"127.0.0.1:{port}" for port in free_ports(self._n_shards)],
+                "data_dir": str(self.folder / "shards"),
+                **self._servers_section,
+            },
+        }
+        self.config_path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        for index in range(self._n_shards):
+            self.start_shard(index)
+
+    def _stop(self) -> None:
+        """End the shards, which drain into storage, then storage. A second Ctrl-C does not stop this from finishing."""
+        with _uninterrupted():
+            for shard in self.shards:
+                shard.signal(signal.SIGTERM)
+            for shard in self.shards:
+                shard.stop(_SHARD_GRACE_S)
+            for server in self.servers:
+                server.process.signal(signal.SIGTERM)
+            for server in self.servers:
+                server.process.stop(_SERVER_GRACE_S)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def local(
+    store: str = "valkey", *, nodes: int = 1, shards: int = 1, mode: str = "async", trainers: int = 0, memory_mb: int = 1024
+) -> Iterator[str]:
+    """Run a real cluster on this machine for the length of a `with` block.
+
+    Args:
+        store, nodes, shards, mode, trainers, memory_mb: see `LocalCluster`.
+
+    Returns:
+        The URL that `kvemb.connect` takes.
+
+    Raises:
+        ConfigError, LocalProcessError: see `LocalCluster`; nothing is left running.
+    """
+    cluster = LocalCluster(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
+    with cluster:
+        yield cluster.url
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back where that can be done (the main thread)."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread: SIGINT does not come here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,121 @@
+"""Starts and ends the processes of a local cluster; none outlives this process, however it ends.
+
+Every child is started through a few lines that ask the kernel to kill it when its parent dies (Linux), in a session of its own, so that
+Ctrl-C reaches this process only, which then ends them in order.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvemb.errors import KvembError
+from kvemb.net.deadline import Deadline
+
+_PR_SET_PDEATHSIG = 1
+_LAUNCHER = f"""
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+_POLL_S = 0.02
+_LOG_TAIL = 20
+
+
+class LocalProcessError(KvembError):
+    """A server of the local cluster did not start or ended by itself; the message holds the end of its log."""
+
+
+class LocalProcess:
+    """One child process and its log file.
+
+    Args:
+        name: for messages, such as "shard 0".
+        command: program and arguments.
+        log: file that takes its output.
+        extra_env: added to this process's environment.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, extra_env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as out:
+            self._child = subprocess.Popen(
+                [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(extra_env or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.pid
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._child.poll()
+
+    def wait_until(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+        """Wait until `ready()` holds.
+
+        Raises:
+            LocalProcessError: the process ended before, or the deadline passed; with the end of its log.
+        """
+        while not ready():
+            code = self.poll()
+            if code is not None:
+                raise LocalProcessError(f"{self.name} ended with exit code {code} while starting; its last words:\n{self.log_tail()}")
+            if deadline.expired:
+                raise LocalProcessError(f"{self.name} was not ready within {deadline.timeout_s:g} s; its last words:\n{self.log_tail()}")
+            time.sleep(_POLL_S)
+
+    def log_tail(self) -> str:
+        """The last lines of its output."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL:]) or "  (none)"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing happens when it has ended."""
+        if self.poll() is None:
+            self._child.send_signal(number)
+
+    def stop(self, grace_s: float) -> int:
+        """Ask it to end, then make it end; return its exit code."""
+        self.signal(signal.SIGTERM)
+        try:
+            return self._child.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """End it at once; return its exit code."""
+        self.signal(signal.SIGKILL)
+        return self._child.wait()
+
+
+def free_ports(n: int) -> list[int]:
+    """Return n distinct ports that were free on loopback a moment ago."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def accepts(port: int) -> bool:
+    """Whether something listens on that loopback port."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
