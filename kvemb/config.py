@@ -5,6 +5,7 @@ connection (`StorageConfig.password`); they are in no repr. The environment is r
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,13 @@ import yaml
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.table_def import TableDef
 
-KINDS = ("memcached", "redis", "valkey", "redis-cluster")
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.1 reads 1e-3 as text, for want of a dot; everybody who writes `lr: 1e-3` means a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
+
 MODES = ("async", "sync")
 _LOOPBACK_NAME = "localhost"
 
@@ -82,7 +89,7 @@ def load(source: str | os.PathLike[str], environ: Mapping[str, str]) -> Config:
     """
     path = _path(source)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml.") from error
     except yaml.YAMLError as error:

@@ -74,7 +74,7 @@ class NotProvisionedError(StorageError):
 
 
 class UnsafeNodeError(StorageError):
-    """The node's configuration can lose rows (eviction, slab reassignment, warm restart, CAS off). The message holds the setting and the mend."""
+    """The node's settings can lose rows (eviction, slab reassignment, warm restart, CAS off). The message holds setting and mend."""
 
 
 class NodeFullError(StorageError):

@@ -266,9 +266,7 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> OptimizerSpec:
     return _make("rowwise_adagrad", {"lr": lr, "eps": eps})
 
 
-def adam(
-    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False
-) -> OptimizerSpec:
+def adam(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False) -> OptimizerSpec:
     """Adam (Kingma, Ba 2015) on the rows pushed, as torch.optim.SparseAdam.
 
     With amsgrad (Reddi et al. 2018) as torch.optim.Adam. The step is the table's, not the row's (docs/adr/0004).
@@ -299,9 +297,7 @@ def adamw(
     return _make("adamw", given)
 
 
-def ftrl(
-    lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 0.0, initial_accumulator_value: float = 0.1
-) -> OptimizerSpec:
+def ftrl(lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 0.0, initial_accumulator_value: float = 0.1) -> OptimizerSpec:
     """FTRL-Proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; the power of the step size is the paper's 1/2.
 
     FTRL computes weights from its slots alone: use it with the zeros initializer. Any other first or assigned value is
@@ -314,9 +310,7 @@ def ftrl(
     return _make("ftrl", {"lr": lr, "l1": l1, "l2": l2, "beta": beta, _INITIAL: initial_accumulator_value})
 
 
-def rmsprop(
-    lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, centered: bool = False
-) -> OptimizerSpec:
+def rmsprop(lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, centered: bool = False) -> OptimizerSpec:
     """RMSprop (Hinton 2012; centered: Graves 2013), as torch.optim.RMSprop on the rows pushed.
 
     Example:

@@ -99,9 +99,7 @@ class RecordFormat:
             records[:, self.prefix_bytes :] = np.ascontiguousarray(slots, dtype="<f4").view(np.uint8)
         return records
 
-    def check(
-        self, records: NDArray[np.uint8], ids: NDArray[np.uint64], found: NDArray[np.bool_], nodes: str = "storage"
-    ) -> None:
+    def check(self, records: NDArray[np.uint8], ids: NDArray[np.uint64], found: NDArray[np.bool_], nodes: str = "storage") -> None:
         """Refuse a batch in which any found record is not its id's record of this table.
 
         Args:

@@ -45,9 +45,7 @@ class Value:
         number = float(value)
         if math.isnan(number) or not self.low <= number < self.high or (self.open_low and number == self.low):
             bracket = "(" if self.open_low else "["
-            raise InvalidInputError(
-                f"{where}: {name} must lie in {bracket}{self.low:g}, {self.high:g}), got {number!r}"
-            )
+            raise InvalidInputError(f"{where}: {name} must lie in {bracket}{self.low:g}, {self.high:g}), got {number!r}")
         return number
 
 

@@ -123,9 +123,7 @@ def build(texts: Iterable[list[str]], *, origin: str = "the texts given") -> Cor
     order: defaultdict[str, int] = defaultdict(count().__next__)  # a word's number is made when it is first looked up
     numbered = [np.fromiter(map(order.__getitem__, words), np.int64, len(words)) for words in texts]
     if not order:
-        raise InvalidInputError(
-            f"no word in {origin}: expected readable .py files; give a folder that holds Python sources"
-        )
+        raise InvalidInputError(f"no word in {origin}: expected readable .py files; give a folder that holds Python sources")
     vocabulary = list(order)
     ids_by_number = hash_ids(vocabulary)
     tokens = ids_by_number[np.concatenate(numbered)]

@@ -117,7 +117,4 @@ def neighbours(
     cosines = unit[at] @ unit.T
     cosines[np.arange(at.size), at] = -np.inf
     best = np.argsort(-cosines, axis=1, kind="stable")[:, : min(n_nearest, candidates.size - 1)]
-    return {
-        probe: [(corpus.words[candidates[j]], float(cosines[i, j])) for j in best[i].tolist()]
-        for i, probe in enumerate(known)
-    }
+    return {probe: [(corpus.words[candidates[j]], float(cosines[i, j])) for j in best[i].tolist()] for i, probe in enumerate(known)}

@@ -57,7 +57,7 @@ class LocalCluster:
             raise ConfigError(f"a local {store} cluster needs at least {least} node(s) and 1 shard; got nodes={nodes}, shards={shards}")
         self.store = store
         self._n_nodes, self._n_shards, self._memory_mb = nodes, shards, memory_mb
-        self._servers_section = {"mode": mode} | ({"trainers": trainers} if trainers else {})
+        self._servers_section: dict[str, object] = {"mode": mode} | ({"trainers": trainers} if trainers else {})
         if barrier_timeout_s is not None:
             self._servers_section["barrier_timeout_s"] = barrier_timeout_s
         self.servers: list[StorageServer] = []
@@ -77,7 +77,17 @@ class LocalCluster:
         """Start (again) one shard and wait until it serves."""
         ready = self.folder / f"shard-{index}.ready"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "paramserver", "--config", str(self.config_path), "--shard", str(index), "--ready-file", str(ready)]
+        command = [
+            sys.executable,
+            "-m",
+            "paramserver",
+            "--config",
+            str(self.config_path),
+            "--shard",
+            str(index),
+            "--ready-file",
+            str(ready),
+        ]
         process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", _SHARD_ENV)
         self.shards[index : index + 1] = [process]
         process.wait_until(ready.exists, Deadline.after(START_TIMEOUT_S))

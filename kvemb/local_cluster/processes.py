@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
@@ -47,14 +48,7 @@ class LocalProcess:
         self.name = name
         self.log = log
         with log.open("ab") as out:
-            self._child = subprocess.Popen(
-                [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, **(extra_env or {})},
-            )
+            self._child = launch(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, extra_env=extra_env)
 
     @property
     def pid(self) -> int:
@@ -101,6 +95,25 @@ class LocalProcess:
         """End it at once; return its exit code."""
         self.signal(signal.SIGKILL)
         return self._child.wait()
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[bytes],
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    extra_env: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a child that does not outlive this process and does not hear its Ctrl-C."""
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        env={**os.environ, **(extra_env or {})},
+    )
 
 
 def free_ports(n: int) -> list[int]:

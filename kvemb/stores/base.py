@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.config import StorageConfig
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.markers import Marker
@@ -121,6 +122,10 @@ class Store(ABC):
     Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
     so that no later call can read an older call's reply.
     """
+
+    @abstractmethod
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        """Take the storage section and who asks ("trainer" or "shard:<n>"); connects at `open`."""
 
     @property
     @abstractmethod

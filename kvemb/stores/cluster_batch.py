@@ -88,13 +88,15 @@ class ClusterBatch(ABC):
     def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         """The steps for some rows, and the buffers their replies fill."""
 
-    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
+    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:  # noqa: B027 - most batches have nothing to place
         """Put answered rows of a share that is no slice into the results."""
 
     @property
     def pending(self) -> bool:
         """Whether rows are left to be answered."""
-        return not self._started and any(len(k) for k in self._all_keys) or any(p.left or p.ask for p in self._parts)
+        if not self._started:
+            return any(len(keys) for keys in self._all_keys)
+        return any(part.left or part.ask for part in self._parts)
 
     def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[Share]:
         """Decide who is asked for which rows in this round."""
@@ -145,18 +147,14 @@ class ClusterBatch(ABC):
         if len(nodes) and (nodes == nodes[0]).all():
             return [self._share(index, part, rows, slot_map.addresses[int(nodes[0])], codec)]
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        return [
-            self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)
-        ]
+        return [self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)]
 
     def _share(self, index: int, part: _Part, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> Share:
         steps, buffers = self._steps(index, part.encoded[rows], rows, codec)
         slot = int(part.slots[rows][-1])
         return Share(address, index, rows, slot, asking, NodeSteps(address, part.keys.ids[rows], steps), buffers)
 
-    def _redirect(
-        self, part: _Part, share: Share, positions: NDArray[np.intp], good: NDArray[np.bool_], redirects: Redirects
-    ) -> None:
+    def _redirect(self, part: _Part, share: Share, positions: NDArray[np.intp], good: NDArray[np.bool_], redirects: Redirects) -> None:
         again = []
         for row, line in share.steps.row_errors():
             good[row] = False

@@ -33,6 +33,7 @@ class MemcachedStore(NodeStore):
         return Capabilities(cas=True, prefix_reads=False, max_record_bytes=limit)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
+        self._pool.require_open()
         return [self._node_stats(address, deadline) for address in self.addresses]
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:

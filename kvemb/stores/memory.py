@@ -5,10 +5,11 @@ of one server would. Rows are kept one by one in a dict: clear, not fast, and ne
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ClosedError, NodeUnavailableError, NotProvisionedError, RecordError, WrongNodeError
@@ -40,6 +41,11 @@ class MemoryNode:
                 return False
             self.put(key, value)
             return True
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(len(key) + len(value) for key, (value, _) in self.values.items())
 
     def flush(self) -> None:
         """Lose everything, as a restarted memcached does."""
@@ -87,9 +93,7 @@ class MemoryStore(Store):
         return markers
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
-        wanted = [
-            Marker(cluster_id, i, generation, self._map.digest, self._map.epoch, "").encode() for i in range(len(self._nodes))
-        ]
+        wanted = [Marker(cluster_id, i, generation, self._map.digest, self._map.epoch, "").encode() for i in range(len(self._nodes))]
         for index, marker in enumerate(wanted):
             values = {key: value for key, (value, _) in self._alive(index).values.items()}
             if values and values != {MARKER_KEY: marker}:
@@ -144,13 +148,13 @@ class MemoryStore(Store):
             self._alive(index).put(name.encode(), value)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
-        size: Callable[[MemoryNode], int] = lambda node: sum(len(k) + len(v) for k, (v, _) in node.values.items())
-        return [NodeStats(a, "memory", len(n.values), size(n), 0, 0) for a, n in zip(self.addresses, self._nodes, strict=True)]
+        nodes = [self._alive(index) for index in range(len(self._nodes))]
+        return [NodeStats(a, "memory", len(n.values), n.used_bytes, 0, 0) for a, n in zip(self.addresses, nodes, strict=True)]
 
     def close(self) -> None:
         self._closed = True
 
-    def _route(self, slots: np.ndarray) -> np.ndarray:
+    def _route(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._map.slot_nodes[slots]
 
     def _alive(self, index: int) -> MemoryNode:

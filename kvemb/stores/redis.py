@@ -1,6 +1,7 @@
 """Standalone Redis and Valkey nodes: rows by RESP on links of our own, administration by redis-py."""
 
 from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.stores import redis_admin
@@ -23,6 +24,7 @@ class RedisStore(NodeStore):
         return Capabilities(cas=False, prefix_reads=False, max_record_bytes=MAX_VALUE_BYTES)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
+        self._pool.require_open()
         return [redis_admin.node_stats(a, redis_admin.info(a, self.config, deadline)) for a in self.addresses]
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
@@ -30,6 +32,8 @@ class RedisStore(NodeStore):
 
     def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         fields = redis_admin.info(address, self.config, deadline)
+        if fields.get("cluster_enabled"):
+            raise ConfigError(f"storage.kind: node {address} is part of a Redis Cluster; use kind redis-cluster")
         redis_admin.require_safe(address, fields, self.config)
         return str(fields["run_id"]), int(fields["n_keys"])
 

@@ -4,11 +4,13 @@ Rows never pass here: a data link is authenticated by redis-py and then handed t
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.connection import Connection
+from redis.retry import Retry
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError, StorageError, UnsafeNodeError
@@ -34,11 +36,10 @@ def open_link(address: str, config: StorageConfig, role: str, kill: set[str], de
             connection.connect()
             connection_id = str(_ask(connection, "CLIENT", "ID"))
             for old in sorted(kill):
-                try:
+                # "No such client": it is dead already, which is what was wanted.
+                with suppress(redis.ResponseError):
                     _ask(connection, "CLIENT", "KILL", "ID", old)
-                except redis.ResponseError:
-                    pass  # "No such client": it is dead already, which is what was wanted
-            kill.clear()
+                kill.discard(old)  # not clear(): another thread may have added one meanwhile
             # Take the socket out of the authenticated connection, which then forgets it without shutting it down.
             sock, connection._sock = connection._sock, None
             assert sock is not None, "connect() returned without a socket"
@@ -98,7 +99,7 @@ def client(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[
             socket_connect_timeout=wait_s,
             protocol=2,
             decode_responses=True,
-            retry=None,
+            retry=Retry(NoBackoff(), 0),
             single_connection_client=True,
         )
         with made:

@@ -116,6 +116,7 @@ class RedisClusterStore(Store):
                 return
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
+        self._pool.require_open()
         self._refresh(deadline)
         return [redis_admin.node_stats(a, redis_admin.info(a, self.config, deadline)) for a in self.addresses]
 

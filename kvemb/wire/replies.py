@@ -207,21 +207,29 @@ class StrideReply:
             off = (at - len(self.miss) * np.arange(len(at))) % self._stride != 0
             if not off.any():
                 break
-            at = np.delete(at, int(np.argmax(off)))
+            # All candidates from the first false one to the next genuine one go at once: a record may be full of them.
+            first = int(np.argmax(off))
+            genuine = (at[first:] - len(self.miss) * first) % self._stride == 0
+            n_false = int(np.argmax(genuine)) if genuine.any() else len(genuine)
+            at = np.delete(at, slice(first, first + n_false))
         return at
 
     def _take_odd(self, data: Bytes) -> int:
         """Neither a hit nor a miss is complete here: an error, a value of another size, or too few bytes yet."""
         skipped = prefix_size(data, self.row_prefix)
         line = take_line(data, skipped)
-        if line is None or self.row_prefix + line + _EOL in (self.head, self.miss):
+        if line is None:
+            return 0
+        if self.row_prefix + line + _EOL in (self.head, self.miss):
+            if len(data) >= self._stride and self.row_prefix + line + _EOL == self.head:
+                raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
             return 0
         if is_error(line):
             self.errors.append((self._at, line))
             self._at += 1
             return skipped + len(line) + len(_EOL)
         size = value_size(line)
-        if size is None:
+        if size is None or size == self.size_bytes:
             raise ProtocolError(f"reply line {line[:40]!r}, expected {self.head!r} or {self.miss!r}")
         raise UnexpectedValueError(self, self._at, size, self.size_bytes)
 

@@ -15,7 +15,7 @@ class RespCodec:
     """Builds steps for Redis, Valkey and Redis Cluster.
 
     Args:
-        multi_get: read whole records with MGET (one command per chunk; the server spends 13 to 16 % less on a row than with pipelined GETs).
+        multi_get: read records with MGET, one command per chunk, which costs the server less than pipelined GETs.
             Redis Cluster refuses it, because the keys of a chunk lie in many slots.
         asking: send ASKING before every row's command, as a node wants that is importing the row's slot.
         rows_per_step: rows of one request; small enough to overlap with its neighbours, large enough to cost nothing per step.

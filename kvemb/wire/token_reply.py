@@ -59,6 +59,7 @@ class TokenReply:
             return 0
         ends = starts + lengths
         chained = np.append(True, starts[1:] == ends[:-1]) & (ends <= len(data))
+        chained &= (data[np.minimum(ends, len(data)) - 2] == ord("\r")) & (data[np.minimum(ends, len(data)) - 1] == ord("\n"))
         count = len(starts) if chained.all() else int(np.argmin(chained))
         count = min(count, len(self.found) - self._at)
         if not count:
@@ -92,7 +93,12 @@ class TokenReply:
 
     def _take_odd(self, data: Bytes) -> int:
         line = take_line(data, 0)
-        if line is None or line.startswith(self._head) or line + b"\r\n" == _MISS:
+        if line is None or line + b"\r\n" == _MISS:
+            return 0
+        digits = line[len(self._head) :] if line.startswith(self._head) else b""
+        if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+            if len(data) >= len(line) + self.size_bytes + 4:
+                raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
             return 0
         if is_error(line):
             self.errors.append((self._at, line))
@@ -107,7 +113,7 @@ class TokenReply:
 def _without_inner(
     starts: NDArray[np.intp], lengths: NDArray[np.intp], digits: NDArray[np.intp]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Drop candidates that begin inside their predecessor; one at a time, since each one dropped changes who precedes whom (they are rare)."""
+    """Drop candidates that begin inside their predecessor, one at a time: each one dropped changes who precedes whom. They are rare."""
     while len(starts) > 1:
         inner = starts[1:] < starts[:-1] + lengths[:-1]
         if not inner.any():

@@ -1,0 +1,151 @@
+"""The acknowledgement of one push, and its staleness. No gRPC here; the push streams report into it.
+
+A push is one or more parts on each shard it goes to. Thread-safe; waiting makes sense in the process that pushed only.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvemb.client.servers import DEFAULT_TIMEOUT_S
+from kvemb.errors import KvembError, ShardUnavailableError
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How old the weights were that a push's gradients were computed from.
+
+    Args:
+        changed_fraction: of the pushed rows, those that somebody changed between the pull and the apply; shards count
+            by their rows.
+        batches_elapsed: batches between the pull and the apply of the row that changed most, on the worst shard.
+    """
+
+    changed_fraction: float
+    batches_elapsed: int
+
+
+@dataclass(eq=False)
+class Part:
+    """One part on its way; owned by the push stream of its shard.
+
+    Args:
+        where: shard and address, for messages.
+        n_rows: rows in it.
+        trouble: returns what the stream suffers from at the moment, or "".
+    """
+
+    where: str
+    n_rows: int
+    trouble: Callable[[], str] = lambda: ""
+    accepted: bool = False
+    applied: bool = False
+
+
+class Ack:
+    """What `push` returns: wait on it, or ignore it (a failure then raises at the next push, flush or close).
+
+    Args:
+        what: names the push in messages.
+        parts: all its parts.
+        on_failure: called once, with this ack, when a part fails.
+    """
+
+    def __init__(self, what: str, parts: list[Part], on_failure: Callable[["Ack"], None] | None = None) -> None:
+        self._what, self._parts, self._on_failure = what, parts, on_failure
+        self._changed = threading.Condition()
+        self._error: KvembError | None = None
+        self._seen = False
+        self._moved_rows, self._versioned_rows, self._elapsed = 0.0, 0, 0
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when every shard has accepted its part: it will be applied exactly once.
+
+        Args:
+            timeout_s: seconds; 30 unless given.
+
+        Raises:
+            ShardUnavailableError: not within the time. Parts may have been accepted, and what was not is sent again until
+                the cluster is closed, so waiting again is fine.
+            KvembError: a shard refused its part, in the class that says why. Other shards may have accepted theirs.
+        """
+        self._wait(lambda part: part.accepted, "accepted", timeout_s)
+
+    def wait_applied(self, timeout_s: float | None = None) -> None:
+        """Return when every shard has applied its part: every client's next pull sees it. Raises as `wait` does."""
+        self._wait(lambda part: part.applied, "applied", timeout_s)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every shard has accepted its part."""
+        with self._changed:
+            return all(part.accepted for part in self._parts)
+
+    @property
+    def applied(self) -> bool:
+        """Whether every shard has applied its part."""
+        with self._changed:
+            return all(part.applied for part in self._parts)
+
+    @property
+    def staleness(self) -> Staleness | None:
+        """How stale the push was; None until it is applied, and when it carried no versions."""
+        with self._changed:
+            if self._versioned_rows == 0 or not all(part.applied for part in self._parts):
+                return None
+            return Staleness(self._moved_rows / self._versioned_rows, self._elapsed)
+
+    def take_error(self) -> KvembError | None:
+        """Return the failure that nobody has been told of, once."""
+        with self._changed:
+            if self._error is None or self._seen:
+                return None
+            self._seen = True
+            return self._error
+
+    def part_accepted(self, part: Part) -> None:
+        """A shard has accepted a part. Called by its push stream."""
+        with self._changed:
+            part.accepted = True
+            self._changed.notify_all()
+
+    def part_applied(self, part: Part, changed: float, elapsed: int) -> None:
+        """A shard has applied a part; `changed` is -1 when it carried no versions. Called by its push stream."""
+        with self._changed:
+            part.accepted = part.applied = True
+            if changed >= 0 and part.n_rows:
+                self._moved_rows += changed * part.n_rows
+                self._versioned_rows += part.n_rows
+                self._elapsed = max(self._elapsed, elapsed)
+            self._changed.notify_all()
+
+    def part_failed(self, error: KvembError) -> None:
+        """A part will never be applied. Called by its push stream."""
+        with self._changed:
+            first, self._error = self._error is None, self._error or error
+            self._changed.notify_all()
+        if first and self._on_failure is not None:
+            self._on_failure(self)
+
+    def _wait(self, done: Callable[[Part], bool], state: str, timeout_s: float | None) -> None:
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        with self._changed:
+            finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
+            if self._error is not None:
+                self._seen = True
+                raise fresh(self._error)
+            late = {part.where: part.trouble() for part in self._parts if not done(part)}
+        if not finished:
+            shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in late.items())
+            raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:g} s by {shards}")
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "applied" if self.applied else "accepted" if self.accepted else "sent"
+        return f"<Ack of {self._what}: {state}>"
+
+
+def fresh(error: KvembError) -> KvembError:
+    """Return a copy to raise, so that raising it twice does not pile up tracebacks."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

@@ -1,0 +1,105 @@
+"""One gRPC channel to one shard: unary calls, the push stream, and the one place where gRPC's errors become ours.
+
+Errors that the shard reports travel inside the reply and are raised as their own class; what gRPC itself reports becomes
+ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see
+`kvemb.client.servers`).
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import grpc
+
+from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
+from kvemb.messages import MAX_MESSAGE_BYTES, SERVICE, Message, Reply
+from kvemb.net.deadline import Deadline
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # a peer that vanished is noticed in well under a minute …
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),  # … and an idle trainer sends nothing
+    ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
+    ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
+    ("grpc.enable_retries", 0),  # who may resend what is decided above: a blind retry of assign could undo a later push
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+M = TypeVar("M", bound=Message)
+
+
+class Pending:
+    """A unary call under way."""
+
+    def __init__(self, channel: "ShardChannel", method: str, future: Any, deadline: Deadline) -> None:
+        self._channel, self._method, self._future, self._deadline = channel, method, future, deadline
+
+    def result(self, reply_type: type[M]) -> M:
+        """Wait for the answer.
+
+        Raises:
+            ShardUnavailableError: none came within the deadline; the request may have been carried out.
+            KvembError: whatever the shard reported, in its own class.
+        """
+        try:
+            reply = Reply.decode(self._future.result())
+        except grpc.FutureCancelledError as error:
+            raise self._channel.unavailable(self._method, "the cluster was closed") from error
+        except grpc.RpcError as error:
+            raise self._channel.translate(error, self._method, self._deadline.timeout_s) from error
+        if reply.error:
+            raise from_wire(reply.error)
+        return reply_type.decode(reply.body)
+
+
+class ShardChannel:
+    """The connection to one shard; gRPC connects it when it is first used, and again whenever it broke.
+
+    Args:
+        shard: the shard's index.
+        address: "host:port".
+    """
+
+    def __init__(self, shard: int, address: str) -> None:
+        self.shard, self.address = shard, address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+
+    def start(self, method: str, request: Message, deadline: Deadline) -> Pending:
+        """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""
+        verb = self._channel.unary_unary(f"/{SERVICE}/{method}")
+        future = verb.future(request.encode(), timeout=deadline.remaining_s(), wait_for_ready=True)
+        return Pending(self, method, future, deadline)
+
+    def call(self, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
+        """Send a unary request and wait for its answer; see `Pending.result`."""
+        return self.start(method, request, deadline).result(reply_type)
+
+    def push_stream(self, parts: Iterator[bytes]) -> Any:
+        """Open the push stream; iterating over the result gives encoded PushReplys, `cancel()` ends it."""
+        return self._channel.stream_stream(f"/{SERVICE}/Push")(parts)
+
+    def translate(self, error: Any, method: str, timeout_s: float | None = None) -> ParameterServerError | MessageError:
+        """Return our error for one of gRPC's."""
+        code = error.code() if callable(getattr(error, "code", None)) else None
+        name, details = getattr(code, "name", "UNKNOWN"), getattr(error, "details", lambda: str(error))()
+        if code in _GONE:
+            within = "" if timeout_s is None else f" within {timeout_s:g} s"
+            return self.unavailable(method, f"no answer{within} ({name}: {details})")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return MessageError(f"{self}: {method}: a message is larger than {MAX_MESSAGE_BYTES} bytes ({details})")
+        return ParameterServerError(f"{self}: {method} failed ({name}: {details}); look into the shard's log")
+
+    def unavailable(self, method: str, why: str) -> ShardUnavailableError:
+        """Return the error of a shard that cannot be reached."""
+        return ShardUnavailableError(f"{self}: {method}: {why}. Is the parameter server running, and is this its address in kvemb.yaml?")
+
+    def close(self) -> None:
+        """Close the channel; calls under way fail. Idempotent."""
+        self._channel.close()
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} ({self.address})"

@@ -1,0 +1,191 @@
+"""One trainer's session with all shards: its identity, its numbered pushes, and the failures nobody has heard of yet.
+
+The trainer says hello at its first push (in sync mode it takes its seat then): shard 0 issues the incarnation, the others
+are told. Pushes go out one at a time, so that every shard sees them in the same order. What must not live here: gRPC's
+details (`channel`), one shard's stream (`push_stream`), validation. Thread-safe; lives in the process that made it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvemb.client.ack import Ack, Part, fresh
+from kvemb.client.parts import route, split
+from kvemb.client.push_stream import PushStream
+from kvemb.client.servers import Servers
+from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
+from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, TableRows, digest_tables
+from kvemb.net.deadline import Deadline
+
+BYE_TIMEOUT_S = 2.0
+
+
+class Session:
+    """One trainer.
+
+    Args:
+        servers: the shards.
+        cluster_id: of the storage's markers; shards that serve another cluster refuse the hello.
+        trainer: its name, unique in the job; a second process of the same name fences the first.
+        sync: whether every shard gets a part of every push.
+    """
+
+    def __init__(self, servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool) -> None:
+        self._servers, self._cluster_id, self._trainer, self._sync = servers, cluster_id, trainer, sync
+        self._sending = threading.Lock()
+        self._streams = [PushStream(channel, self._hello_of(channel.shard)) for channel in servers.channels]
+        self._incarnation = 0
+        self._introduced = False
+        self._step = 0
+        self._failed: list[Ack] = []
+        self._failed_lock = threading.Lock()
+
+    @property
+    def trainer(self) -> str:
+        """The trainer's name."""
+        return self._trainer
+
+    def push(self, tables: Sequence[TableRows], deadline: Deadline) -> Ack:
+        """Send a push.
+
+        Args:
+            tables: one entry per table, ids distinct. The arrays are copied before this returns.
+            deadline: of the hello and of the wait for room in every shard's window.
+
+        Raises:
+            ShardUnavailableError: a shard could not be reached or its window stayed full; nothing of the push was sent.
+            KvembError: an earlier push failed and nobody waited for it (its error), or the session has ended (FencedError,
+                ShardFailedError); nothing of this push was sent.
+        """
+        self._servers.check_usable()
+        if not self._sending.acquire(timeout=deadline.remaining_s()):
+            raise ShardUnavailableError(f"another thread's push still waits for room after {deadline.timeout_s:g} s")
+        try:
+            self.raise_unseen()
+            self._introduce(deadline)
+            shares = zip(*(route(rows, len(self._streams)) for rows in tables), strict=True)
+            wanted = {shard: list(share) for shard, share in enumerate(shares) if self._sync or any(len(rows.ids) for rows in share)}
+            for shard in wanted:
+                self._streams[shard].wait_room(deadline)
+            return self._send(wanted)
+        finally:
+            self._sending.release()
+
+    def wait_accepted(self, deadline: Deadline) -> None:
+        """Wait until everything sent is accepted; raises as `wait_applied` does."""
+        self._wait(PushStream.wait_accepted, deadline)
+
+    def wait_applied(self, deadline: Deadline) -> None:
+        """Wait until everything sent is applied.
+
+        Raises:
+            ShardUnavailableError: it was not within the deadline; waiting again is fine.
+            KvembError: of a failed push that nobody has heard of, or of a session that has ended.
+        """
+        self._wait(PushStream.wait_applied, deadline)
+
+    def raise_unseen(self) -> None:
+        """Raise the failure of a push that nobody waited for, if there is one."""
+        with self._failed_lock:
+            failed, self._failed = self._failed, []
+        errors = [error for error in (ack.take_error() for ack in failed) if error is not None]
+        if errors:
+            error = fresh(errors[0])
+            error.add_note("An earlier push failed and nobody had waited for it; the call that raised this did nothing.")
+            if len(errors) > 1:
+                error.add_note(f"{len(errors) - 1} more pushes have failed since.")
+            raise error
+
+    def close(self, deadline: Deadline | None) -> None:
+        """Wait until everything sent is accepted (not at all without a deadline), say goodbye, end the streams.
+
+        Raises:
+            KvembError: as `wait_accepted` does; the session is closed all the same.
+        """
+        if self._servers.forked:
+            return
+        try:
+            if deadline is not None:
+                self.wait_accepted(deadline)
+        finally:
+            self._say_bye()
+            for stream in self._streams:
+                stream.close()
+
+    def _wait(self, wait: Callable[[PushStream, Deadline], None], deadline: Deadline) -> None:
+        self._servers.check_usable()
+        try:
+            for stream in self._streams:
+                wait(stream, deadline)
+        except (FencedError, ShardFailedError):
+            self.raise_unseen()  # the same failure, and now its ack counts as seen
+            raise
+        self.raise_unseen()
+
+    def _introduce(self, deadline: Deadline) -> None:
+        if self._introduced:
+            return
+        first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
+        self._incarnation = first.incarnation
+        others = [None, *[self._hello_request()] * (len(self._servers) - 1)]
+        self._servers.call_each("Hello", others, HelloReply, deadline)
+        self._introduced = True
+
+    def _hello_request(self) -> HelloRequest:
+        return HelloRequest(self._trainer, self._incarnation, self._cluster_id, len(self._servers))
+
+    def _hello_of(self, shard: int) -> Callable[[Deadline], HelloReply]:
+        """The hello after a broken connection to one shard."""
+
+        def hello(deadline: Deadline) -> HelloReply:
+            try:
+                return self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+            except PushRejectedError as error:
+                raise ShardFailedError(
+                    f"{self._servers.channels[shard]} was restarted and does not know this trainer any more: {error}. What it had "
+                    "acknowledged and not applied is lost there. Close this cluster and connect again to go on from the rows "
+                    "in storage."
+                ) from error
+
+        return hello
+
+    def _send(self, wanted: dict[int, list[TableRows]]) -> Ack:
+        self._step += 1
+        parts: list[tuple[PushStream, PushPart, Part]] = []
+        for shard, tables in wanted.items():
+            stream, channel = self._streams[shard], self._servers.channels[shard]
+            messages = split(tables)
+            first = stream.next_sequence()
+            for index, message in enumerate(messages):
+                more = index + 1 < len(messages)
+                body = self._part(first + index, message, more)
+                n_rows = sum(len(rows.ids) for rows in message)
+                parts.append((stream, body, Part(str(channel), n_rows, stream.trouble)))
+        ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
+        for stream, body, part in parts:
+            stream.send(body.sequence, body.encode(), part, ack)
+        return ack
+
+    def _part(self, sequence: int, tables: list[TableRows], more: bool) -> PushPart:
+        return PushPart(
+            trainer=self._trainer,
+            incarnation=self._incarnation,
+            sequence=sequence,
+            step=self._step,
+            more=more,
+            tables=tables,
+            digest=digest_tables(tables),
+        )
+
+    def _note_failure(self, ack: Ack) -> None:
+        with self._failed_lock:
+            self._failed.append(ack)
+
+    def _say_bye(self) -> None:
+        """Leave politely; a shard that is down or has fenced us forgets us without it."""
+        if self._introduced:
+            self._introduced = False
+            request = ByeRequest(self._trainer, self._incarnation)
+            try:
+                self._servers.try_each("Bye", [request] * len(self._servers), Empty, Deadline.after(BYE_TIMEOUT_S))
+            except KvembError:
+                return

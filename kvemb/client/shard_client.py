@@ -1,0 +1,149 @@
+"""Every verb that goes through the shards, in one place: tables, pushes, flush, assign, erase, counting, listing, status.
+
+It deals in definitions and validated rows; what callers see is kvemb.table and kvemb.cluster. What must not live here:
+storage. Thread-safe; not fork-safe (`kvemb.client.servers` says so to the caller).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.client.ack import Ack
+from kvemb.client.parts import pieces, route
+from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers
+from kvemb.client.session import Session
+from kvemb.messages import (
+    CountReply,
+    CreateTableRequest,
+    Empty,
+    FlushRequest,
+    IdsReply,
+    IdsRequest,
+    Message,
+    RowsRequest,
+    StatusReply,
+    TableReply,
+    TableRequest,
+    TableRows,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.table_def import TableDef
+
+M = TypeVar("M", bound=Message)
+
+PAGE_IDS = 1 << 17
+CLOSE_TIMEOUT_S = 10.0
+_ANSWER_MARGIN_S = 1.0  # a shard that waits on our behalf gives up before we do, and says what it waited for
+
+
+class ShardClient:
+    """The shards of one cluster, for one trainer.
+
+    Args:
+        servers: checked by `Servers.describe`.
+        session: of this trainer.
+        timeout_s: of every verb, unless its caller says otherwise.
+    """
+
+    def __init__(self, servers: Servers, session: Session, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._servers, self._session, self._timeout_s = servers, session, timeout_s
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the shards are, in order."""
+        return tuple(channel.address for channel in self._servers.channels)
+
+    @property
+    def trainer(self) -> str:
+        """The name under which this process pushes."""
+        return self._session.trainer
+
+    def create_table(self, definition: TableDef, exist_ok: bool, timeout_s: float | None) -> TableDef:
+        """Register a table with shard 0; return it as registered."""
+        request = CreateTableRequest(definition.to_dict(), exist_ok)
+        reply = self._servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
+        return TableDef.from_dict(reply.table)
+
+    def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
+        """Return a registered table; UnknownTableError lists the others."""
+        reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
+        return TableDef.from_dict(reply.table)
+
+    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None) -> Ack:
+        """Send a push; see `Session.push`."""
+        return self._session.push(tables, self._deadline(timeout_s))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
+        deadline = self._deadline(timeout_s)
+        self._session.wait_applied(deadline)
+        left_s = max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)
+        self._servers.call_each("Flush", [FlushRequest(left_s)] * len(self._servers), Empty, deadline)
+
+    def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
+        """Set rows, behind this process's own pushes.
+
+        Raises:
+            ShardUnavailableError, DeadlineExceededError: some of the rows may have been set, or may still be.
+        """
+        self._change_rows("Assign", rows, Empty, timeout_s)
+
+    def erase(self, rows: TableRows, timeout_s: float | None = None) -> int:
+        """Erase rows, behind this process's own pushes; return how many existed. Raises as `assign` does."""
+        return sum(reply.n_rows for reply in self._change_rows("Erase", rows, CountReply, timeout_s))
+
+    def count(self, table: str, timeout_s: float | None = None) -> int:
+        """Return the number of rows that exist, over all shards."""
+        requests = [TableRequest(table)] * len(self._servers)
+        return sum(reply.n_rows for reply in self._servers.call_each("Count", requests, CountReply, self._deadline(timeout_s)))
+
+    def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
+        """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
+        for shard in range(len(self._servers)):
+            request = IdsRequest(table, True, 0, PAGE_IDS)
+            while True:
+                reply = self._servers.call(shard, "Ids", request, IdsReply, self._deadline(timeout_s))
+                page = np.frombuffer(reply.ids, "<u8").astype(np.uint64, copy=False)
+                yield page
+                if len(page) < PAGE_IDS:
+                    break
+                request = IdsRequest(table, False, int(page[-1]), PAGE_IDS)
+
+    def status(self, timeout_s: float | None = None) -> list[StatusReply | Exception]:
+        """Return each shard's state, or why it could not be asked."""
+        requests = [Empty()] * len(self._servers)
+        return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
+
+    def close(self, *, wait: bool) -> None:
+        """Leave; wait for acceptance of what was pushed unless told otherwise.
+
+        Raises:
+            KvembError: of a push that failed and nobody waited for, or was not accepted in time. Closed all the same.
+        """
+        try:
+            self._session.close(Deadline.after(min(self._timeout_s, CLOSE_TIMEOUT_S)) if wait else None)
+        finally:
+            self._servers.close()
+
+    def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
+        """Send each shard its rows, one message at a time."""
+        deadline = self._deadline(timeout_s)
+        self._session.wait_accepted(deadline)
+        queues = [iter(pieces(share) if len(share.ids) else ()) for share in route(rows, len(self._servers))]
+        replies: list[M] = []
+        while True:
+            heads = [next(queue, None) for queue in queues]
+            if all(head is None for head in heads):
+                return replies
+            requests = [None if head is None else RowsRequest(head) for head in heads]
+            replies += self._servers.call_each(method, requests, reply_type, deadline)
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+
+
+def connect_shards(servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> ShardClient:
+    """Make the client of shards that `Servers.describe` has checked."""
+    return ShardClient(servers, Session(servers, cluster_id, trainer, sync=sync), timeout_s)

@@ -1,0 +1,97 @@
+"""Ids as callers give them, and as everything below sees them: uint64 [m].
+
+The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are
+carried as the same 64 bits, and because one table has one domain, -1 and 2**64-1 can never be the same row. What must
+not live here: deduplication (kvemb.segment), hashing of strings (kvemb.hashing). Stateless: thread- and fork-safe.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.errors import InvalidInputError
+
+_RANGES = {"int64": "-2**63 to 2**63-1", "uint64": "0 to 2**64-1"}
+
+
+def normalize(ids: ArrayLike, id_dtype: str, table: str) -> tuple[NDArray[np.uint64], tuple[int, ...]]:
+    """Check ids and return their 64 bits.
+
+    Args:
+        ids: any integer array (any shape, strides and byte order, not changed), number, or nested list of integers.
+        id_dtype: the table's: "int64" or "uint64".
+        table: its name, for messages.
+
+    Returns:
+        (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
+
+    Raises:
+        InvalidInputError: bool or float ids, text, ragged lists, ids outside the table's domain (the first is named).
+
+    Example:
+        >>> normalize([[1, -1]], "int64", "user")
+        (array([                   1, 18446744073709551615], dtype=uint64), (1, 2))
+    """
+    array = _integers(ids, id_dtype, table)
+    flat = array.reshape(-1)
+    if flat.dtype.kind == "i" and id_dtype == "uint64":
+        _refuse(flat, flat < 0, id_dtype, table)
+    elif flat.dtype == np.uint64 and id_dtype == "int64":
+        _refuse(flat, flat > np.uint64((1 << 63) - 1), id_dtype, table)
+    wide = flat.astype(np.uint64 if flat.dtype.kind == "u" else np.int64, copy=False)
+    return np.ascontiguousarray(wide).view(np.uint64), array.shape
+
+
+def to_caller(ids: NDArray[np.uint64], id_dtype: str) -> NDArray[Any]:
+    """Return ids in the table's own dtype (a view).
+
+    Example:
+        >>> to_caller(np.array([2**64 - 1], np.uint64), "int64").tolist()
+        [-1]
+    """
+    return ids.view(np.int64) if id_dtype == "int64" else ids
+
+
+def _integers(ids: ArrayLike, id_dtype: str, table: str) -> NDArray[Any]:
+    """An integer array of the same shape."""
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # ragged lists; tensors that refuse
+        raise InvalidInputError(f"table {table!r}: ids cannot be read as an array: {error}") from error
+    if array.dtype.kind in "iu":
+        return array
+    if array.size == 0 and array.dtype.kind == "f":  # what NumPy makes of []
+        return array.astype(np.int64)
+    if not isinstance(ids, np.ndarray) and array.dtype.kind in "fO":
+        return _large_integers(ids, array, id_dtype, table)
+    raise _wrong_dtype(array, table)
+
+
+def _large_integers(ids: ArrayLike, array: NDArray[Any], id_dtype: str, table: str) -> NDArray[Any]:
+    """Lists whose integers do not all fit int64: NumPy reads them as float64 or objects."""
+    exact = np.asarray(ids, dtype=object)
+    if set(map(type, exact.reshape(-1).tolist())) != {int}:
+        raise _wrong_dtype(array, table)
+    try:
+        return exact.astype(id_dtype)
+    except OverflowError as error:
+        raise InvalidInputError(
+            f"table {table!r}: an id is outside {_RANGES[id_dtype]}, the range of its id_dtype {id_dtype} ({error})"
+        ) from error
+
+
+def _refuse(ids: NDArray[Any], outside: NDArray[np.bool_], id_dtype: str, table: str) -> None:
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise InvalidInputError(
+            f"table {table!r}: id {int(ids[at])} at position {at} is outside {_RANGES[id_dtype]}, the range of its "
+            f"id_dtype {id_dtype}. Hash ids into range, or create the table with the other id_dtype."
+        )
+
+
+def _wrong_dtype(array: NDArray[Any], table: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"table {table!r}: ids have dtype {array.dtype}, expected integers. Convert them yourself (floats lose digits "
+        "above 2**53); turn strings into ids with kvemb.hash_ids."
+    )

@@ -1,0 +1,221 @@
+"""A table as its users see it: pull, push, flush, and the rarer verbs. Thin: the work is in kvemb.pull, kvemb.push, kvemb.client.
+
+What must not live here: anything about one storage kind or about gRPC. Thread-safe. After a fork the child may go on
+pulling; verbs that go through the parameter servers raise ClosedError there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.errors import ReadOnlyError
+from kvemb.ids import to_caller
+from kvemb.net.deadline import Deadline
+from kvemb.pull import prepare_pull, pull
+from kvemb.push import prepare_assign, prepare_erase, prepare_push
+from kvemb.stores.base import Store
+from kvemb.table_def import TableDef
+
+if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
+    from kvemb.client.ack import Ack
+    from kvemb.client.shard_client import ShardClient
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout."""
+
+    store: Store
+    shards: "ShardClient | None"
+    pull_timeout_s: float
+
+    def require_shards(self, verb: str) -> "ShardClient":
+        """Return the client of the shards, or raise ReadOnlyError."""
+        if self.shards is None:
+            raise ReadOnlyError(
+                f"{verb} goes through the parameter servers, and this cluster was opened with read_only=True. "
+                "Open it with kvemb.connect(source)."
+            )
+        return self.shards
+
+    def pull_deadline(self, timeout_s: float | None) -> Deadline:
+        """The deadline of a pull."""
+        return Deadline.after(self.pull_timeout_s if timeout_s is None else timeout_s)
+
+
+class Table:
+    """One embedding table. Get it from `Cluster.table` or `Cluster.create_table`; see `kvemb` for a tour with an example."""
+
+    def __init__(self, definition: TableDef, access: Access) -> None:
+        self._definition, self._access = definition, access
+        self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self._definition.name
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        return self._definition.dim
+
+    @property
+    def definition(self) -> TableDef:
+        """The whole definition."""
+        return self._definition
+
+    @overload
+    def pull(
+        self,
+        ids: ArrayLike,
+        *,
+        out: NDArray[np.float32] | None = None,
+        return_versions: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def pull(
+        self,
+        ids: ArrayLike,
+        *,
+        out: NDArray[np.float32] | None = None,
+        return_versions: Literal[True],
+        timeout_s: float | None = None,
+    ) -> tuple[NDArray[np.float32], NDArray[np.uint64]]: ...
+
+    def pull(
+        self,
+        ids: ArrayLike,
+        *,
+        out: NDArray[np.float32] | None = None,
+        return_versions: bool = False,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.uint64]]:
+        """Read rows straight from storage. Writes nothing: a row that does not exist yet is what its first push will find.
+
+        Args:
+            ids: any integer array, any shape, duplicates fine, empty fine.
+            out: float32 [*ids.shape, dim] to fill instead of a new array.
+            return_versions: also return the version of each row, 0 where it does not exist; give them to `push` and its
+                ack will tell how stale the gradients were.
+            timeout_s: of the whole call; the cluster's storage.timeout_s unless given.
+
+        Returns:
+            float32 [*ids.shape, dim]; with `return_versions` also uint64 [*ids.shape].
+
+        Raises:
+            InvalidInputError: see `kvemb.ids.normalize` and `out`; nothing was sent.
+            StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
+        """
+        request = prepare_pull(self._definition, ids, out)
+        pulled = pull(self._access.store, [request], self._access.pull_deadline(timeout_s))[0]
+        return (pulled.rows, pulled.versions) if return_versions else pulled.rows
+
+    def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> "Ack":
+        """Send gradients to the parameter servers; returns when they are on their way, the ack tells the rest.
+
+        Gradients of duplicate ids are summed. The arguments may be changed as soon as this returns. In sync mode each
+        call is one step, so several tables that are trained together must be pushed by one `Cluster.push`.
+
+        Args:
+            ids: any integer array, empty fine.
+            grads: floats [*ids.shape, dim], finite.
+            versions: what the pull of these ids returned; for `Ack.staleness`.
+            timeout_s: of the first call's hello and of waiting for room when too much is on its way; 30 unless given.
+
+        Raises:
+            InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
+            KvembError: of an earlier push that failed while nobody waited for it; nothing of this push was sent.
+            ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
+            ClosedError: this process is a fork of the one that connected.
+        """
+        shards = self._access.require_shards("push")
+        return shards.push([prepare_push(self._definition, ids, grads, versions, self._hyper)], timeout_s)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Return when this process's pushes are applied: visible to every client's pulls. Concerns all tables.
+
+        What the shards had accepted from other trainers before the call is applied then too.
+
+        Raises:
+            ShardUnavailableError, DeadlineExceededError: not within the time (30 s unless given); call it again.
+            KvembError: a push failed that nobody had waited for.
+        """
+        self._access.require_shards("flush").flush(timeout_s)
+
+    @property
+    def hyper(self) -> dict[str, float]:
+        """The optimizer's run-time values that this client's next push carries."""
+        return self._definition.optimizer.check_hyper(self._hyper)
+
+    def set_hyper(self, **values: float) -> None:
+        """Change run-time values (lr, weight_decay, …) for every later push of this client, e.g. `set_hyper(lr=1e-4)`.
+
+        Raises:
+            InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
+        """
+        self._hyper = self.pushed_hyper(values)
+
+    def pushed_hyper(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the run-time values of a push that gives these: empty while there are no others than the table's defaults."""
+        if not values:
+            return self._hyper
+        return self._definition.optimizer.check_hyper({**self._hyper, **values})
+
+    def assign(self, ids: ArrayLike, rows: ArrayLike, *, timeout_s: float | None = None) -> None:
+        """Set weights, creating rows that do not exist. Returns when it is visible to every client's pulls.
+
+        Args:
+            ids: any integer array, distinct.
+            rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
+
+        Raises:
+            InvalidInputError: duplicates, wrong shapes or dtypes, NaN or infinity; nothing was sent.
+            ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
+        """
+        shards = self._access.require_shards("assign")
+        shards.assign(prepare_assign(self._definition, ids, rows), timeout_s)
+
+    def erase(self, ids: ArrayLike, *, timeout_s: float | None = None) -> int:
+        """Delete rows, optimizer state included; return how many existed. Ids without a row are fine.
+
+        Raises:
+            InvalidInputError: wrong ids; nothing was sent.
+            ParameterServerError: some rows may have been erased, or may still be; erasing again is fine.
+        """
+        shards = self._access.require_shards("erase")
+        return shards.erase(prepare_erase(self._definition, ids), timeout_s)
+
+    def export(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """Read every row that exists.
+
+        Ids come page by page from the shards' indexes, rows from storage; training may go on meanwhile, so this is no
+        snapshot: rows erased in between are left out, rows created in between may be.
+
+        Returns:
+            (ids [n] in the table's id_dtype, float32 [n, dim] rows).
+        """
+        shards = self._access.require_shards("export")
+        kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
+        for ids in shards.ids(self.name):
+            rows, versions = self.pull(to_caller(ids, self._definition.id_dtype), return_versions=True)
+            exists = versions != 0
+            kept_ids.append(ids[exists])
+            kept_rows.append(rows[exists])
+        return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
+
+    def __len__(self) -> int:
+        """The number of rows that exist, over all shards."""
+        return self._access.require_shards("len").count(self.name)
+
+    def __bool__(self) -> bool:
+        return True  # a table without rows is a table
+
+    def __repr__(self) -> str:
+        d = self._definition
+        return f"<Table {d.name!r}: dim {d.dim}, {d.dtype}, {d.optimizer.kind}, {d.id_dtype} ids>"
