@@ -35,6 +35,7 @@ MAX_UNAPPLIED_PARTS = 64
 """Parts accepted and not applied yet that are kept for sending again; a push waits while there are this many."""
 HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_JOIN_S = 1.0
 _FINAL = (FencedError, ShardFailedError)
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
@@ -122,7 +123,7 @@ class PushStream:
         if call is not None:
             call.cancel()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(HELLO_TIMEOUT_S + 1)
+            thread.join(_JOIN_S)  # a hello to a shard that is down ends with the channel
 
     # --- waiting
 

@@ -75,7 +75,12 @@ class LocalCluster:
 
     def start_shard(self, index: int) -> LocalProcess:
         """Start (again) one shard and wait until it serves."""
-        ready = self.folder / f"shard-{index}.ready"
+        self._launch_shard(index)
+        self._await_shard(index)
+        return self.shards[index]
+
+    def _launch_shard(self, index: int) -> None:
+        ready = self._ready_file(index)
         ready.unlink(missing_ok=True)
         command = [
             sys.executable,
@@ -90,8 +95,12 @@ class LocalCluster:
         ]
         process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", _SHARD_ENV)
         self.shards[index : index + 1] = [process]
-        process.wait_until(ready.exists, Deadline.after(START_TIMEOUT_S))
-        return process
+
+    def _await_shard(self, index: int) -> None:
+        self.shards[index].wait_until(self._ready_file(index).exists, Deadline.after(START_TIMEOUT_S))
+
+    def _ready_file(self, index: int) -> Path:
+        return self.folder / f"shard-{index}.ready"
 
     def __enter__(self) -> "LocalCluster":
         self.folder = Path(tempfile.mkdtemp(prefix="kvemb-"))
@@ -120,7 +129,9 @@ class LocalCluster:
         }
         self.config_path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for index in range(self._n_shards):
-            self.start_shard(index)
+            self._launch_shard(index)
+        for index in range(self._n_shards):
+            self._await_shard(index)
 
     def _stop(self) -> None:
         """End the shards, which drain into storage, then storage. A second Ctrl-C does not stop this from finishing."""

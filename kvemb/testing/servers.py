@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import redis
@@ -61,7 +62,7 @@ class ServerNodes(Nodes):
     def put_foreign(self, key: bytes, value: bytes) -> None:
         """See `Nodes.put_foreign`."""
         if not self.own_map:
-            with redis.RedisCluster(port=self.servers[0].port) as cluster:
+            with redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port) as cluster:
                 cluster.set(key, value)
         else:
             self._put(self.server_of(key), key, value)
@@ -72,7 +73,7 @@ class ServerNodes(Nodes):
             for server, value in zip(self.servers, values, strict=True):
                 self._put(server, MARKER_KEY, value)
             return
-        with redis.RedisCluster(port=self.servers[0].port) as cluster:
+        with redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port) as cluster:
             pipeline = cluster.pipeline()
             for key, value in zip(marker_keys(), values, strict=True):
                 pipeline.set(key, value)
@@ -82,7 +83,7 @@ class ServerNodes(Nodes):
         """See `Nodes.flush`."""
         server = self.servers[index]
         if server.kind == "memcached":
-            with memcached_client(server) as client:
+            with closing(memcached_client(server)) as client:
                 client.flush_all(noreply=False)
         else:
             with redis_client(server) as client:
@@ -102,7 +103,7 @@ class ServerNodes(Nodes):
 
     def _put(self, server: StorageServer, key: bytes, value: bytes) -> None:
         if server.kind == "memcached":
-            with memcached_client(server) as client:
+            with closing(memcached_client(server)) as client:
                 client.set(key, value, noreply=False)
         else:
             with redis_client(server) as client:
