@@ -4,10 +4,8 @@ What must not live here: what a verb does (kvemb.table, kvemb.pull, kvemb.push).
 """
 
 import os
-import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
+from kvemb.cluster_status import ClusterStatus, ShardStatus, read_status
 from kvemb.config import Config, load
-from kvemb.errors import ClosedError, InvalidInputError, KvembError, StorageError, UnknownTableError
+from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTableError
 from kvemb.init import Initializer
-from kvemb.messages import StatusReply
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.pull import prepare_pull, pull
 from kvemb.push import prepare_push
-from kvemb.stores.base import NodeStats, Store
 from kvemb.stores.registry import open_store
 from kvemb.table import Access, Table
 from kvemb.table_def import TableDef, check_table_name
@@ -31,26 +28,8 @@ from kvemb.table_registry import META_NAME, newest_registry
 
 if TYPE_CHECKING:
     from kvemb.client.ack import Ack
-    from kvemb.client.shard_client import ShardClient
 
-
-@dataclass(frozen=True, eq=False)
-class ShardStatus:
-    """One shard: `reply`, or None and the `error` that says why."""
-
-    shard: int
-    address: str
-    reply: StatusReply | None
-    error: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class ClusterStatus:
-    """What `Cluster.status` saw: every shard (none on a read-only connection), every node, or why the nodes did not answer."""
-
-    shards: tuple[ShardStatus, ...]
-    nodes: tuple[NodeStats, ...]
-    nodes_error: str = ""
+__all__ = ["Cluster", "ClusterStatus", "ShardStatus", "connect"]
 
 
 def connect(
@@ -81,13 +60,16 @@ def connect(
     deadline = Deadline.after(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
     try:
-        shards = None if read_only else _open_shards(config, trainer or _drawn_name(), store, deadline)
         if read_only:
             store.open(deadline)
+            return Cluster(config, Access(store, None, config.storage.timeout_s))
+        from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
+
+        shards = open_shards(config, trainer, store, deadline)
+        return Cluster(config, Access(store, shards, config.storage.timeout_s))
     except BaseException:
         store.close()
         raise
-    return Cluster(config, Access(store, shards, config.storage.timeout_s))
 
 
 class Cluster:
@@ -103,6 +85,11 @@ class Cluster:
     def config(self) -> Config:
         """The kvemb.yaml it was opened with."""
         return self._config
+
+    @property
+    def mode(self) -> str:
+        """How the parameter servers apply pushes: "async" or "sync"."""
+        return self._config.servers.mode
 
     @property
     def read_only(self) -> bool:
@@ -133,8 +120,9 @@ class Cluster:
             exist_ok: whether it may exist already.
 
         Raises:
-            InvalidInputError: a value is out of range, or records would be larger than a storage node takes; nothing was sent.
-            TableMismatchError: it exists with another identity (both are shown), or exists and `exist_ok` is false.
+            InvalidInputError: a value is out of range, or records would be larger than a storage node takes; nothing was
+                sent. Or the table exists and `exist_ok` is false.
+            TableMismatchError: it exists with another identity; both are shown.
             ShardUnavailableError: shard 0 did not answer; the table may have been created.
         """
         shards = self._access.require_shards("create_table")
@@ -201,7 +189,7 @@ class Cluster:
 
     def push(
         self,
-        batches: Mapping[str, tuple[ArrayLike, ArrayLike]],
+        tables: Mapping[str, tuple[ArrayLike, ArrayLike]],
         *,
         versions: Mapping[str, ArrayLike] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
@@ -210,15 +198,15 @@ class Cluster:
         """Push several tables as one push (in sync mode: one step); arguments and errors as `Table.push`.
 
         Args:
-            batches: (ids, grads) by table name.
+            tables: (ids, grads) by table name.
             versions: what the pull returned, by table name; tables may be left out.
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
         """
         shards = self._access.require_shards("push")
-        _check_names("versions", versions, batches)
-        _check_names("hyper", hyper, batches)
+        _check_names("versions", versions, tables)
+        _check_names("hyper", hyper, tables)
         rows = []
-        for name, (ids, grads) in batches.items():
+        for name, (ids, grads) in tables.items():
             table = self.table(name)
             values = table.pushed_hyper((hyper or {}).get(name, {}))
             rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values))
@@ -231,20 +219,7 @@ class Cluster:
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
         """Ask every shard and node how it is. What does not answer is reported as such, not raised."""
         self._check_open()
-        shards: list[ShardStatus] = []
-        if self._access.shards is not None:
-            seconds = self._config.storage.timeout_s if timeout_s is None else timeout_s
-            for shard, reply in enumerate(self._access.shards.status(seconds)):
-                address = self._access.shards.addresses[shard]
-                if isinstance(reply, Exception):
-                    shards.append(ShardStatus(shard, address, None, str(reply)))
-                else:
-                    shards.append(ShardStatus(shard, address, reply))
-        try:
-            nodes = tuple(self._access.store.stats(self._access.pull_deadline(timeout_s)))
-        except StorageError as error:
-            return ClusterStatus(tuple(shards), (), str(error))
-        return ClusterStatus(tuple(shards), nodes)
+        return read_status(self._access, timeout_s)
 
     def close(self) -> None:
         """Wait until what was pushed is accepted, say goodbye to the shards, drop every connection. Idempotent.
@@ -285,7 +260,7 @@ class Cluster:
 
     def _remember(self, definition: TableDef) -> Table:
         with self._lock:
-            return self._tables.setdefault(definition.name, Table(definition, self._access))
+            return self._tables.setdefault(definition.name, Table(definition, self._access, self))
 
     def _stored_tables(self) -> dict[str, TableDef]:
         """The registry's copy in storage: complete before shard 0 answers a creation."""
@@ -299,28 +274,6 @@ class Cluster:
                 f"{definition.record.size_bytes} bytes; a {self._config.storage.kind} node takes at most {limit}. Use a smaller dim, "
                 "a 16-bit dtype or an optimizer with fewer slots."
             )
-
-
-def _open_shards(config: Config, trainer: str, store: Store, deadline: Deadline) -> "ShardClient":
-    """Connect to the shards, then to the storage that they must have provisioned."""
-    from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers, require_one_cluster
-    from kvemb.client.shard_client import connect_shards
-
-    sync = config.servers.mode == "sync"
-    servers = Servers(config.servers.shards)
-    try:
-        described = servers.describe(config, deadline)
-        require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
-    except BaseException:
-        servers.close()
-        raise
-    # In sync mode a step that lacks a trainer fails with that trainer's name after barrier_timeout_s: wait for that message.
-    timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + 10 if sync else 0)
-    return connect_shards(servers, described.cluster_id, trainer, sync=sync, timeout_s=timeout_s)
-
-
-def _drawn_name() -> str:
-    return f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _check_names(what: str, given: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from kvemb.table_def import TableDef
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
     from kvemb.client.ack import Ack
     from kvemb.client.shard_client import ShardClient
+    from kvemb.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Access:
 class Table:
     """One embedding table. Get it from `Cluster.table` or `Cluster.create_table`; see `kvemb` for a tour with an example."""
 
-    def __init__(self, definition: TableDef, access: Access) -> None:
-        self._definition, self._access = definition, access
+    def __init__(self, definition: TableDef, access: Access, cluster: "Cluster") -> None:
+        self._definition, self._access, self._cluster = definition, access, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
 
     @property
@@ -67,6 +68,11 @@ class Table:
     def definition(self) -> TableDef:
         """The whole definition."""
         return self._definition
+
+    @property
+    def cluster(self) -> "Cluster":
+        """The cluster it was opened from."""
+        return self._cluster
 
     @overload
     def pull(

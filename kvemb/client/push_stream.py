@@ -1,22 +1,19 @@
 """The ordered push stream to one shard: sends parts, reports what became of them, reconnects and sends again.
 
-One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. Every part is kept until the
-shard has applied it, because an answer may be lost with the connection: after a reconnect all of them are sent again
-under their old sequences, and the shard answers those it knows with its first answer. A part that is refused leaves its
-sequence free; what was sent behind it is refused too, as a gap, and then numbering goes on from the last accepted part.
-What must not live here: what a push is made of (`session`), what its caller sees (`ack`). Thread-safe; lives in the
+One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. What must not live here: which
+parts are open (`outbox`), what a push is made of (`session`), what its caller sees (`ack`). Thread-safe; lives in the
 process that made it.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from kvemb.client.ack import Ack, Part, fresh
 from kvemb.client.channel import ShardChannel
+from kvemb.client.outbox import WINDOW_PARTS, Outbox, Sent
 from kvemb.errors import (
     FencedError,
     KvembError,
@@ -29,10 +26,6 @@ from kvemb.errors import (
 from kvemb.messages import HelloReply, PushReply
 from kvemb.net.deadline import Deadline
 
-WINDOW_PARTS = 8
-"""Parts on their way without an acceptance; a push waits while there are this many."""
-MAX_UNAPPLIED_PARTS = 64
-"""Parts accepted and not applied yet that are kept for sending again; a push waits while there are this many."""
 HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _JOIN_S = 1.0
@@ -41,16 +34,6 @@ _PASSING = (
     grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
     grpc.StatusCode.INTERNAL,  # what a broken HTTP/2 stream looks like
 )  # fmt: skip
-
-
-@dataclass(eq=False)
-class _Sent:
-    """A part that is not applied yet; `accepted` by the shard as it runs now."""
-
-    data: bytes
-    part: Part
-    ack: Ack
-    accepted: bool = False
 
 
 class PushStream:
@@ -64,10 +47,7 @@ class PushStream:
     def __init__(self, channel: ShardChannel, hello: Callable[[Deadline], HelloReply]) -> None:
         self._channel, self._hello = channel, hello
         self._changed = threading.Condition()
-        self._parts: dict[int, _Sent] = {}  # by sequence, ascending
-        self._last_sequence = self._last_accepted = self._n_accepted = 0
-        self._cursor = 1  # the next sequence to go out on this connection
-        self._refusing = False  # a part was refused, and those sent behind it have not been answered yet
+        self._outbox = Outbox(str(channel))
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
         self._failure: KvembError | None = None
         self._trouble = ""
@@ -82,30 +62,30 @@ class PushStream:
             ShardUnavailableError: it had none within the deadline.
             KvembError: the stream has failed for good.
         """
-        self._wait(self._has_room, deadline, f"its window of {WINDOW_PARTS} unaccepted parts is full; nothing was sent")
+        self._wait(lambda: self._outbox.has_room, deadline, f"its window of {WINDOW_PARTS} unaccepted parts is full; nothing was sent")
 
     def wait_accepted(self, deadline: Deadline) -> None:
         """Wait until the shard has accepted (or refused) everything sent; raises as `wait_room` does."""
-        self._wait(lambda: self._n_accepted == len(self._parts), deadline, "it has not accepted everything sent to it")
+        self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not accepted everything sent to it")
 
     def wait_applied(self, deadline: Deadline) -> None:
         """Wait until the shard has applied (or refused) everything sent; raises as `wait_room` does."""
-        self._wait(lambda: not self._parts, deadline, "it has not applied everything sent to it")
+        self._wait(lambda: len(self._outbox) == 0, deadline, "it has not applied everything sent to it")
 
     def next_sequence(self) -> int:
         """The sequence of the next part. The caller makes sure that only one thread sends."""
-        return self._last_sequence + 1
+        return self._outbox.next_sequence
 
     def send(self, sequence: int, data: bytes, part: Part, ack: Ack) -> None:
         """Queue the part that was numbered with `next_sequence`; a failure since then is its ack's to tell."""
         with self._changed:
             failure = self._failure
-            if failure is None and (self._refusing or sequence != self._last_sequence + 1):
-                failure = PushRejectedError(f"{self._channel}: not sent, because the shard refused an earlier part meanwhile")
             if failure is None:
-                self._last_sequence = sequence
-                self._parts[sequence] = _Sent(data, part, ack)
-                self._start()
+                try:
+                    self._outbox.add(sequence, Sent(data, part, ack))
+                    self._start()
+                except PushRejectedError as error:
+                    failure = error
             self._changed.notify_all()
         if failure is not None:
             ack.part_failed(failure)
@@ -126,10 +106,6 @@ class PushStream:
             thread.join(_JOIN_S)  # a hello to a shard that is down ends with the channel
 
     # --- waiting
-
-    def _has_room(self) -> bool:
-        unaccepted = len(self._parts) - self._n_accepted
-        return not self._refusing and unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
 
     def _wait(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
         with self._changed:
@@ -173,30 +149,13 @@ class PushStream:
 
     def _wait_for_parts(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or bool(self._parts))
+            self._changed.wait_for(lambda: self._closing or len(self._outbox) > 0)
             return not self._closing
 
     def _reintroduce(self) -> None:
-        """After a break: the shard must still know every part that it has accepted.
-
-        One exception: parts of a push whose last part it has not accepted yet. Nothing of such a push was applied, a
-        restart drops it, and it is sent again as a whole.
-        """
         reply = self._hello(Deadline.after(HELLO_TIMEOUT_S))
         with self._changed:
-            forgotten = range(reply.last_sequence + 1, self._last_accepted + 1)
-            incomplete = next((sent.ack for sent in self._parts.values() if not sent.accepted), None)
-            again = [self._parts[sequence] for sequence in forgotten if sequence in self._parts]
-            if len(again) < len(forgotten) or any(sent.ack is not incomplete for sent in again):
-                raise ShardFailedError(
-                    f"{self._channel} was restarted and remembers {reply.last_sequence} of the {self._last_accepted} parts that "
-                    f"it had acknowledged; {len(again)} of them were not applied yet and are lost there. Close this cluster "
-                    "and connect again to go on from the rows in storage."
-                )
-            for sent in again:
-                sent.accepted = False
-            self._n_accepted -= len(again)
-            self._last_accepted = max(reply.last_sequence, self._last_accepted - len(again))
+            self._outbox.reconcile(reply.last_sequence)
 
     def _exchange(self) -> bool:
         """Run one connection to its end; return whether the shard answered anything."""
@@ -204,7 +163,7 @@ class PushStream:
             self._generation += 1
             if self._closing:
                 return False
-            self._cursor = next(iter(self._parts), self._last_sequence + 1)
+            self._outbox.rewind()
             self._call = call = self._channel.push_stream(self._outgoing(self._generation))
         answered = False
         try:
@@ -227,13 +186,12 @@ class PushStream:
         """Give the parts from the cursor on, as they come; runs in gRPC's thread."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over(generation) or self._last_sequence >= self._cursor)
+                self._changed.wait_for(lambda: self._is_over(generation) or self._outbox.has_next)
                 if self._is_over(generation):
                     return
-                sent = self._parts.get(self._cursor)
-                self._cursor += 1
-            if sent is not None:  # else answered meanwhile
-                yield sent.data
+                data = self._outbox.take()
+            if data is not None:
+                yield data
 
     def _is_over(self, generation: int) -> bool:
         return self._closing or self._failure is not None or generation != self._generation
@@ -241,59 +199,32 @@ class PushStream:
     def _receive(self, reply: PushReply) -> None:
         if reply.sequence == 0:  # not about a part: the shard could not read what it got
             raise from_wire(reply.error)
+        error = from_wire(reply.error) if reply.state == "failed" else None
         with self._changed:
-            sent = self._parts.get(reply.sequence)
+            sent = self._outbox.get(reply.sequence)
             if sent is None:
                 return
-            if reply.state == "failed":
-                error = self._refused(reply, sent)
+            if error is None:
+                self._outbox.answered(reply.sequence, applied=reply.state == "applied")
+            elif isinstance(error, ShardUnavailableError) and not sent.accepted:
+                raise error  # the shard asks to send it again, after its restart
             else:
-                self._answered(reply, sent)
+                error = self._outbox.refused(reply.sequence, error)
             self._changed.notify_all()
-        if reply.state == "accepted":
-            sent.ack.part_accepted(sent.part)
-        elif reply.state == "applied":
-            sent.ack.part_applied(sent.part, reply.changed, reply.elapsed)
-        else:
+        if error is not None:
             sent.ack.part_failed(error)
             if isinstance(error, _FINAL):
                 raise error
-
-    def _answered(self, reply: PushReply, sent: _Sent) -> None:
-        if not sent.accepted:
-            sent.accepted = True
-            self._n_accepted += 1
-            self._last_accepted = max(self._last_accepted, reply.sequence)
-        if reply.state == "applied":
-            del self._parts[reply.sequence]
-            self._n_accepted -= 1
-
-    def _refused(self, reply: PushReply, sent: _Sent) -> KvembError:
-        """Take a part out that will not be applied; return why.
-
-        Raises:
-            ShardUnavailableError: the shard only asks to send it again, after its restart.
-        """
-        error = from_wire(reply.error)
-        if isinstance(error, ShardUnavailableError) and not sent.accepted:
-            raise error
-        del self._parts[reply.sequence]
-        if sent.accepted:  # and refused when its turn came: its sequence is used up
-            self._n_accepted -= 1
-            return error
-        if any(other.ack is sent.ack and other.accepted for other in self._parts.values()):
-            return ShardFailedError(f"{self._channel} refused a push after it had taken a part of it: {error}. Connect again.")
-        self._refusing = len(self._parts) > self._n_accepted
-        if not self._refusing:
-            self._last_sequence = self._last_accepted
-            self._cursor = self._last_sequence + 1
-        return error
+        elif reply.state == "applied":
+            sent.ack.part_applied(sent.part, reply.changed, reply.elapsed)
+        else:
+            sent.ack.part_accepted(sent.part)
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""
         with self._changed:
             self._failure = error
-            waiting, self._parts, self._n_accepted = list(self._parts.values()), {}, 0
+            waiting = self._outbox.clear()
             self._changed.notify_all()
         for sent in waiting:
             sent.ack.part_failed(error)

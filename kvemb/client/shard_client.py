@@ -142,8 +142,3 @@ class ShardClient:
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-
-
-def connect_shards(servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> ShardClient:
-    """Make the client of shards that `Servers.describe` has checked."""
-    return ShardClient(servers, Session(servers, cluster_id, trainer, sync=sync), timeout_s)

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from kvemb.errors import KvembError
-from kvemb.local_cluster.processes import launch
+from kvemb.local_cluster.processes import launch, python_env
 
-# Two trainers and as many servers share the cores; a BLAS with threads of its own in each trainer only gets in the way.
-_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _END_GRACE_S = 5.0
 
 
@@ -41,7 +39,7 @@ class Trainers:
         for index in range(self._n):
             command = [*self._command, "--trainer", str(index), "--trainers", str(self._n)]
             pipe = subprocess.PIPE
-            self._children.append(launch(command, stdin=pipe, stdout=pipe, stderr=pipe, extra_env=_ENV))
+            self._children.append(launch(command, stdin=pipe, stdout=pipe, stderr=pipe, extra_env=python_env()))
             for stream, target in ((self._children[index].stdout, self._listen), (self._children[index].stderr, self._listen_errors)):
                 thread = threading.Thread(target=target, args=(index, stream), name=f"kvemb-demo-trainer-{index}", daemon=True)
                 thread.start()

@@ -12,14 +12,12 @@ from types import TracebackType
 import yaml
 
 from kvemb.errors import ConfigError
-from kvemb.local_cluster.processes import LocalProcess, free_ports
+from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
 from kvemb.local_cluster.servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 
 _SHARD_GRACE_S = 35.0
 _SERVER_GRACE_S = 5.0
-# One shard per process is the unit of scaling; a BLAS that starts a thread per core in each of them only gets in the others' way.
-_SHARD_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class LocalCluster:
@@ -93,7 +91,7 @@ class LocalCluster:
             "--ready-file",
             str(ready),
         ]
-        process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", _SHARD_ENV)
+        process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", python_env())
         self.shards[index : index + 1] = [process]
 
     def _await_shard(self, index: int) -> None:

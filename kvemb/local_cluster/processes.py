@@ -116,6 +116,16 @@ def launch(
     )
 
 
+def python_env() -> dict[str, str]:
+    """What a Python child of ours needs: to find these packages wherever they lie, and one BLAS thread.
+
+    Several of our processes share the cores already; a BLAS that starts a thread per core in each only gets in the others' way.
+    """
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
 def free_ports(n: int) -> list[int]:
     """Return n distinct ports that were free on loopback a moment ago."""
     sockets = [socket.socket() for _ in range(n)]

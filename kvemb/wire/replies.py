@@ -220,8 +220,9 @@ class StrideReply:
         line = take_line(data, skipped)
         if line is None:
             return 0
-        if self.row_prefix + line + _EOL in (self.head, self.miss):
-            if len(data) >= self._stride and self.row_prefix + line + _EOL == self.head:
+        begin = self.row_prefix[:skipped] + line + _EOL
+        if begin in (self.head, self.miss):
+            if begin == self.head and len(data) >= self._stride:
                 raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
             return 0
         if is_error(line):
@@ -276,10 +277,8 @@ class CodeReply:
             block = data[position : position + count * stride].reshape(count, stride)
             run = self._take_codes(block) if count else 0
             position += run * stride
-            if run == count:
-                if len(data) - position >= stride or self.done:
-                    continue
-                break
+            if self.done or (run == count and len(data) - position >= stride):
+                continue
             skipped = prefix_size(data[position:], self.row_prefix)
             line = take_line(data, position + skipped)
             if line is None:
@@ -332,6 +331,8 @@ class BlobReply:
             raise ProtocolError(f"reply {line[:40]!r}, expected a value of at most {self.max_bytes} bytes")
         if len(data) < after + size + len(_EOL):
             return 0
+        if data[after + size : after + size + len(_EOL)].tobytes() != _EOL:
+            raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
         self.value = data[after : after + size].tobytes()
         self.done = True
         return after + size + len(_EOL)

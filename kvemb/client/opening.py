@@ -1,0 +1,40 @@
+"""Opens the shards of a cluster and makes sure that they and the storage nodes belong together."""
+
+import os
+import secrets
+
+from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers, require_one_cluster
+from kvemb.client.session import Session
+from kvemb.client.shard_client import ShardClient
+from kvemb.config import Config
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+
+_BARRIER_MARGIN_S = 10.0
+
+
+def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline) -> ShardClient:
+    """Connect to the shards, then open the storage that they have provisioned.
+
+    Args:
+        config: the whole kvemb.yaml.
+        trainer: this process's name, or None to draw one from host, process and chance.
+        store: not yet open; open afterwards.
+        deadline: of all of it.
+
+    Raises:
+        ConfigError, ShardUnavailableError, StorageError, ParameterServerError: nothing stays connected but the store,
+            which the caller closes.
+    """
+    sync = config.servers.mode == "sync"
+    servers = Servers(config.servers.shards)
+    try:
+        described = servers.describe(config, deadline)
+        require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
+    except BaseException:
+        servers.close()
+        raise
+    name = trainer or f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
+    # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
+    timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0)
+    return ShardClient(servers, Session(servers, described.cluster_id, name, sync=sync), timeout_s)

@@ -1,0 +1,149 @@
+"""What one shard still owes an answer for: parts in order, their sequences, the window. Bookkeeping only.
+
+No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied, because its answer may be
+lost with the connection and it must then be sent again under its old sequence. A part that is refused leaves its sequence
+free; what was sent behind it is refused too, as a gap, and then numbering goes on from the last accepted part.
+"""
+
+from dataclasses import dataclass
+
+from kvemb.client.ack import Ack, Part
+from kvemb.errors import KvembError, PushRejectedError, ShardFailedError
+
+WINDOW_PARTS = 8
+"""Parts on their way without an acceptance; a push waits while there are this many."""
+MAX_UNAPPLIED_PARTS = 64
+"""Parts accepted and not applied yet that are kept for sending again; a push waits while there are this many."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """A part that is not applied yet; `accepted` by the shard as it runs now."""
+
+    data: bytes
+    part: Part
+    ack: Ack
+    accepted: bool = False
+
+
+class Outbox:
+    """Parts to one shard.
+
+    Args:
+        where: the shard, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._parts: dict[int, Sent] = {}  # by sequence, ascending
+        self._last_sequence = self._last_accepted = self._n_accepted = 0
+        self._cursor = 1  # the next sequence to go out on this connection
+        self._refusing = False  # a part was refused, and those sent behind it have not been answered yet
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence of the next part."""
+        return self._last_sequence + 1
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another push may be added."""
+        return not self._refusing and self.n_unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
+
+    @property
+    def n_unaccepted(self) -> int:
+        """Parts without an acceptance."""
+        return len(self._parts) - self._n_accepted
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is something for `take` to look at."""
+        return self._last_sequence >= self._cursor
+
+    def add(self, sequence: int, sent: Sent) -> None:
+        """Append a part.
+
+        Raises:
+            PushRejectedError: its number is taken, because an earlier part was refused since it was numbered.
+        """
+        if self._refusing or sequence != self.next_sequence:
+            raise PushRejectedError(f"{self._where}: not sent, because the shard refused an earlier part meanwhile")
+        self._last_sequence = sequence
+        self._parts[sequence] = sent
+
+    def rewind(self) -> None:
+        """Begin a connection: everything goes out again."""
+        self._cursor = next(iter(self._parts), self.next_sequence)
+
+    def take(self) -> bytes | None:
+        """Return the next part to send, or None where it was answered meanwhile."""
+        sent = self._parts.get(self._cursor)
+        self._cursor += 1
+        return None if sent is None else sent.data
+
+    def get(self, sequence: int) -> Sent | None:
+        """Return a part that is not applied yet."""
+        return self._parts.get(sequence)
+
+    def answered(self, sequence: int, *, applied: bool) -> None:
+        """Record that a part was accepted, or applied."""
+        sent = self._parts[sequence]
+        if not sent.accepted:
+            sent.accepted = True
+            self._n_accepted += 1
+            self._last_accepted = max(self._last_accepted, sequence)
+        if applied:
+            del self._parts[sequence]
+            self._n_accepted -= 1
+
+    def refused(self, sequence: int, error: KvembError) -> KvembError:
+        """Take out a part that will never be applied; return what its ack is to say.
+
+        Returns:
+            `error`; or ShardFailedError when the shard holds a piece of the refused push: nothing may follow that.
+        """
+        sent = self._parts.pop(sequence)
+        if sent.accepted:  # and refused when its turn came: its sequence is used up
+            self._n_accepted -= 1
+            return error
+        if any(other.ack is sent.ack and other.accepted for other in self._parts.values()):
+            return ShardFailedError(f"{self._where} refused a push after it had taken a part of it: {error}. Connect again.")
+        self._refusing = self.n_unaccepted > 0
+        if not self._refusing:
+            self._last_sequence = self._last_accepted
+            self._cursor = self.next_sequence
+        return error
+
+    def reconcile(self, last_sequence: int) -> None:
+        """After a break: the shard must still know every part that it has accepted.
+
+        One exception: parts of a push whose last part it has not accepted. Nothing of such a push was applied, a restart
+        drops it, and all of it is sent again.
+
+        Args:
+            last_sequence: of the last part that the shard knows.
+
+        Raises:
+            ShardFailedError: it has forgotten acknowledged pushes.
+        """
+        forgotten = range(last_sequence + 1, self._last_accepted + 1)
+        incomplete = next((sent.ack for sent in self._parts.values() if not sent.accepted), None)
+        again = [self._parts[sequence] for sequence in forgotten if sequence in self._parts]
+        if len(again) < len(forgotten) or any(sent.ack is not incomplete for sent in again):
+            raise ShardFailedError(
+                f"{self._where} was restarted and remembers {last_sequence} of the {self._last_accepted} parts that it had "
+                f"acknowledged; {len(again)} of them were not applied yet and are lost there. Close this cluster and connect "
+                "again to go on from the rows in storage."
+            )
+        for sent in again:
+            sent.accepted = False
+        self._n_accepted -= len(again)
+        self._last_accepted -= len(again)
+
+    def clear(self) -> list[Sent]:
+        """Forget everything; return what was left."""
+        left, self._parts, self._n_accepted = list(self._parts.values()), {}, 0
+        return left
