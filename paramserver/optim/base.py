@@ -71,9 +71,7 @@ class Optimizer:
         one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(dim) for s in slots])
         return np.tile(one_row, (n, 1))
 
-    def update(
-        self, weights: Array, slots: Array, grads: Array, hyper: Mapping[str, float], step: int
-    ) -> tuple[Array, Array]:
+    def update(self, weights: Array, slots: Array, grads: Array, hyper: Mapping[str, float], step: int) -> tuple[Array, Array]:
         """Apply one batch of gradients: one row each, ids unique. Nothing that is passed in is changed or kept.
 
         Args:

@@ -1,0 +1,95 @@
+"""The process of one shard: `python -m paramserver --config kvemb.yaml --shard 0`.
+
+Exit codes: 0 stopped after draining, 2 wrong configuration or options, 3 could not start, 4 stopped with accepted changes not applied.
+The environment and the command line are read here only.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from kvemb.config import load
+from kvemb.errors import ConfigError, KvembError
+from paramserver.shard import start
+
+_CONFIG, _START, _NOT_DRAINED = 2, 3, 4
+
+
+class _StoppedError(Exception):
+    """Told to stop while starting."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one shard until SIGTERM or SIGINT; return the exit code."""
+    args = _options().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname)s shard {args.shard}: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return _run(args, stop)
+    except _StoppedError:
+        return 0
+    except ConfigError as error:
+        return _say(error, _CONFIG)
+    except KvembError as error:
+        return _say(error, _START)
+
+
+def _run(args: argparse.Namespace, stop: threading.Event) -> int:
+    config = load(args.config, os.environ)
+    if not 0 <= args.shard < len(config.servers.shards):
+        raise ConfigError(f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
+
+    if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
+        raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
+
+    def wait(pause_s: float) -> None:
+        if stop.wait(pause_s):
+            raise _StoppedError
+
+    listen = args.listen or config.servers.shards[args.shard]
+    shard = start(config, args.shard, listen=listen, start_timeout_s=args.start_timeout, wait=wait)
+    if args.ready_file:
+        _write_ready(Path(args.ready_file), shard.address)
+    stop.wait()
+    logging.getLogger("paramserver").info("stopping: draining for at most %g s", args.drain_timeout)
+    trouble = shard.stop(args.drain_timeout)
+    if trouble:
+        print(f"not drained: {_one_line(trouble)} The state was not saved.", file=sys.stderr)
+        return _NOT_DRAINED
+    return 0
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m paramserver", description="Run one parameter-server shard.")
+    parser.add_argument("--config", required=True, help="kvemb.yaml")
+    parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
+    parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
+    parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
+    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage (default 60)")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
+    return parser
+
+
+def _write_ready(path: Path, address: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(address + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _say(error: KvembError, code: int) -> int:
+    print(f"{type(error).__name__}: {_one_line(str(error))}", file=sys.stderr)
+    return code
+
+
+def _one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

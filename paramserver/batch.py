@@ -1,0 +1,128 @@
+"""The values that travel inside a shard: checked rows, parts, pushes, and batches. No behaviour beyond arithmetic."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.messages import PushReply
+from kvemb.table_def import TableDef
+
+Sink = Callable[[PushReply], None]
+"""Takes the replies about one part; must not block."""
+
+APPLY, ASSIGN, ERASE = "apply", "assign", "erase"
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRows:
+    """Rows of one table that passed every check.
+
+    Args:
+        definition: the table.
+        ids: uint64 [n], distinct, owned by this shard.
+        rows: float32 [n, dim], finite: gradients or weights; [n, 0] for erase.
+        versions: uint64 [n] as the pull saw them, or [0].
+        hyper: every run-time value in force.
+    """
+
+    definition: TableDef
+    ids: NDArray[np.uint64]
+    rows: NDArray[np.float32]
+    versions: NDArray[np.uint64]
+    hyper: Mapping[str, float]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+    def take(self, which: NDArray[np.bool_]) -> "CheckedRows":
+        """Return the rows where `which` (bool [n]) is true, without their versions."""
+        return replace(self, ids=self.ids[which], rows=self.rows[which], versions=np.empty(0, np.uint64))
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An accepted part and what became of it. Used under the intake's lock only."""
+
+    sequence: int
+    digest: int
+    size_bytes: int
+    final: PushReply | None = None
+    sinks: list[Sink] = field(default_factory=list)
+
+    def answer(self, sink: Sink) -> None:
+        """Say "accepted" now, and the outcome once it is known (or at once, for a duplicate of an old part)."""
+        sink(PushReply(self.sequence, "accepted"))
+        if self.final is None:
+            self.sinks.append(sink)
+        else:
+            sink(self.final)
+
+    def finish(self, reply: PushReply) -> None:
+        """Record the outcome and tell everybody who asked."""
+        self.final = reply
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            sink(reply)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One part of a push, with its ticket."""
+
+    tables: tuple[CheckedRows, ...]
+    ticket: Ticket
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """A whole push of one trainer to this shard: all its parts."""
+
+    trainer: str
+    incarnation: int
+    step: int
+    parts: tuple[Part, ...]
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of merging: sums are reproducible because their order is."""
+        return self.incarnation, self.parts[-1].ticket.sequence
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.ticket.size_bytes for part in self.parts)
+
+
+@dataclass(eq=False)
+class RowsWork:
+    """An assign or erase, applied in order with pushes."""
+
+    kind: str
+    rows: CheckedRows
+    arrived_s: float = field(default_factory=time.monotonic)
+    applied: bool = False
+    n_existed: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.size_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the engine applies as one batch k: one entry per table."""
+
+    kind: str
+    tables: tuple[CheckedRows, ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(len(rows.ids) for rows in self.tables)

@@ -1,0 +1,112 @@
+"""The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
+
+The copy is written to every node before a creation is answered; its form is `kvemb.table_registry`. The highest serial is the truth, so a
+write that was broken off counts as soon as one node has it, and is completed before the next one.
+"""
+
+import logging
+import threading
+
+from kvemb.errors import InvalidInputError, ParameterServerError, UnknownTableError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+from kvemb.table_def import TableDef
+from kvemb.table_registry import META_NAME, encode_registry, newest_registry
+
+MAX_TABLES = 1024
+log = logging.getLogger("paramserver")
+
+
+class Registry:
+    """One shard's view of the tables. Thread-safe; creation is shard 0's.
+
+    Args:
+        store: open.
+        shard: number.
+        timeout_s: deadline of one storage call.
+    """
+
+    def __init__(self, store: Store, shard: int, timeout_s: float) -> None:
+        self._store, self._shard, self._timeout_s = store, shard, timeout_s
+        self._lock = threading.Lock()
+        self._tables: dict[str, TableDef] = {}
+        self._serial = 0
+        self._behind = True  # nodes may hold more than we know: never read yet, or a write was broken off
+
+    @property
+    def tables(self) -> list[TableDef]:
+        """Every known table, by name."""
+        return [table for _, table in sorted(self._tables.items())]
+
+    def load(self) -> None:
+        """Read the registry; shard 0 also completes a write that was broken off."""
+        with self._lock:
+            self._read()
+
+    def find(self, name: str, schema: int | None = None) -> TableDef:
+        """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once.
+
+        Raises:
+            UnknownTableError: listing the known ones.
+        """
+        table = self._tables.get(name)
+        if table is None or (schema is not None and table.schema != schema):
+            if self._shard != 0:  # shard 0's own view is the newest there is
+                self.load()
+            table = self._tables.get(name)
+        if table is None:
+            known = ", ".join(sorted(self._tables)) or "none yet"
+            raise UnknownTableError(f"no table {name!r} in this cluster; existing: {known}. Create it with create_table.")
+        return table
+
+    def create(self, table: TableDef, *, exist_ok: bool) -> TableDef:
+        """Register a table and write the registry to every node; return the definition as registered.
+
+        Raises:
+            TableMismatchError: it exists with another identity.
+            InvalidInputError: it exists and exist_ok is false, or its records are too large for this storage.
+            StorageError: some nodes may hold the new registry; creating the same table again completes it.
+        """
+        if self._shard != 0:
+            raise ParameterServerError(f"tables are created by shard 0, this is shard {self._shard}")
+        with self._lock:
+            if self._behind:
+                self._read()
+            existing = self._tables.get(table.name)
+            if existing is not None:
+                existing.require_same(table)
+                if not exist_ok:
+                    raise InvalidInputError(f"table {table.name!r} exists already; give exist_ok=True to open it")
+                return existing
+            self._check_new(table)
+            table = table.with_tag_attempt(self._free_tag(table))
+            self._write(self._serial + 1, {**self._tables, table.name: table})
+        log.info("table %s created: dim %d, %s, %s", table.name, table.dim, table.dtype, table.optimizer.kind)
+        return table
+
+    def _free_tag(self, table: TableDef) -> int:
+        taken = {other.tag for other in self._tables.values()}
+        return next(attempt for attempt in range(1 << 16) if table.with_tag_attempt(attempt).tag not in taken)
+
+    def _check_new(self, table: TableDef) -> None:
+        limit = self._store.capabilities.max_record_bytes
+        if limit is not None and table.record.size_bytes > limit:
+            raise InvalidInputError(
+                f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "
+                "use a smaller dim, a 16-bit dtype or an optimizer with fewer slots"
+            )
+        if len(self._tables) >= MAX_TABLES:
+            raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
+
+    def _read(self) -> None:
+        copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
+        serial, found = newest_registry(copies)
+        if self._shard == 0 and found and len(set(copies)) > 1:
+            self._write(serial, found)
+        self._serial, self._tables, self._behind = serial, found, False
+
+    def _write(self, serial: int, tables: dict[str, TableDef]) -> None:
+        self._behind = True
+        data = encode_registry(serial, [table for _, table in sorted(tables.items())])
+        self._store.put_meta(META_NAME, data, Deadline.after(self._timeout_s))
+        self._serial, self._tables, self._behind = serial, tables, False

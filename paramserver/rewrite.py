@@ -1,0 +1,83 @@
+"""From the records that were read to the records to write, for one table of a batch. Pure: this decides what a row may become.
+
+A found row must have the version that the index holds, or this very batch's version, which means that an earlier try of the batch wrote it
+already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import FencedError, LostRowError
+from kvemb.record import split_version
+from kvemb.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.table_def import TableDef
+from paramserver.batch import ASSIGN, CheckedRows
+from paramserver.tables import TableState
+from paramserver.validate import shown_id
+
+
+def rows_to_write(
+    definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64], stored: NDArray[np.uint64], version: int
+) -> NDArray[np.bool_]:
+    """Compare the versions in storage with the index; return which rows this batch must still write: bool [n].
+
+    Args:
+        definition: the table.
+        ids: uint64 [n].
+        known: uint64 [n], versions of the index (0 = does not exist).
+        stored: uint64 [n], versions in storage (0 = not found).
+        version: the batch's own.
+
+    Raises:
+        FencedError: a row was written in a later epoch: this shard has another owner now.
+        LostRowError: a row is missing or has another version.
+    """
+    done: NDArray[np.bool_] = stored == np.uint64(version)
+    wrong = ~done & (stored != known)
+    if not wrong.any():
+        return ~done
+    later = wrong & (stored >> np.uint64(48) > np.uint64(version >> 48))
+    at = int(np.argmax(later if later.any() else wrong))
+    row = f"table {definition.name!r}, id {shown_id(definition, int(ids[at]))}"
+    got, expected = (f"version {split_version(int(v))}" if v else "no row" for v in (stored[at], known[at]))
+    if later.any():
+        raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({version >> 48}): another process owns this shard now")
+    raise LostRowError(
+        f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows in the batch; versions are "
+        "(epoch, k)). Nothing was written over it. A node lost writes, or another program wrote rows: bring the node's data back."
+    )
+
+
+def new_records(
+    state: TableState, kind: str, rows: CheckedRows, records: NDArray[np.uint8], exists: NDArray[np.bool_], version: int
+) -> NDArray[np.uint8]:
+    """Compute the records of n rows after this batch.
+
+    Args:
+        state: the table; its step is the one before this batch.
+        kind: "apply" (rows are gradients) or "assign" (rows are weights; slots begin anew, as in a created row).
+        rows: n rows.
+        records: uint8 [n, record bytes], as read.
+        exists: bool [n]; where false, the record has no meaning and the row is created.
+        version: the version that the rows get.
+
+    Returns:
+        uint8 [n, record bytes].
+    """
+    definition, optimizer = state.definition, state.optimizer
+    n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
+    versions = np.full(n, version, np.uint64)
+    if kind == ASSIGN:
+        weights, slots = round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim)
+        return definition.record.encode(rows.ids, versions, weights, slots)
+    old_weights, old_slots = definition.record.weights(records), definition.record.slots(records)
+    new = ~exists
+    if new.any():
+        old_weights, old_slots = old_weights.copy(), old_slots.copy()  # one row alone may be a view of what was read
+        first = definition.initializer.rows(rows.ids[new], dim, table=definition.name, seed=definition.seed)
+        # As the storage dtype shows it: a pull before the creation rounds the same way.
+        old_weights[new] = to_float32(round_nearest(first, dtype), dtype)
+        old_slots[new] = optimizer.init_slots(int(new.sum()), dim)
+    new_weights, new_slots = optimizer.update(old_weights, old_slots, rows.rows, rows.hyper, state.step + 1)
+    stored = round_stochastic(new_weights, dtype, ids=rows.ids, versions=versions, seed=definition.seed)
+    return definition.record.encode(rows.ids, versions, stored, new_slots)

@@ -1,0 +1,136 @@
+"""One trainer's push stream: a thread that reads its parts, and the replies that go back, in the order in which things happen.
+
+The reader stops reading while the intake has no room or the trainer does not take its replies; gRPC's flow control does the rest. The apply
+thread only ever appends to the outbox. A part that is refused gets a "failed" reply and the stream goes on; a malformed one ends it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvemb.errors import DeadlineExceededError, KvembError, MessageError, NodeUnavailableError, ShardUnavailableError, to_wire
+from kvemb.messages import PushPart, PushReply
+from paramserver.batch import CheckedRows
+from paramserver.intake import Intake
+
+_MAX_UNSENT = 1024
+_JOIN_S = 5.0
+_FINAL = ("applied", "failed")
+log = logging.getLogger("paramserver")
+
+Check = Callable[[PushPart], tuple[CheckedRows, ...]]
+
+
+class _Outbox:
+    """Replies on their way back. Bounded: the reader waits while it is full, and only accepted parts add to it besides."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._replies: deque[PushReply] = deque()
+        self._n_open = 0  # accepted parts whose outcome is still to come
+        self._input_over = False
+        self.closed = False
+
+    def put(self, reply: PushReply) -> None:
+        """Append a reply about an accepted part. Never blocks."""
+        with self._changed:
+            self._n_open += -1 if reply.state in _FINAL else 1
+            self._replies.append(reply)
+            self._changed.notify_all()
+
+    def refuse(self, reply: PushReply) -> None:
+        """Append the reply to a part that was not accepted."""
+        with self._changed:
+            self._replies.append(reply)
+            self._changed.notify_all()
+
+    def wait_for_room(self) -> bool:
+        """Wait while too many replies are unsent; return whether the stream is still there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._replies) < _MAX_UNSENT)
+            return not self.closed
+
+    def end_input(self) -> None:
+        """Nothing more comes in: the stream ends after the last outcome."""
+        with self._changed:
+            self._input_over = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The stream is gone."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[PushReply]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.closed or self._replies or (self._input_over and not self._n_open))
+                if self.closed or not self._replies:
+                    return
+                reply = self._replies.popleft()
+                self._changed.notify_all()
+            yield reply
+
+
+class PushStream:
+    """Serves one stream.
+
+    Args:
+        intake: of the shard.
+        check: validates a decoded part.
+        requests: encoded parts; iterating ends or raises when the stream does.
+    """
+
+    def __init__(self, intake: Intake, check: Check, requests: Iterator[bytes]) -> None:
+        self._intake, self._check, self._requests = intake, check, requests
+        self._outbox = _Outbox()
+        self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)
+        self.unavailable = ""  # why the shard took no more parts from this stream
+
+    def replies(self) -> Iterator[bytes]:
+        """Yield encoded replies until every accepted part has its outcome, or the stream is cancelled."""
+        self._reader.start()
+        try:
+            for reply in self._outbox:
+                yield reply.encode()
+        finally:
+            self.cancel()
+            self._reader.join(_JOIN_S)
+
+    def cancel(self) -> None:
+        """End the stream; what was accepted is applied all the same. Any thread may call this."""
+        self._outbox.close()
+        self._intake.wake()
+
+    def _read(self) -> None:
+        try:
+            for data in self._requests:
+                if not (self._outbox.wait_for_room() and self._take(data)):
+                    break
+        except Exception as error:  # gRPC's iterator raises when the call is over
+            log.debug("a push stream ended: %r", error)
+        finally:
+            self._outbox.end_input()
+
+    def _take(self, data: bytes) -> bool:
+        """Submit one part; return whether to read on."""
+        try:
+            part = PushPart.decode(data)
+        except MessageError as error:
+            self._outbox.refuse(PushReply(0, "failed", error=to_wire(error)))
+            return False
+        try:
+            self._intake.submit(part, self._check(part), self._outbox.put, lambda: self._outbox.closed)
+        except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
+            # (Storage errors: of the look-up of a table that this shard has not met.)
+            # Not the part's fault: the call ends as UNAVAILABLE, and the trainer sends the part again over a new one.
+            self.unavailable = str(error)
+            return False
+        except KvembError as error:
+            self._outbox.refuse(PushReply(part.sequence, "failed", error=to_wire(error)))
+        except Exception as error:
+            log.exception("a part could not be taken")
+            self._outbox.refuse(PushReply(part.sequence, "failed", error=to_wire(error)))
+        return True

@@ -1,0 +1,83 @@
+"""What a shard knows about one table while it runs: definition, update method, index and step. The lock that the index needs is here.
+
+Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
+"""
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.table_def import TableDef
+from paramserver.index import RowIndex
+from paramserver.optim import build
+
+Ids = NDArray[np.uint64]
+
+
+class TableState:
+    """One table on this shard.
+
+    Args:
+        definition: the table.
+        step: applies of this table on this shard so far.
+        rows: (ids, versions) of the rows that exist, from a clean stop; None for a table without rows.
+    """
+
+    def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None) -> None:
+        self.definition = definition
+        self.optimizer = build(definition.optimizer)
+        self.step = step
+        self._index = RowIndex()
+        self._lock = threading.Lock()
+        if rows is not None:
+            self._index.put(*rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that exist."""
+        return len(self._index)
+
+    def versions(self, ids: Ids) -> Ids:
+        """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only."""
+        return self._index.get(ids)
+
+    def applied(self, ids: Ids, version: int) -> None:
+        """Record that n distinct rows now have this version. Apply thread only."""
+        with self._lock:
+            self._index.put(ids, np.full(len(ids), version, np.uint64))
+
+    def erased(self, ids: Ids) -> int:
+        """Record that n distinct rows are gone; return how many existed. Apply thread only."""
+        with self._lock:
+            return self._index.erase(ids)
+
+    def page(self, after: int, first: bool, limit: int) -> Ids:
+        """Return ids in ascending order; see `RowIndex.sorted_ids`."""
+        with self._lock:
+            return self._index.sorted_ids(after, first, limit)
+
+    def arrays(self) -> tuple[Ids, Ids]:
+        """Return copies of all ids and versions."""
+        with self._lock:
+            return self._index.arrays()
+
+
+class Tables:
+    """The tables that this shard has met, by name. Thread-safe."""
+
+    def __init__(self, states: list[TableState]) -> None:
+        self._states = {state.definition.name: state for state in states}
+        self._lock = threading.Lock()
+
+    def state(self, definition: TableDef) -> TableState:
+        """Return the table's state; a table met for the first time has no rows."""
+        with self._lock:
+            if definition.name not in self._states:
+                self._states[definition.name] = TableState(definition)
+            return self._states[definition.name]
+
+    def all(self) -> list[TableState]:
+        """Return every state, by name."""
+        with self._lock:
+            return [state for _, state in sorted(self._states.items())]

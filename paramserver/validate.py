@@ -1,0 +1,85 @@
+"""Checks of what trainers send, before any of it is accepted. Pure, apart from the look-up of tables that it is given."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvemb.errors import InvalidInputError, PushRejectedError, UnknownTableError
+from kvemb.hashing import shard_of
+from kvemb.messages import PushPart, TableRows, digest_tables
+from kvemb.table_def import TableDef
+from paramserver.batch import ERASE, CheckedRows
+
+FindTable = Callable[[str, int], TableDef]
+"""(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
+
+
+def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tuple[CheckedRows, ...]:
+    """Check a whole part of a push.
+
+    Args:
+        part: as decoded: lengths fit each other, nothing else is known.
+        find: the registry's look-up.
+        shard, n_shards: this shard.
+
+    Raises:
+        PushRejectedError: naming the table and, where a row is at fault, its id. Nothing was accepted.
+    """
+    if part.sequence < 1 or part.step < 0:
+        raise PushRejectedError(f"trainer {part.trainer!r}: sequence {part.sequence}, step {part.step}: sequences count from 1")
+    digest = digest_tables(part.tables)
+    if digest != part.digest:
+        raise PushRejectedError(f"part {part.sequence}: digest {part.digest:016x} does not match its data ({digest:016x}); send it again")
+    names = [rows.table for rows in part.tables]
+    if len(set(names)) < len(names):
+        raise PushRejectedError(f"part {part.sequence}: a table stands twice in {names}")
+    return tuple(check_rows(rows, find, shard, n_shards) for rows in part.tables)
+
+
+def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind: str = "") -> CheckedRows:
+    """Check the rows of one table: definition, dim, values, ids, run-time values.
+
+    Raises:
+        PushRejectedError: as `check_part`.
+    """
+    at = f"table {rows.table!r}"
+    try:
+        definition = find(rows.table, rows.schema)
+        hyper = definition.optimizer.check_hyper(rows.hyper)
+    except (UnknownTableError, InvalidInputError) as error:
+        raise PushRejectedError(f"{at}: {error}") from error
+    if definition.schema != rows.schema:
+        raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
+    dim = 0 if kind == ERASE else definition.dim
+    if len(rows.ids) and rows.rows.shape[1] != dim:
+        raise PushRejectedError(f"{at}: rows of dim {rows.rows.shape[1]}, expected {dim}")
+    values = rows.rows.reshape(len(rows.ids), dim)
+    _check_values(at, definition, rows, values)
+    _check_ids(at, definition, rows, shard, n_shards)
+    return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
+
+
+def shown_id(definition: TableDef, row_id: int) -> int:
+    """Return an id as its caller wrote it: negative where the table's ids are signed."""
+    return row_id - (1 << 64) if definition.id_dtype == "int64" and row_id >> 63 else row_id
+
+
+def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.ndarray) -> None:
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        first = shown_id(definition, int(rows.ids[np.argmin(finite)]))
+        n_bad = int((~finite).sum())
+        raise PushRejectedError(f"{at}: NaN or infinity in {n_bad} rows, first id {first}; the whole part was refused")
+
+
+def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, n_shards: int) -> None:
+    owners = shard_of(rows.ids, n_shards)
+    if (owners != shard).any():
+        wrong = int(np.argmax(owners != shard))
+        row_id = shown_id(definition, int(rows.ids[wrong]))
+        raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {n_shards}")
+    ordered = np.sort(rows.ids)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        row_id = shown_id(definition, int(ordered[np.argmax(twice)]))
+        raise PushRejectedError(f"{at}: id {row_id} stands twice; sum the gradients of equal ids first")

@@ -1,0 +1,158 @@
+"""What a shard answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvemb.config import Config
+from kvemb.errors import InvalidInputError, PushRejectedError, WrongNodeError
+from kvemb.messages import (
+    ByeRequest,
+    CountReply,
+    CreateTableRequest,
+    DescribeReply,
+    Empty,
+    FlushRequest,
+    HelloReply,
+    HelloRequest,
+    IdsReply,
+    IdsRequest,
+    PushPart,
+    RowsRequest,
+    StatusReply,
+    TableReply,
+    TableRequest,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.table_def import TableDef
+from paramserver.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from paramserver.engine import Engine
+from paramserver.intake import Intake
+from paramserver.registry import Registry
+from paramserver.stream import PushStream
+from paramserver.tables import Tables
+from paramserver.validate import check_part, check_rows
+
+MAX_IDS = 4 << 20
+_LONGEST_WAIT_S = 3600.0
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """The parts of a running shard that the verbs need."""
+
+    config: Config
+    shard: int
+    cluster_id: bytes
+    registry: Registry
+    tables: Tables
+    engine: Engine
+    intake: Intake
+
+
+class Verbs:
+    """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
+
+    def __init__(self, parts: ShardParts) -> None:
+        self._parts = parts
+        self._n_shards = len(parts.config.servers.shards)
+
+    def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
+        """Let a trainer in; both sides must mean the same cluster."""
+        ours = self._parts.cluster_id
+        if request.cluster_id != ours:
+            raise WrongNodeError(
+                f"trainer {request.trainer!r} reads nodes of cluster {request.cluster_id.hex() or '-'}, this shard writes to cluster "
+                f"{ours.hex()}; use the same kvemb.yaml"
+            )
+        if request.n_shards != self._n_shards:
+            raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
+        incarnation, last = self._parts.intake.hello(request.trainer, request.incarnation)
+        log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
+        return HelloReply(incarnation, last, self._parts.config.servers.mode)
+
+    def bye(self, request: ByeRequest, remaining_s: float) -> Empty:
+        """Let a trainer go."""
+        self._parts.intake.bye(request.trainer, request.incarnation)
+        log.info("trainer %s left", request.trainer)
+        return Empty()
+
+    def describe(self, request: Empty, remaining_s: float) -> DescribeReply:
+        """Say what a client must know."""
+        parts, servers = self._parts, self._parts.config.servers
+        tables = [table.to_dict() for table in parts.registry.tables]
+        return DescribeReply(parts.config.cluster, parts.cluster_id, parts.shard, self._n_shards, servers.mode, servers.trainers, tables)
+
+    def create_table(self, request: CreateTableRequest, remaining_s: float) -> TableReply:
+        """Create or open a table (shard 0)."""
+        try:
+            table = TableDef.from_dict(request.table)
+        except TypeError as error:
+            raise InvalidInputError(f"table definition: {error}") from error
+        return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
+
+    def get_table(self, request: TableRequest, remaining_s: float) -> TableReply:
+        """Return a table's definition."""
+        return TableReply(self._parts.registry.find(request.table).to_dict())
+
+    def open_stream(self, requests: Iterator[bytes]) -> PushStream:
+        """Make the server's end of a push stream."""
+        return PushStream(self._parts.intake, self._check_part, requests)
+
+    def assign(self, request: RowsRequest, remaining_s: float) -> Empty:
+        """Set rows, in order with pushes; answered once applied."""
+        self._change_rows(ASSIGN, request, remaining_s)
+        return Empty()
+
+    def erase(self, request: RowsRequest, remaining_s: float) -> CountReply:
+        """Erase rows, in order with pushes; answered once applied, with the number of rows that existed."""
+        return CountReply(self._change_rows(ERASE, request, remaining_s))
+
+    def flush(self, request: FlushRequest, remaining_s: float) -> Empty:
+        """Wait until everything accepted is applied."""
+        self._parts.intake.flush(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        return Empty()
+
+    def count(self, request: TableRequest, remaining_s: float) -> CountReply:
+        """Count the rows of a table on this shard; without a name those of all tables."""
+        if not request.table:
+            return CountReply(sum(state.n_rows for state in self._parts.tables.all()))
+        return CountReply(self._parts.tables.state(self._parts.registry.find(request.table)).n_rows)
+
+    def ids(self, request: IdsRequest, remaining_s: float) -> IdsReply:
+        """List ids of a table on this shard in ascending order."""
+        if not 1 <= request.limit <= MAX_IDS:
+            raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_IDS}")
+        if not 0 <= request.after < 1 << 64:
+            raise InvalidInputError(f"after is {request.after}; give an id as uint64")
+        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        return IdsReply(state.page(request.after, request.first, request.limit).astype("<u8").tobytes())
+
+    def status(self, request: Empty, remaining_s: float) -> StatusReply:
+        """Say how the shard is doing."""
+        parts = self._parts
+        pending, lag_s = parts.intake.pending()
+        return StatusReply(
+            shard=parts.shard,
+            epoch=parts.engine.epoch,
+            k=parts.engine.k,
+            rows_applied=parts.engine.rows_applied,
+            pending_parts=pending,
+            lag_s=lag_s,
+            n_rows=sum(state.n_rows for state in parts.tables.all()),
+            n_trainers=parts.intake.n_trainers,
+            failure=parts.intake.failure or parts.intake.last_error,
+        )
+
+    def _check_part(self, part: PushPart) -> tuple[CheckedRows, ...]:
+        return check_part(part, self._parts.registry.find, self._parts.shard, self._n_shards)
+
+    def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
+        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
+        return self._parts.intake.submit_rows(RowsWork(kind, rows), Deadline.after(_patience_s(remaining_s)))
+
+
+def _patience_s(remaining_s: float | None) -> float:
+    """How long a verb may wait: as long as its caller does."""
+    return _LONGEST_WAIT_S if remaining_s is None else max(0.0, min(remaining_s, _LONGEST_WAIT_S))

@@ -1,0 +1,273 @@
+"""The engine against storage in memory: what it writes, what it refuses, and that every half-written batch can be completed."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, RecordError, StorageError
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.rounding import round_nearest, to_float32
+from kvemb.stores.base import ReadPart, WritePart, WriteResult
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.engine import Engine
+from paramserver.tables import Tables
+
+_NUMBERS = count()
+SGD = TableDef("sgd", 3, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0), seed=4)
+ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
+HALF = TableDef("half", 4, kvemb.optim.adagrad(), kvemb.init.normal(std=1.0), dtype="bfloat16")
+
+
+class Storage(MemoryStore):
+    """Storage in memory whose next writes can be spoilt."""
+
+    spoil: Callable[[Sequence[WritePart]], list[WriteResult] | None] | None = None
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        spoil, self.spoil = self.spoil, None
+        results = spoil(parts) if spoil is not None else None
+        return super().write(parts, deadline) if results is None else results
+
+
+def make_store() -> Storage:
+    number = next(_NUMBERS)
+    store = Storage(StorageConfig("memory", (f"engine-{number}-a:1", f"engine-{number}-b:1")), role="shard:0")
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+    store.open(Deadline.after(5))
+    return store
+
+
+def engine_on(store: Storage, epoch: int = 1) -> Engine:
+    return Engine(store, Tables([]), epoch=epoch, k=0, timeout_s=5)
+
+
+def rows(definition: TableDef, ids: list[int], value: float = 1.0, dim: int | None = None) -> CheckedRows:
+    values = np.full((len(ids), definition.dim if dim is None else dim), value, np.float32)
+    hyper = definition.optimizer.check_hyper({})
+    return CheckedRows(definition, np.array(ids, np.uint64), values, np.empty(0, np.uint64), hyper)
+
+
+def never(error: StorageError, pause_s: float) -> None:
+    raise error
+
+
+def read(store: Storage, definition: TableDef, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """found, versions, weights."""
+    size, keys = definition.record.size_bytes, RowKeys(definition.tag, np.array(ids, np.uint64))
+    got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+    return got.found, definition.record.versions(got.records), definition.record.weights(got.records)
+
+
+def first_rows(definition: TableDef, ids: list[int]) -> np.ndarray:
+    first = definition.initializer.rows(np.array(ids, np.uint64), definition.dim, table=definition.name, seed=definition.seed)
+    return to_float32(round_nearest(first, definition.dtype), definition.dtype)
+
+
+def node_of(store: Storage, definition: TableDef, row_id: int) -> tuple[object, bytes]:
+    keys = RowKeys(definition.tag, np.array([row_id], np.uint64))
+    return memory_node(store.addresses[store._map.slot_nodes[keys.slots()[0]]]), bytes(keys.encode()[0])
+
+
+def test_a_push_creates_rows_from_their_first_values() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    assert engine.run(Batch(APPLY, (rows(SGD, [1, 2**64 - 1]),)), never).k == 1
+    found, versions, weights = read(store, SGD, [1, 2**64 - 1, 3])
+    assert found.tolist() == [True, True, False]
+    assert versions[:2].tolist() == [make_version(1, 1)] * 2
+    np.testing.assert_array_equal(weights[:2], first_rows(SGD, [1, 2**64 - 1]) - np.float32(0.5))
+
+
+def test_one_new_row_alone_works() -> None:
+    store = make_store()
+    engine_on(store).run(Batch(APPLY, (rows(SGD, [9]),)), never)
+    np.testing.assert_array_equal(read(store, SGD, [9])[2], first_rows(SGD, [9]) - np.float32(0.5))
+
+
+def test_a_narrow_row_is_created_from_the_value_that_a_pull_showed_before() -> None:
+    store = make_store()
+    ids = list(range(100))
+    engine_on(store).run(Batch(APPLY, (rows(HALF, ids, 0.0),)), never)
+    np.testing.assert_array_equal(read(store, HALF, ids)[2], first_rows(HALF, ids))
+
+
+def test_optimizer_state_and_step_are_carried_from_batch_to_batch() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    for _ in range(3):
+        engine.run(Batch(APPLY, (rows(ADAM, [7], 0.25),)), never)
+    # With one constant gradient every Adam step is lr.
+    np.testing.assert_allclose(read(store, ADAM, [7])[2], first_rows(ADAM, [7]) - np.float32(0.3), rtol=1e-5)
+
+
+def test_a_batch_that_names_a_table_without_rows_counts_as_its_step() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(ADAM, []),)), never)
+    assert (engine.k, engine._tables.state(ADAM).step) == (1, 1)
+
+
+def test_narrow_rows_replay_to_the_same_bits() -> None:
+    values = []
+    for _ in range(2):
+        store = make_store()
+        engine_on(store).run(Batch(APPLY, (rows(HALF, list(range(50)), 0.1),)), never)
+        values.append(read(store, HALF, list(range(50)))[2].tobytes())
+    assert values[0] == values[1]
+
+
+def test_a_batch_without_a_reply_is_tried_again_under_the_same_version() -> None:
+    store, tries = make_store(), []
+    engine = engine_on(store)
+
+    def half_written(parts: Sequence[WritePart]) -> list[WriteResult]:
+        (part,) = parts
+        some = np.arange(len(part.keys)) % 2 == 0
+        MemoryStore.write(
+            store, [WritePart(part.keys.take(np.flatnonzero(some)), part.records[some], part.tokens[some])], Deadline.after(5)
+        )
+        raise NodeUnavailableError("node x: connection reset")
+
+    store.spoil = half_written
+    applied = engine.run(Batch(APPLY, (rows(SGD, list(range(20))),)), lambda error, pause_s: tries.append((str(error), pause_s)))
+    assert (applied.k, tries) == (1, [("node x: connection reset", 0.05)])
+    _, versions, weights = read(store, SGD, list(range(20)))
+    assert set(versions.tolist()) == {make_version(1, 1)}
+    np.testing.assert_array_equal(weights, first_rows(SGD, list(range(20))) - np.float32(0.5))  # applied once, not twice
+
+
+def test_pauses_grow_and_giving_up_leaves_the_index_alone() -> None:
+    store, pauses = make_store(), []
+    engine = engine_on(store)
+    memory_node(store.addresses[0]).down = memory_node(store.addresses[1]).down = True
+
+    def pause(error: StorageError, pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 8:
+            raise error
+
+    with pytest.raises(NodeUnavailableError):
+        engine.run(Batch(APPLY, (rows(SGD, [1]),)), pause)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert (engine.k, engine._tables.state(SGD).n_rows) == (0, 0)
+
+
+def test_a_write_of_our_own_that_landed_late_is_no_conflict() -> None:
+    store = make_store()
+
+    def landed_before(parts: Sequence[WritePart]) -> None:
+        MemoryStore.write(store, parts, Deadline.after(5))
+
+    store.spoil = landed_before  # every write now finds its row changed: by itself
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    np.testing.assert_array_equal(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - np.float32(0.5))
+
+
+def test_a_conflict_with_the_same_version_is_retried_with_a_fresh_token() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    node, key = node_of(store, SGD, 1)
+
+    def touch(parts: Sequence[WritePart]) -> None:
+        node.put(key, node.values[key][0])  # an older write of ours that landed again
+
+    store.spoil = touch
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    np.testing.assert_array_equal(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - np.float32(0.5) - np.float32(0.5))
+
+
+def test_rows_that_change_under_every_try_are_given_up() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    store.write = lambda parts, deadline: [WriteResult(np.zeros(len(part.keys), bool)) for part in parts]  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match=r"'sgd'.*another program"):
+        engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+
+
+def test_a_missing_row_is_lost_not_new() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    node, key = node_of(store, SGD, 2)
+    del node.values[key]
+    with pytest.raises(LostRowError, match=r"'sgd', id 2: no row in storage, expected version \(1, 1\)"):
+        engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    assert key not in node.values
+    assert read(store, SGD, [1])[1].tolist() == [make_version(1, 1)]  # nothing of the batch was written
+
+
+def test_a_row_that_the_index_does_not_know_is_refused() -> None:
+    store = make_store()
+    engine_on(store).run(Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
+    with pytest.raises(LostRowError, match=r"id -5: version \(1, 1\) in storage, expected no row"):
+        engine_on(store, epoch=2).run(Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
+
+
+def test_a_row_of_an_older_version_is_refused() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    node, key = node_of(store, SGD, 1)
+    old = node.values[key][0]
+    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    node.put(key, old)
+    with pytest.raises(LostRowError, match=r"version \(1, 1\) in storage, expected version \(1, 2\)"):
+        engine.run(Batch(ASSIGN, (rows(SGD, [1]),)), never)
+
+
+def test_a_row_of_a_later_epoch_fences() -> None:
+    store = make_store()
+    engine_on(store, epoch=3).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    with pytest.raises(FencedError, match="epoch"):
+        engine_on(store, epoch=2).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+
+
+def test_a_foreign_value_is_refused() -> None:
+    store = make_store()
+    node, key = node_of(store, SGD, 1)
+    node.put(key, bytes(SGD.record.size_bytes))
+    with pytest.raises(RecordError, match="id 1"):
+        engine_on(store).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+
+
+def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(HALF, [1]),)), never)
+    assert engine.run(Batch(ASSIGN, (rows(HALF, [1, 2], 1 / 3),)), never).n_existed == 1
+    _, versions, weights = read(store, HALF, [1, 2])
+    assert versions.tolist() == [make_version(1, 2)] * 2
+    assert (weights == to_float32(round_nearest(np.float32([1 / 3]), "bfloat16"), "bfloat16")).all()
+    size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
+    got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
+    assert not HALF.record.slots(got.records).any()
+    assert engine._tables.state(HALF).step == 1
+
+
+def test_erase_counts_what_existed_and_a_row_can_come_back() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    assert engine.run(Batch(ERASE, (rows(SGD, [2, 3], dim=0),)), never).n_existed == 1
+    assert read(store, SGD, [1, 2])[0].tolist() == [True, False]
+    engine.run(Batch(APPLY, (rows(SGD, [2]),)), never)
+    np.testing.assert_array_equal(read(store, SGD, [2])[2], first_rows(SGD, [2]) - np.float32(0.5))
+
+
+def test_all_tables_of_a_batch_are_applied_together() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1]), rows(ADAM, [1]), rows(HALF, []))), never)
+    assert read(store, SGD, [1])[1].tolist() == read(store, ADAM, [1])[1].tolist() == [make_version(1, 1)]

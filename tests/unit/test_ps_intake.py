@@ -1,0 +1,388 @@
+"""The intake and the apply thread together, on storage in memory: order, backpressure, failure, flush and drain.
+
+No sleeps: a storage gate holds the apply thread exactly as long as a test wants it held.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import (
+    BarrierError,
+    DeadlineExceededError,
+    FencedError,
+    KvembError,
+    PushRejectedError,
+    ShardFailedError,
+    ShardUnavailableError,
+    from_wire,
+)
+from kvemb.messages import PushPart, PushReply
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart, ReadResult
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from paramserver.applier import Applier
+from paramserver.barrier import Barrier
+from paramserver.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from paramserver.engine import Engine
+from paramserver.intake import Intake
+from paramserver.pending import Limits
+from paramserver.sessions import Sessions
+from paramserver.tables import Tables
+
+_NUMBERS = count()
+TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
+MEAN = TableDef("m", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), reduce="mean")
+
+
+class GatedStore(MemoryStore):
+    """Reads wait until the gate is open, and say when they have come to it."""
+
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        super().__init__(config, role)
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        self.reached.set()
+        assert self.gate.wait(30)
+        return super().read(parts, deadline)
+
+
+class Outcome:
+    """The replies about one part."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+        self.final: PushReply | None = None
+        self._over = threading.Event()
+
+    def __call__(self, reply: PushReply) -> None:
+        self.states.append(reply.state)
+        if reply.state != "accepted":
+            self.final = reply
+            self._over.set()
+
+    def wait(self) -> PushReply:
+        assert self._over.wait(30)
+        assert self.final is not None
+        return self.final
+
+    def error(self) -> KvembError:
+        return from_wire(self.wait().error)
+
+
+class Rig:
+    """A shard without gRPC and disk."""
+
+    def __init__(self, *, trainers: int = 0, barrier_timeout_s: float = 30.0, limits: Limits | None = None) -> None:
+        self.store = GatedStore(StorageConfig("memory", (f"intake-{next(_NUMBERS)}:1",)), role="shard:0")
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+        self.store.open(Deadline.after(5))
+        self.tables = Tables([])
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
+        self.intake = Intake(Sessions(issues=True), barrier, limits)
+        self.failed = threading.Event()
+        self.applier = Applier(self.intake, self.engine, self.tables, sync=bool(trainers), failed=self.failed.set)
+        self.applier.start()
+        self.sequences: dict[int, int] = {}
+
+    def hello(self, trainer: str = "a") -> int:
+        return self.intake.hello(trainer, 0)[0]
+
+    def push(
+        self,
+        incarnation: int,
+        grads: dict[int, float],
+        *,
+        trainer: str = "a",
+        table: TableDef = TABLE,
+        more: bool = False,
+        step: int = 0,
+        lr: float = 1.0,
+        seen: list[int] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Outcome:
+        sequence = self.sequences.get(incarnation, 0) + 1
+        ids, values = np.array(list(grads), np.uint64), np.array(list(grads.values()), np.float32).reshape(-1, 1)
+        rows = CheckedRows(table, ids, values, np.array(seen or [], np.uint64), table.optimizer.check_hyper({"lr": lr}))
+        part = PushPart(trainer, incarnation, sequence, step or sequence, more, [], sequence)
+        outcome = Outcome()
+        self.intake.submit(part, (rows,), outcome, cancelled)
+        self.sequences[incarnation] = sequence
+        return outcome
+
+    def change(self, kind: str, values: dict[int, float]) -> int:
+        ids, rows = np.array(list(values), np.uint64), np.array(list(values.values()), np.float32).reshape(-1, 1)
+        rows = rows[:, : 0 if kind == ERASE else 1]
+        checked = CheckedRows(TABLE, ids, rows, np.empty(0, np.uint64), TABLE.optimizer.defaults())
+        return self.intake.submit_rows(RowsWork(kind, checked), Deadline.after(30))
+
+    def weights(self, ids: list[int], table: TableDef = TABLE) -> list[float]:
+        from kvemb.keys import RowKeys
+
+        size, keys = table.record.size_bytes, RowKeys(table.tag, np.array(ids, np.uint64))
+        got = MemoryStore.read(self.store, [ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+        assert got.found.all()
+        return table.record.weights(got.records)[:, 0].tolist()
+
+    def hold(self) -> None:
+        """Hold the apply thread at its next read."""
+        self.store.gate.clear()
+        self.store.reached.clear()
+
+    def close(self) -> None:
+        self.store.gate.set()
+        assert self.applier.stop(30)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def build(**options: object) -> Rig:
+        rigs.append(Rig(**options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        rig.close()
+
+
+def test_a_push_is_accepted_then_applied(make: Callable[..., Rig]) -> None:
+    rig = make()
+    outcome = rig.push(rig.hello(), {5: 2.0}, seen=[0])
+    reply = outcome.wait()
+    assert outcome.states == ["accepted", "applied"]
+    assert (reply.k, reply.changed, reply.elapsed) == (1, 0.0, 0)
+    assert rig.weights([5]) == [-2.0]
+
+
+def test_what_is_pending_is_merged_into_one_batch(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a, b = rig.hello("a"), rig.hello("b")
+    rig.hold()
+    first = rig.push(a, {1: 1.0})
+    assert rig.store.reached.wait(30)
+    later = [rig.push(b, {1: 1.0, 2: 1.0}, trainer="b"), rig.push(a, {2: 3.0})]
+    rig.store.gate.set()
+    assert first.wait().k == 1
+    assert [outcome.wait().k for outcome in later] == [2, 2]
+    assert rig.weights([1, 2]) == [-2.0, -4.0]
+
+
+def test_staleness_is_measured_against_the_versions_that_the_pull_saw(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    for _ in range(3):
+        rig.push(a, {1: 1.0, 2: 1.0}).wait()
+    reply = rig.push(a, {1: 1.0, 2: 1.0}, seen=[(1 << 48) + 1, (1 << 48) + 3]).wait()
+    assert (reply.changed, reply.elapsed) == (0.5, 2)
+
+
+def test_assign_and_erase_keep_their_place_among_pushes(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    rig.push(a, {1: 1.0})
+    assert rig.change(ASSIGN, {1: 10.0, 2: 20.0}) == 1
+    rig.push(a, {1: 1.0, 2: 1.0}).wait()
+    assert rig.weights([1, 2]) == [9.0, 19.0]
+    assert rig.change(ERASE, {1: 0.0, 7: 0.0}) == 1
+    assert rig.tables.state(TABLE).n_rows == 1
+
+
+def test_pushes_are_never_merged_across_an_assign(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    rig.hold()
+    rig.push(a, {9: 1.0})
+    assert rig.store.reached.wait(30)
+    rig.push(a, {1: 1.0})
+    values = CheckedRows(TABLE, np.array([1], np.uint64), np.full((1, 1), 10, np.float32), np.empty(0, np.uint64), {})
+    with rig.intake._changed:  # what submit_rows does before it waits
+        rig.intake._enqueue(RowsWork(ASSIGN, values))
+    last = rig.push(a, {1: 1.0})
+    rig.store.gate.set()
+    assert last.wait().k == 4
+    assert rig.weights([1]) == [9.0]
+
+
+def test_parts_of_one_push_are_applied_as_one(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    first = rig.push(a, {1: 1.0}, more=True)
+    rig.intake.flush(Deadline.after(30))  # does not wait for an incomplete push
+    assert first.states == ["accepted"]
+    last = rig.push(a, {2: 1.0, 1: 1.0})
+    assert (first.wait().k, last.wait().k) == (1, 1)
+    assert rig.weights([1, 2]) == [-2.0, -1.0]
+
+
+def test_a_push_with_two_learning_rates_is_refused_and_can_be_corrected(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    rig.push(a, {1: 1.0}, more=True)
+    with pytest.raises(PushRejectedError, match="run-time values"):
+        rig.push(a, {2: 1.0}, lr=0.5)
+    rig.push(a, {2: 1.0}).wait()
+    assert rig.weights([1, 2]) == [-1.0, -1.0]
+
+
+def test_without_room_a_part_waits_and_nothing_is_lost(make: Callable[..., Rig]) -> None:
+    rig = make(limits=Limits(trainer_bytes=0))
+    a = rig.hello()
+    rig.hold()
+    rig.push(a, {1: 1.0})
+    assert rig.store.reached.wait(30)
+    with pytest.raises(ShardUnavailableError, match="nothing of the part was accepted"):
+        rig.push(a, {1: 1.0}, cancelled=lambda: True)
+    rig.store.gate.set()
+    rig.push(a, {1: 1.0}).wait()
+    assert rig.weights([1]) == [-2.0]
+
+
+def test_a_trainer_with_nothing_waiting_is_let_in_even_when_the_queue_is_full(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2, limits=Limits(total_items=1))
+    a, b = rig.hello("a"), rig.hello("b")
+    first = rig.push(a, {1: 1.0})
+    rig.push(b, {1: 1.0}, trainer="b", cancelled=lambda: True)  # otherwise the step could never be completed
+    assert first.wait().state == "applied"
+
+
+def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) -> None:
+    rig = make()
+    node = memory_node(rig.store.addresses[0])
+    node.down = True
+    outcome = rig.push(rig.hello(), {1: 1.0})
+    rig.store.reached.wait(30)
+    with pytest.raises(DeadlineExceededError, match=r"1 pushes to be applied.*NodeUnavailableError"):
+        rig.intake.flush(Deadline.after(0.3))
+    node.down = False
+    rig.intake.flush(Deadline.after(30))
+    assert outcome.wait().state == "applied"
+    assert rig.intake.last_error == ""
+
+
+def test_a_failed_shard_refuses_everything_with_the_cause(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    rig.push(a, {1: 1.0}).wait()
+    held = rig.push(rig.hello("b"), {4: 1.0}, trainer="b", more=True)
+    memory_node(rig.store.addresses[0]).flush()
+    assert isinstance(rig.push(a, {1: 1.0}).error(), ShardFailedError)
+    assert rig.failed.wait(30)
+    assert isinstance(held.error(), ShardFailedError)
+    for refused in (
+        lambda: rig.push(a, {1: 1.0}),
+        lambda: rig.intake.flush(Deadline.after(5)),
+        lambda: rig.change(ERASE, {1: 0.0}),
+        rig.hello,
+    ):
+        with pytest.raises(ShardFailedError, match="NodeLostError"):
+            refused()
+    assert rig.intake.pending() == (0, 0.0)
+    assert not rig.intake.drain(Deadline.after(5))
+
+
+def test_draining_finishes_what_was_accepted_and_takes_nothing_new(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    rig.hold()
+    outcome = rig.push(a, {1: 1.0})
+    assert rig.store.reached.wait(30)
+    assert not rig.intake.drain(Deadline.after(0))
+    with pytest.raises(ShardUnavailableError, match="draining"):
+        rig.push(a, {1: 1.0})
+    assert "a (to step 1)" in rig.intake.describe_pending()
+    rig.store.gate.set()
+    assert rig.intake.drain(Deadline.after(30))
+    assert outcome.wait().state == "applied"
+
+
+def test_a_stopped_shard_gives_up_the_batch_that_waits_for_storage(make: Callable[..., Rig]) -> None:
+    rig = make()
+    memory_node(rig.store.addresses[0]).down = True
+    rig.push(rig.hello(), {1: 1.0})
+    assert rig.store.reached.wait(30)
+    assert not rig.intake.drain(Deadline.after(0))
+    assert rig.applier.stop(30)
+    assert rig.intake.pending()[0] == 1
+
+
+def test_an_older_incarnation_is_fenced_but_what_it_completed_counts(make: Callable[..., Rig]) -> None:
+    rig = make()
+    old = rig.hello()
+    rig.hold()
+    rig.push(old, {1: 1.0})
+    waiting = rig.push(old, {1: 1.0})
+    rig.hello()
+    with pytest.raises(FencedError):
+        rig.push(old, {1: 1.0})
+    rig.store.gate.set()
+    assert waiting.wait().state == "applied"
+    assert rig.weights([1]) == [-2.0]
+
+
+# --- sync mode --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_applied_once_when_all_parts_are_in(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    a, b = rig.hello("a"), rig.hello("b")
+    first = rig.push(a, {1: 4.0}, table=MEAN)
+    with pytest.raises(DeadlineExceededError):
+        rig.intake.flush(Deadline.after(0.05))
+    assert first.states == ["accepted"]
+    second = rig.push(b, {1: 2.0, 2: 2.0}, trainer="b", table=MEAN)
+    assert (first.wait().k, second.wait().k) == (1, 1)
+    assert rig.weights([1, 2], MEAN) == [-3.0, -1.0]
+
+
+def test_after_a_goodbye_the_mean_is_over_those_who_stay(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    a, b = rig.hello("a"), rig.hello("b")
+    for step in (1, 2):
+        rig.push(a, {1: 4.0}, table=MEAN, step=step)
+    rig.push(b, {}, trainer="b", table=MEAN, step=1).wait()
+    rig.intake.bye("b", b)
+    rig.intake.flush(Deadline.after(30))
+    assert rig.weights([1], MEAN) == [-6.0]
+
+
+def test_two_learning_rates_in_a_step_fail_it_for_all_and_the_job_goes_on(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    a, b = rig.hello("a"), rig.hello("b")
+    refused = [rig.push(a, {1: 1.0}, lr=0.5), rig.push(b, {1: 1.0}, trainer="b")]
+    assert {type(outcome.error()) for outcome in refused} == {PushRejectedError}
+    rig.push(a, {1: 1.0})
+    rig.push(b, {1: 1.0}, trainer="b").wait()
+    assert rig.weights([1]) == [-2.0]
+
+
+def test_an_overdue_step_fails_the_shard_and_names_the_missing_trainer(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2, barrier_timeout_s=0.05)
+    a, _ = rig.hello("a"), rig.hello("slow")
+    error = rig.push(a, {1: 1.0}).error()
+    assert isinstance(error, BarrierError)
+    assert "slow" in str(error)
+    assert rig.failed.wait(30)
+    with pytest.raises(ShardFailedError, match=r"BarrierError.*slow"):
+        rig.push(a, {1: 1.0})
+    assert rig.tables.state(TABLE).n_rows == 0
+
+
+def test_a_third_trainer_is_refused_and_gets_no_incarnation(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    rig.hello("a")
+    rig.hello("b")
+    with pytest.raises(BarrierError, match="a, b"):
+        rig.hello("c")
+    assert rig.intake.sessions.next_incarnation == 3

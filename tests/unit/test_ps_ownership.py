@@ -1,0 +1,276 @@
+"""Start-up: who may provision, who owns a shard, and when a start is refused. And the registry of tables in storage."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import (
+    ConfigError,
+    InvalidInputError,
+    KvembError,
+    LostRowError,
+    NodeLostError,
+    NodeUnavailableError,
+    NotProvisionedError,
+    ParameterServerError,
+    TableMismatchError,
+    UnknownTableError,
+    WrongNodeError,
+)
+from kvemb.keys import table_tag
+from kvemb.net.deadline import Deadline
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from kvemb.table_registry import META_NAME
+from paramserver.data_dir import DataDir
+from paramserver.ownership import INTENT, LOADED, STATE, claim, confirm, join_cluster
+from paramserver.registry import Registry
+from paramserver.state_file import ShardState, TableImage, encode
+
+_NUMBERS = count()
+Folder = Callable[[Path, int], DataDir]
+TABLE = TableDef("user", 4, kvemb.optim.adam(), kvemb.init.normal())
+
+
+@pytest.fixture
+def folder() -> Iterator[Folder]:
+    """Opens data folders and closes them after the test."""
+    opened: list[DataDir] = []
+
+    def open_folder(root: Path, shard: int) -> DataDir:
+        opened.append(DataDir(root, shard))
+        return opened[-1]
+
+    yield open_folder
+    for data in opened:
+        data.close()
+
+
+def addresses() -> tuple[str, ...]:
+    number = next(_NUMBERS)
+    return f"owner-{number}-a:1", f"owner-{number}-b:1"
+
+
+def make_store(nodes: tuple[str, ...]) -> MemoryStore:
+    return MemoryStore(StorageConfig("memory", nodes), role="shard:0")
+
+
+def join(
+    nodes: tuple[str, ...], data: DataDir, shard: int = 0, *, wait: Callable[[float], None] | None = None, timeout_s: float = 0.0
+) -> bytes:
+    def no_wait(pause_s: float) -> None:
+        raise AssertionError("waited")
+
+    return join_cluster(make_store(nodes), data, shard, deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait)
+
+
+def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2) -> ShardState:
+    cluster_id = join(nodes, data, shard)
+    state = claim(make_store(nodes), data, shard, n_shards, cluster_id, 5)
+    confirm(data)
+    return state
+
+
+def test_shard_0_provisions_once_and_the_others_join(folder: Folder, tmp_path: Path) -> None:
+    nodes = addresses()
+    first = join(nodes, folder(tmp_path, 0))
+    assert join(nodes, folder(tmp_path, 1), 1) == first
+    assert len(first) == 16
+
+
+def test_another_shard_waits_for_shard_0_and_gives_up_at_its_deadline(folder: Folder, tmp_path: Path) -> None:
+    nodes = addresses()
+    with pytest.raises(NotProvisionedError):
+        join(nodes, folder(tmp_path, 1), 1)
+    provisioned = lambda pause_s: join(nodes, folder(tmp_path, 0))  # noqa: E731
+    data = folder(tmp_path / "other", 1)
+    assert join(nodes, data, 1, wait=provisioned, timeout_s=30) == join(nodes, data, 1)
+
+
+def test_nodes_that_come_up_late_are_waited_for(folder: Folder, tmp_path: Path) -> None:
+    nodes = addresses()
+    node = memory_node(nodes[1])
+    node.down = True
+    with pytest.raises(NodeUnavailableError):
+        join(nodes, folder(tmp_path / "a", 0))
+    join(nodes, folder(tmp_path / "b", 0), wait=lambda pause_s: setattr(node, "down", False), timeout_s=30)
+
+
+def test_a_provisioning_that_was_broken_off_is_completed_with_the_same_identity(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    memory_node(nodes[1]).put(b"foreign", b"value")
+    with pytest.raises(WrongNodeError, match="not empty"):
+        join(nodes, data)
+    intent = data.read(INTENT)
+    memory_node(nodes[1]).flush()
+    cluster_id = join(nodes, data)
+    assert cluster_id in (intent or b"")
+    # And the other half: one node has its marker, the other not.
+    (data.path / "cluster").unlink()
+    memory_node(nodes[1]).flush()
+    assert join(nodes, data) == cluster_id
+
+
+def test_nodes_that_lost_their_data_are_never_provisioned_again(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    join(nodes, data)
+    for node in nodes:
+        memory_node(node).flush()
+    with pytest.raises(NodeLostError, match="provisioned before"):
+        join(nodes, data, timeout_s=30)
+    assert not any(memory_node(node).values for node in nodes)
+
+
+def test_one_emptied_node_is_lost_at_once_for_those_who_saw_it_whole(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 1)
+    join(nodes, folder(tmp_path, 0))
+    join(nodes, data, 1)
+    memory_node(nodes[0]).flush()
+    with pytest.raises(NodeLostError):
+        join(nodes, data, 1, timeout_s=30)
+
+
+def test_the_nodes_of_another_cluster_are_refused(folder: Folder, tmp_path: Path) -> None:
+    data = folder(tmp_path, 0)
+    join(addresses(), data)
+    other = addresses()
+    join(other, folder(tmp_path / "other", 0))
+    with pytest.raises(WrongNodeError, match="belong to cluster"):
+        join(other, data)
+
+
+def test_epochs_rise_with_every_clean_restart_and_the_state_comes_back(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    assert (first.epoch, first.k, first.tables) == (1, 0, ())
+    ids = np.arange(3, dtype=np.uint64)
+    saved = ShardState(first.cluster_id, 0, 2, 1, 7, 0, 4, (TableImage(TABLE, 2, ids, ids + np.uint64(1)),), (("a", 3, 9),))
+    data.write(STATE, encode(saved))
+    second = start(nodes, data)
+    assert (second.epoch, second.k, second.next_incarnation, second.sessions) == (2, 7, 4, (("a", 3, 9),))
+    assert second.tables[0].versions.tolist() == [1, 2, 3]
+    assert data.read(STATE) is None
+    assert data.read(LOADED) is not None
+
+
+def test_a_shard_that_ended_without_saving_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 1)
+    join(nodes, folder(tmp_path, 0))
+    start(nodes, data, 1)
+    with pytest.raises(LostRowError, match=r"shard 1: its last owner \(epoch 1\) ended without saving"):
+        start(nodes, data, 1)
+
+
+def test_a_start_that_was_given_up_before_serving_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    data.write(STATE, encode(first))
+    for epoch in (2, 3):
+        assert claim(make_store(nodes), data, 0, 2, first.cluster_id, 5).epoch == epoch
+    assert start(nodes, data).epoch == 4
+
+
+def test_a_state_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    old = list(encode(first))
+    data.write(STATE, old)
+    start(nodes, data)
+    data.write(STATE, old)
+    with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):
+        start(nodes, data)
+
+
+def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    data.write(STATE, [b"kvembsst" + bytes(40)])
+    with pytest.raises(ParameterServerError):
+        start(nodes, data)
+    assert data.read(STATE) is not None
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+def test_another_number_of_shards_is_refused(folder: Folder, tmp_path: Path, shard: int) -> None:
+    nodes = addresses()
+    start(nodes, folder(tmp_path, 0), n_shards=2)
+    with pytest.raises(ConfigError, match="3 given, this cluster was made with 2"):
+        start(nodes, folder(tmp_path / "other", shard), shard, n_shards=3)
+
+
+def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:
+    first = folder(tmp_path, 0)
+    with pytest.raises(ParameterServerError, match="another process runs shard 0"):
+        folder(tmp_path, 0)
+    folder(tmp_path, 1)
+    first.close()
+    folder(tmp_path, 0)
+
+
+# --- the registry -------------------------------------------------------------------------------------------------------------------------
+
+
+def registry(nodes: tuple[str, ...], shard: int = 0) -> Registry:
+    made = Registry(make_store(nodes), shard, 5)
+    made.load()
+    return made
+
+
+def test_a_created_table_is_on_every_node_and_found_by_the_other_shards() -> None:
+    nodes = addresses()
+    other = registry(nodes, 1)
+    created = registry(nodes).create(TABLE, exist_ok=False)
+    assert all(META_NAME.encode() in memory_node(node).values for node in nodes)
+    assert other.find("user", TABLE.schema) == created
+    with pytest.raises(UnknownTableError, match="existing: user"):
+        other.find("usr")
+
+
+def test_another_identity_is_refused_and_another_default_is_not() -> None:
+    first = registry(addresses())
+    first.create(TABLE, exist_ok=True)
+    with pytest.raises(TableMismatchError, match="dim: exists with 4, asked for 8"):
+        first.create(TableDef("user", 8, kvemb.optim.adam(), kvemb.init.normal()), exist_ok=True)
+    with pytest.raises(InvalidInputError, match="exist_ok"):
+        first.create(TABLE, exist_ok=False)
+    again = first.create(TableDef("user", 4, kvemb.optim.adam(lr=0.7), kvemb.init.normal()), exist_ok=True)
+    assert again == TABLE
+
+
+def test_tags_are_unique() -> None:
+    by_tag: dict[bytes, str] = {}
+    pair = next((by_tag[tag], f"t{n}") for n in count() if by_tag.setdefault(tag := table_tag(f"t{n}"), f"t{n}") != f"t{n}")
+    made = registry(addresses())
+    first, second = (made.create(TableDef(name, 1, kvemb.optim.sgd(), kvemb.init.zeros()), exist_ok=False) for name in pair)
+    assert (first.tag_attempt, second.tag_attempt) == (0, 1)
+    assert first.tag != second.tag
+
+
+def test_records_too_large_for_the_store_are_refused_at_creation() -> None:
+    made = registry(addresses())
+    with pytest.raises(InvalidInputError, match="at most 1048576"):
+        made.create(TableDef("wide", 65536, kvemb.optim.adam(amsgrad=True), kvemb.init.zeros()), exist_ok=True)
+    assert made.tables == []
+
+
+def test_a_creation_that_was_broken_off_is_completed_by_the_next_one() -> None:
+    nodes = addresses()
+    made = registry(nodes)
+    memory_node(nodes[1]).down = True
+    for _ in range(2):
+        with pytest.raises(KvembError):
+            made.create(TABLE, exist_ok=True)
+    memory_node(nodes[1]).down = False
+    made.create(TableDef("item", 1, kvemb.optim.sgd(), kvemb.init.zeros()), exist_ok=True)
+    assert [table.name for table in registry(nodes, 1).tables] == ["item", "user"]
+
+
+def test_only_shard_0_creates_tables() -> None:
+    with pytest.raises(ParameterServerError, match="shard 0"):
+        registry(addresses(), 1).create(TABLE, exist_ok=True)
