@@ -146,8 +146,7 @@ class Cluster:
         """
         check_table_name(name)
         self._check_open()
-        with self._lock:
-            known = self._tables.get(name)
+        known = self._tables.get(name)  # no lock: a forked child must never meet one that another thread held
         if known is not None:
             return known
         if self._access.shards is not None:

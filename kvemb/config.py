@@ -92,7 +92,7 @@ def load(source: str | os.PathLike[str], environ: Mapping[str, str]) -> Config:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     try:
         return parse(tree, environ)
@@ -226,7 +226,7 @@ def _addresses(fields: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:
         raise ConfigError(f'{at}{key}: got {value!r}, expected a list of "host:port"')
     for index, address in enumerate(value):
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
             raise ConfigError(f'{at}{key}[{index}]: got {address!r}, expected "host:port"')
     if len(set(value)) != len(value):
         raise ConfigError(f"{at}{key}: an address stands twice in {value!r}")

@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvemb.errors import MessageError
+from kvemb.table_def import MAX_DIM
 
 MAGIC = "kvemb"
 PROTOCOL_VERSION = 1
@@ -21,6 +22,7 @@ SERVICE = "kvemb.ParameterServer"
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_PART_BYTES = 16 << 20
 _MAX_ITEMS = 4096
+_MAX_ITEMS_IN_ALL = 1 << 17
 _MAX_TEXT = 1 << 20
 
 
@@ -55,7 +57,7 @@ class TableRows:
             raise MessageError("rows of a table: expected a list of 7 fields")
         table, schema, ids, dim, rows, versions, hyper = items
         _expect(isinstance(table, str) and type(schema) is int and 0 <= schema < 256, "table and schema")
-        _expect(type(dim) is int and dim >= 0 and isinstance(hyper, dict), "dim and hyper")
+        _expect(type(dim) is int and 0 <= dim <= MAX_DIM and isinstance(hyper, dict), "dim and hyper")
         _expect(all(isinstance(k, str) and isinstance(v, float) for k, v in hyper.items()), "hyper values")
         id_array, version_array = _array(ids, "<u8"), _array(versions, "<u8")
         row_array = _array(rows, "<f4")
@@ -67,6 +69,20 @@ class TableRows:
     def size_bytes(self) -> int:
         """Bytes of the arrays."""
         return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+
+class _Budget:
+    """Counts a message's items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_ITEMS_IN_ALL
+
+    def spend(self, container: Any) -> Any:
+        """Take one list or map into account and hand it on."""
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {_MAX_ITEMS_IN_ALL} items")
+        return container
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +109,12 @@ class Message:
         """
         if len(data) > MAX_MESSAGE_BYTES:
             raise MessageError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+        budget = _Budget()
         try:
             items = msgpack.unpackb(
                 data,
+                list_hook=budget.spend,
+                object_hook=budget.spend,
                 max_array_len=_MAX_ITEMS,
                 max_map_len=_MAX_ITEMS,
                 max_str_len=_MAX_TEXT,
@@ -106,7 +125,7 @@ class Message:
             raise MessageError(f"not a msgpack message: {type(error).__name__}: {error}") from error
         if not isinstance(items, list) or len(items) < 3 or items[0] != MAGIC:
             raise MessageError("not a kvemb message")
-        if items[1] != PROTOCOL_VERSION:
+        if items[1] is True or items[1] != PROTOCOL_VERSION:
             raise MessageError(f"protocol version {items[1]!r}, expected {PROTOCOL_VERSION}; use the same kvemb release everywhere")
         if items[2] != cls.__name__:
             raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
@@ -293,7 +312,8 @@ def digest_tables(tables: list[TableRows]) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()
     for rows in tables:
-        state.update(rows.table.encode())
+        # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
+        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {len(rows.versions)} ".encode())
         for array in (rows.ids, rows.rows, rows.versions):
             state.update(np.ascontiguousarray(array).data)
         state.update(repr(sorted(rows.hyper.items())).encode())

@@ -5,9 +5,10 @@ Pure NumPy, no loop over rows or ids. What must not live here: which ids are val
 Strategy: one stable argsort brings equal ids together in their order of appearance. Sums run over a fixed tree of fan
 8: within every run of up to 8 rows one after another, then over the runs' sums in the same way. That is 8 log8(largest
 group) vector operations, whatever the number of ids. The result depends on the input's order alone, so replay gives
-the same bits, and an id that occurs thousands of times loses less than in one running float32 sum. Measured against
-np.add.reduceat (which walks columns, a cache line per value) and np.add.at on 106,496 Zipf-distributed rows: 1.4 and
-2.2 times as fast at dim 16, 2.7 and 3.2 at dim 64. Stateless, hence thread- and fork-safe.
+the same bits, and an id that occurs thousands of times loses less than in one running float32 sum. CPU time against
+np.add.reduceat (which walks columns, a cache line per value), one run, 106,496 rows, argsort included: Zipf(1.05) ids
+1.3 times at dim 16, 0.40 at dim 64; uniform ids 0.67 and 0.21; two ascending pushes merged 0.28 and 0.10. np.add.at is
+slower throughout. Stateless, hence thread- and fork-safe.
 """
 
 from dataclasses import dataclass

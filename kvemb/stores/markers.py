@@ -52,6 +52,8 @@ class Marker:
         try:
             magic, version, *body = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_bin_len=64, max_str_len=64)
             marker = Marker(*body)
+            if [type(value) for value in body] != [bytes, int, bytes, int, int, str]:
+                raise ValueError("a field of another type")
             well_formed = (magic, version) == (_MAGIC, _VERSION) and marker.encode() == data
         except Exception as error:
             raise WrongNodeError(f"node {node}: the value under {MARKER_KEY.decode()} is not a marker") from error

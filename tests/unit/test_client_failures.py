@@ -1,0 +1,180 @@
+"""Pushes that fail, shards that go away, and what the trainer hears of it."""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from kvemb.client import session as session_module
+from kvemb.client.outbox import WINDOW_PARTS
+from kvemb.errors import ClosedError, FencedError, PushRejectedError, ShardFailedError, ShardUnavailableError
+from kvemb.messages import PushPart, PushReply
+from kvemb.net.deadline import Deadline
+from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
+
+
+@pytest.fixture
+def shards() -> list[FakeShard]:
+    return [FakeShard(), FakeShard()]
+
+
+@pytest.fixture
+def connect(shards: list[FakeShard]) -> Iterator[Connections]:
+    connections = Connections(shards)
+    yield connections
+    connections.close()
+
+
+@pytest.mark.parametrize("verb", ["push", "wait_applied", "close"])
+def test_a_failure_nobody_waited_for_raises_later_and_once(shards: list[FakeShard], connect: Connections, verb: str) -> None:
+    shards[0].script = refuse_once(1, PushRejectedError("id 7: NaN"))
+    session = connect()
+    session.push(rows_of(7), soon())
+    session._streams[0].wait_applied(soon())  # the refusal has arrived; nobody has asked for it
+    with pytest.raises(PushRejectedError, match="id 7: NaN"):
+        {"push": lambda: session.push(rows_of(8), soon())}.get(verb, lambda: getattr(session, verb)(soon()))()
+    if verb != "close":
+        session.push(rows_of(8), soon()).wait_applied()
+        assert shards[0].sequences == [1, 1]
+
+
+def test_a_failure_that_was_waited_for_does_not_raise_again(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = refuse_once(1, PushRejectedError("no"))
+    session = connect()
+    ack = session.push(rows_of(7), soon())
+    with pytest.raises(PushRejectedError):
+        ack.wait()
+    session.push(rows_of(8), soon()).wait_applied()
+    session.wait_applied(soon())
+
+
+def test_what_was_sent_behind_a_refused_part_fails_and_numbering_goes_on(shards: list[FakeShard], connect: Connections) -> None:
+    go = threading.Event()
+    script = refuse_once(2, PushRejectedError("id 7: NaN"))
+
+    def hold_second(shard: FakeShard, part: PushPart) -> Iterable[PushReply]:
+        if part.sequence == 2:
+            go.wait(WAIT_S)
+        return script(shard, part)
+
+    shards[0].script = hold_second
+    session = connect()
+    acks = [session.push(rows_of(i), soon()) for i in range(4)]
+    go.set()
+    acks[0].wait_applied()
+    for ack, message in zip(acks[1:], ("NaN", "gap", "gap"), strict=True):
+        with pytest.raises(PushRejectedError, match=message):
+            ack.wait()
+    session.push(rows_of(9), soon()).wait_applied()
+    assert [(p.sequence, p.tables[0].ids.tolist()) for p in shards[0].parts][-2:] == [(4, [3]), (2, [9])]
+
+
+def test_a_fenced_trainer_stays_fenced(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = refuse_once(1, FencedError("incarnation 41 was fenced"))
+    session = connect()
+    with pytest.raises(FencedError):
+        session.push(rows_of(1), soon()).wait()
+    for _ in range(2):
+        with pytest.raises(FencedError, match="incarnation 41"):
+            session.push(rows_of(2), soon())
+    assert len(shards[0].parts) == 1
+
+
+def test_after_a_break_unapplied_parts_are_sent_again_unchanged(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = accept
+    session = connect()
+    acks = [session.push(rows_of(i), soon()) for i in range(2)]
+    for ack in acks:
+        ack.wait()
+    shards[0].stop()
+    shards[0].script = apply
+    shards[0].start()
+    for ack in acks:
+        ack.wait_applied()
+    assert shards[0].sequences == [1, 2, 1, 2]
+    assert [p.digest for p in shards[0].parts[:2]] == [p.digest for p in shards[0].parts[2:]]
+    assert [h.incarnation for h in shards[0].hellos] == [0, 41]
+
+
+def test_a_shard_that_forgot_acknowledged_pushes_is_an_error(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = accept
+    session = connect()
+    ack = session.push(rows_of(1), soon())
+    ack.wait()
+    shards[0].stop()
+    shards[0].last = 0
+    shards[0].start()
+    with pytest.raises(ShardFailedError, match=r"remembers 0 of the 1 parts .* 1 of them were not applied"):
+        ack.wait_applied()
+    with pytest.raises(ShardFailedError):
+        session.push(rows_of(2), soon())
+
+
+def test_a_shard_that_refuses_a_known_trainer_is_an_error(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = accept
+    session = connect()
+    ack = session.push(rows_of(1), soon())
+    ack.wait()
+    shards[0].stop()
+    shards[0].hello_error = PushRejectedError("incarnation 41 was not issued by this shard")
+    shards[0].start()
+    with pytest.raises(ShardFailedError, match="does not know this trainer any more"):
+        ack.wait_applied()
+
+
+def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them(
+    shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = session_module.split
+    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+    first_is_in = threading.Event()
+
+    def take_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        if part.sequence == 1:
+            yield from accept(shard, part)
+            first_is_in.set()
+
+    shards[0].script = take_the_first
+    ack = connect().push(rows_of(*range(12)), soon())
+    assert first_is_in.wait(WAIT_S)
+    shards[0].stop()
+    shards[0].script, shards[0].last = apply, 0
+    shards[0].start()
+    ack.wait_applied()
+    assert shards[0].sequences[-2:] == [1, 2]
+
+
+def test_a_full_window_holds_the_next_push_back_and_nothing_of_it_is_sent(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = silent
+    session = connect(2)
+    for i in owned(0, WINDOW_PARTS):
+        session.push(rows_of(i), soon())
+    with pytest.raises(ShardUnavailableError, match=r"shard 0 .* window of 8 .* nothing was sent"):
+        session.push(rows_of(*sorted(owned(0, 1) + owned(1, 1))), Deadline.after(0.01))
+    assert shards[1].parts == []
+
+
+def test_a_shard_that_is_down_is_named_within_the_deadline(shards: list[FakeShard], connect: Connections) -> None:
+    shards[1].stop()
+    with pytest.raises(ShardUnavailableError, match=rf"shard 1 \(127.0.0.1:{shards[1].port}\): Hello: no answer within 0.2 s"):
+        connect(2).push(rows_of(1), Deadline.after(0.2))
+
+
+def test_a_push_after_the_shard_came_up_succeeds(shards: list[FakeShard], connect: Connections) -> None:
+    shards[1].stop()
+    session = connect(2)
+    with pytest.raises(ShardUnavailableError):
+        session.push(rows_of(1), Deadline.after(0.2))
+    shards[1].start()
+    session.push(rows_of(1), soon()).wait_applied()
+
+
+def test_a_forked_child_is_told_what_to_do(shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = connect()
+    session.push(rows_of(1), soon()).wait()
+    with monkeypatch.context() as child:
+        child.setattr("kvemb.client.servers.os.getpid", lambda: -1)
+        with pytest.raises(ClosedError, match=r"call kvemb.connect\(\) in this process"):
+            session.push(rows_of(2), soon())
+        session.close(soon())  # forgets the connection and touches nothing
+    session.push(rows_of(3), soon()).wait()

@@ -1,0 +1,36 @@
+"""What importing kvemb costs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvemb
+
+ROOT = Path(kvemb.__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import kvemb", {"numpy", "grpc", "torch", "redis"}),
+        ("import kvemb; kvemb.optim.adam(); kvemb.init.normal(); kvemb.errors", {"grpc", "torch"}),
+        ("import kvemb; kvemb.connect; kvemb.Cluster; kvemb.Table; kvemb.hash_ids; kvemb.torch", {"grpc", "torch"}),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_used(code: str, absent: set[str]) -> None:
+    script = f"{code}\nimport sys\nprint(sorted({absent!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    names = set(kvemb.__all__) - {"torch"}  # whose bridge is an extra
+    assert all(getattr(kvemb, name) is not None for name in names)
+    assert set(kvemb.__all__) <= set(dir(kvemb))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvemb.nothing  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""Routing rows to shards and cutting them into messages."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.client.parts import pieces, route, split
+from kvemb.hashing import shard_of
+from kvemb.messages import TableRows
+
+
+def rows_of(n: int, dim: int = 3, versions: bool = True) -> TableRows:
+    ids = np.arange(n, dtype=np.uint64) * np.uint64(2**55 + 7)
+    rows = np.arange(n * dim, dtype=np.float32).reshape(n, dim)
+    return TableRows("t", 9, ids, rows, ids + np.uint64(1) if versions else np.empty(0, np.uint64), {"lr": 0.1})
+
+
+def joined(parts: list[TableRows]) -> list[tuple[int, list[float], int | None]]:
+    out = []
+    for part in parts:
+        versions = part.versions.tolist() or [None] * len(part.ids)
+        out += list(zip(part.ids.tolist(), part.rows.tolist(), versions, strict=True))
+    return out
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.booleans())
+def test_every_row_goes_to_its_owner_once_with_its_version(n: int, n_shards: int, versions: bool) -> None:
+    rows = rows_of(n, versions=versions)
+    shares = route(rows, n_shards)
+    assert len(shares) == n_shards
+    for shard, share in enumerate(shares):
+        assert (shard_of(share.ids, n_shards) == shard).all()
+        assert (np.diff(share.ids.astype(object)) > 0).all()
+        assert (share.table, share.schema, share.hyper) == ("t", 9, {"lr": 0.1})
+    assert sorted(joined(shares)) == joined([rows])
+
+
+@given(st.integers(0, 60), st.integers(1, 2000))
+def test_pieces_are_the_rows_in_order_within_the_limit(n: int, limit: int) -> None:
+    rows = rows_of(n)
+    cut = list(pieces(rows, limit))
+    assert cut
+    assert joined(cut) == joined([rows])
+    assert all(piece.size_bytes <= limit or len(piece.ids) == 1 for piece in cut)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(28, 3000))
+def test_messages_hold_every_row_of_every_table_within_the_limit(sizes: list[int], limit: int) -> None:
+    tables = [rows_of(n) for n in sizes]
+    messages = split(tables, limit)
+    assert all(messages)
+    assert joined([rows for message in messages for rows in message]) == joined(tables)
+    assert all(sum(rows.size_bytes for rows in m) <= limit or len(m) == len(m[0].ids) == 1 for m in messages)
+
+
+def test_a_table_without_rows_is_still_in_a_message() -> None:
+    assert [[len(rows.ids) for rows in message] for message in split([rows_of(0), rows_of(2), rows_of(0)])] == [[0, 2, 0]]

@@ -1,0 +1,134 @@
+"""Pull, on storage inside this process."""
+
+from collections.abc import Iterator, Sequence
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from kvemb import init, optim
+from kvemb.config import StorageConfig
+from kvemb.errors import InvalidInputError, RecordError
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.pull import initial_rows, prepare_pull, pull
+from kvemb.rounding import round_nearest
+from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+
+SOON = Deadline.after(60)
+USER = TableDef("user", 4, optim.adam(), init.normal(std=0.1), seed=3)
+ITEM = TableDef("item", 2, optim.sgd(), init.uniform(), dtype="bfloat16", id_dtype="uint64")
+
+
+class CountingStore(MemoryStore):
+    """Counts its reads, and remembers what they asked for."""
+
+    reads: Sequence[Sequence[ReadPart]] = ()
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        self.reads = [*self.reads, parts]
+        return super().read(parts, deadline)
+
+
+@pytest.fixture
+def store() -> Iterator[CountingStore]:
+    addresses = tuple(f"{uuid4().hex}:1" for _ in range(3))
+    with CountingStore(StorageConfig("memory", addresses), role="trainer") as store:
+        store.provision(b"c" * 16, b"g" * 8, SOON)
+        store.open(SOON)
+        yield store
+
+
+def write(store: MemoryStore, table: TableDef, ids: np.ndarray, rows: np.ndarray, version: int) -> None:
+    bits = ids.view(np.uint64)
+    slots = np.full((len(ids), table.optimizer.slot_size(table.dim)), 7, np.float32)
+    records = table.record.encode(bits, version, round_nearest(rows.astype(np.float32), table.dtype), slots)
+    store.write([WritePart(RowKeys(table.tag, bits), records)], SOON)
+
+
+def pull_one(store: MemoryStore, table: TableDef, ids: object, out: np.ndarray | None = None) -> np.ndarray:
+    return pull(store, [prepare_pull(table, ids, out)], SOON)[0].rows  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("table", [USER, ITEM])
+def test_rows_that_do_not_exist_are_the_initializer_s_and_nothing_is_written(store: CountingStore, table: TableDef) -> None:
+    before = [dict(memory_node(address).values) for address in store.addresses]
+    ids = np.arange(50, dtype=np.uint64)
+    rows = pull_one(store, table, ids)
+    assert np.array_equal(rows, initial_rows(table, ids))
+    assert np.array_equal(rows, pull_one(store, table, ids))
+    assert [memory_node(address).values for address in store.addresses] == before
+
+
+def test_stored_rows_and_new_ones_come_back_each_in_its_place(store: CountingStore) -> None:
+    stored = np.array([-5, 3, 2**62, 8])
+    weights = np.arange(16.0).reshape(4, 4)
+    write(store, USER, stored, weights, 77)
+    ids = np.array([[8, 100, -5], [3, 8, 2**62]])
+    result = pull(store, [prepare_pull(USER, ids)], SOON)[0]
+    assert result.rows.shape == (2, 3, 4)
+    assert np.array_equal(result.rows[0, 0], weights[3])
+    assert np.array_equal(result.rows[0, 1], initial_rows(USER, np.array([100], np.uint64))[0])
+    assert np.array_equal(result.rows[0, 2], weights[0])
+    assert np.array_equal(result.rows[1], weights[[1, 3, 2]])
+    assert result.versions.tolist() == [[77, 0, 77], [77, 77, 77]]
+
+
+def test_several_tables_are_one_read_of_distinct_ids_and_prefixes(store: CountingStore) -> None:
+    requests = [prepare_pull(USER, [1, 1, 2]), prepare_pull(ITEM, []), prepare_pull(ITEM, [[9]])]
+    results = pull(store, requests, SOON)
+    assert [result.rows.shape for result in results] == [(3, 4), (0, 2), (1, 1, 2)]
+    assert len(store.reads) == 1
+    parts = store.reads[0]
+    assert [(len(part.keys), part.prefix_bytes) for part in parts] == [(2, 12 + 16), (1, 12 + 4)]
+
+
+def test_an_empty_pull_asks_nobody(store: CountingStore) -> None:
+    assert pull_one(store, USER, []).shape == (0, 4)
+    assert store.reads == ()
+
+
+def test_a_pull_without_prefix_reads_takes_whole_records(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, USER, np.array([1]), np.ones((1, 4)), 1)
+    whole = type(store.capabilities)(cas=True, prefix_reads=False, max_record_bytes=None)
+    monkeypatch.setattr(CountingStore, "capabilities", whole)
+    assert pull_one(store, USER, [1]).tolist() == [[1, 1, 1, 1]]
+    assert store.reads[0][0].prefix_bytes == USER.record.size_bytes
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_out_is_filled_and_returned(store: CountingStore, strided: bool) -> None:
+    out = np.zeros((2, 3, 8), np.float32)[:, :, ::2] if strided else np.zeros((2, 3, 4), np.float32)
+    ids = np.arange(6).reshape(2, 3)
+    assert pull_one(store, USER, ids, out) is out
+    assert np.array_equal(out, pull_one(store, USER, ids))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [np.zeros((2, 4)), np.zeros((2, 3), np.float32), np.zeros((1, 4), np.float32), [[0.0] * 4] * 2],
+)
+def test_an_unusable_out_is_refused_before_any_io(store: CountingStore, out: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"expected a writable float32 array of shape \(2, 4\)"):
+        pull_one(store, USER, [1, 2], out)  # type: ignore[arg-type]
+    assert store.reads == ()
+
+
+def test_a_read_only_out_is_refused(store: CountingStore) -> None:
+    out = np.zeros((1, 4), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(InvalidInputError, match="writable"):
+        pull_one(store, USER, [1], out)
+
+
+def test_another_row_s_record_is_never_used(store: CountingStore) -> None:
+    write(store, USER, np.array([1, 2]), np.ones((2, 4)), 1)
+    keys = [bytes(key) for key in RowKeys(USER.tag, np.array([1, 2], np.uint64)).encode()]
+    nodes = {key: node for node in map(memory_node, store.addresses) for key in node.values}
+    nodes[keys[1]].put(keys[1], nodes[keys[0]].values[keys[0]][0])
+    out = np.full((2, 4), -1, np.float32)
+    with pytest.raises(RecordError, match="'user', id 2"):
+        pull_one(store, USER, [1, 2], out)
+    assert (out == -1).all()

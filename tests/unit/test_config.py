@@ -1,0 +1,186 @@
+"""kvemb.yaml: what is accepted, and that every wrong key is named with its path."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvemb import config
+from kvemb.errors import ConfigError
+
+TREE: dict[str, Any] = {
+    "cluster": "demo",
+    "storage": {"kind": "redis", "nodes": ["a:6379", "b:6379"]},
+    "parameter_servers": {"shards": ["c:7000"]},
+    "tables": {"user": {"dim": 8, "optimizer": {"kind": "sgd", "lr": 0.1}, "initializer": {"kind": "zeros"}}},
+}
+MISSING = object()
+
+
+def tree(path: str = "", value: object = MISSING) -> dict[str, Any]:
+    """The good tree with one value replaced, or taken out."""
+    changed: Any = copy.deepcopy(TREE)
+    if path:
+        *parents, last = path.split(".")
+        at = changed
+        for parent in parents:
+            at = at[parent]
+        if value is MISSING:
+            del at[last]
+        else:
+            at[last] = value
+    return changed  # type: ignore[no-any-return]
+
+
+def test_a_small_file_gives_the_defaults() -> None:
+    loaded = config.parse(tree(), {})
+    assert loaded.cluster == "demo"
+    assert loaded.storage == config.StorageConfig("redis", ("a:6379", "b:6379"))
+    assert loaded.servers == config.ServersConfig(("c:7000",))
+    assert [(table.name, table.dim) for table in loaded.tables] == [("user", 8)]
+    assert config.parse(tree("tables"), {}).tables == config.parse(tree("tables", None), {}).tables == ()
+
+
+def test_every_option_has_an_effect() -> None:
+    full = tree()
+    full["storage"] |= {"timeout_s": 2, "username_env": "U", "password_env": "P", "allow_row_loss": True}
+    full["parameter_servers"] |= {"mode": "sync", "trainers": 4, "data_dir": "/data", "barrier_timeout_s": 9.5}
+    loaded = config.parse(full, {"U": "me", "P": "secret"})
+    assert loaded.storage == config.StorageConfig("redis", ("a:6379", "b:6379"), 2.0, "me", "secret", True)
+    assert loaded.servers == config.ServersConfig(("c:7000",), "sync", 4, "/data", 9.5)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("cluster", MISSING, "cluster"),
+        ("cluster", "", "cluster"),
+        ("cluster", 5, "cluster"),
+        ("clusters", "x", "clusters"),
+        ("storage", MISSING, "storage"),
+        ("storage", None, "storage"),
+        ("storage", [], "storage"),
+        ("storage.kind", MISSING, "storage.kind"),
+        ("storage.kind", 7, "storage.kind"),
+        ("storage.node", "x", "storage.node"),
+        ("storage.nodes", MISSING, "storage.nodes"),
+        ("storage.nodes", [], "storage.nodes"),
+        ("storage.nodes", "a:1", "storage.nodes"),
+        ("storage.nodes", ["a:1", "b"], r"storage.nodes\[1\]"),
+        ("storage.nodes", ["a:0"], r"storage.nodes\[0\]"),
+        ("storage.nodes", ["a:65536"], r"storage.nodes\[0\]"),
+        ("storage.nodes", ["a:-1"], r"storage.nodes\[0\]"),
+        ("storage.nodes", [":6379"], r"storage.nodes\[0\]"),
+        ("storage.nodes", ["a:²"], r"storage.nodes\[0\]"),
+        ("storage.nodes", [6379], r"storage.nodes\[0\]"),
+        ("storage.nodes", ["a:1", "a:1"], "storage.nodes"),
+        ("storage.timeout_s", 0, "storage.timeout_s"),
+        ("storage.timeout_s", -1.5, "storage.timeout_s"),
+        ("storage.timeout_s", True, "storage.timeout_s"),
+        ("storage.timeout_s", "5", "storage.timeout_s"),
+        ("storage.timeout_s", float("nan"), "storage.timeout_s"),
+        ("storage.timeout_s", float("inf"), "storage.timeout_s"),
+        ("storage.allow_row_loss", "yes", "storage.allow_row_loss"),
+        ("storage.allow_row_loss", 1, "storage.allow_row_loss"),
+        ("storage.password", "hunter2", "storage.password"),
+        ("storage.password_env", "", "storage.password_env"),
+        ("storage.password_env", "NOT_SET", "storage.password_env.*NOT_SET"),
+        ("storage.username_env", "NOT_SET", "storage.username_env.*NOT_SET"),
+        ("parameter_servers", MISSING, "parameter_servers"),
+        ("parameter_servers.shards", MISSING, "parameter_servers.shards"),
+        ("parameter_servers.shards", ["c"], r"parameter_servers.shards\[0\]"),
+        ("parameter_servers.mode", "bsp", "parameter_servers.mode"),
+        ("parameter_servers.mode", ["async"], "parameter_servers.mode"),
+        ("parameter_servers.mode", "sync", "parameter_servers.trainers"),
+        ("parameter_servers.trainers", 4, "parameter_servers.trainers"),
+        ("parameter_servers.trainers", -1, "parameter_servers.trainers"),
+        ("parameter_servers.trainers", True, "parameter_servers.trainers"),
+        ("parameter_servers.trainers", 1.5, "parameter_servers.trainers"),
+        ("parameter_servers.barrier_timeout_s", 5, "parameter_servers.barrier_timeout_s"),
+        ("parameter_servers.data_dir", None, "parameter_servers.data_dir"),
+        ("parameter_servers.port", 1, "parameter_servers.port"),
+        ("tables", ["user"], "tables"),
+        ("tables.user", 8, "tables.user"),
+        ("tables.user.dim", MISSING, "tables.user.*dim"),
+        ("tables.user.dim", 0, "tables.user.*dim"),
+        ("tables.user.dim", "8", "tables.user.*dim"),
+        ("tables.user.dims", 8, "tables.user.*dims"),
+        ("tables.user.name", "item", "tables.user.*name"),
+        ("tables.user.tag_attempt", 1, "tables.user.*tag_attempt"),
+        ("tables.user.dtype", "float8", "tables.user.*float8"),
+        ("tables.user.dtype", 5, "tables.user"),
+        ("tables.user.dtype", ["float32"], "tables.user"),
+        ("tables.user.reduce", "max", "tables.user.*reduce"),
+        ("tables.user.seed", -1, "tables.user.*seed"),
+        ("tables.user.id_dtype", "int32", "tables.user.*id_dtype"),
+        ("tables.user.optimizer", "sgd", "tables.user"),
+        ("tables.user.optimizer", None, "tables.user"),
+        ("tables.user.optimizer", {"kind": "sdg"}, "tables.user.*sdg"),
+        ("tables.user.optimizer", {"kind": "sgd", "rate": 1}, "tables.user.*rate"),
+        ("tables.user.initializer", {"kind": "one"}, "tables.user.*one"),
+        ("tables.user.initializer", [], "tables.user"),
+        ("tables.a b", {"dim": 8, "optimizer": {"kind": "sgd", "lr": 0.1}, "initializer": {"kind": "zeros"}}, "tables.a b"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_path(path: str, value: object, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        config.parse(tree(path, value), {})
+    file = tmp_path / "kvemb.yaml"
+    file.write_text(yaml.safe_dump(tree(path, value)))
+    with pytest.raises(ConfigError, match=rf"kvemb\.yaml: {named}"):
+        config.load(file, {})
+
+
+@pytest.mark.parametrize("top", [None, [], "text", 5])
+def test_a_file_that_is_no_mapping_is_refused(top: object) -> None:
+    with pytest.raises(ConfigError, match="the file"):
+        config.parse(top, {})
+
+
+def test_keys_that_are_no_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^storage\.5"):
+        config.parse(tree("storage", TREE["storage"] | {5: "x"}), {})
+    with pytest.raises(ConfigError, match=r"^tables\.5"):
+        config.parse(tree("tables", {5: TREE["tables"]["user"]}), {})
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: b: c", "\t", "- a\nb: c", "!!python/object:os.system x", "a: &a [*b]", "\x00"])
+def test_bad_yaml_names_the_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvemb.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"kvemb\.yaml: "):
+        config.load(file, {})
+
+
+def test_a_file_that_is_not_text_or_not_there_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvemb.yaml"
+    for path in (file, tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            config.load(path, {})
+    file.write_bytes(b"\xff\xfe\x00cluster")
+    with pytest.raises(ConfigError, match=r"kvemb\.yaml"):
+        config.load(file, {})
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    file = tmp_path / "with blank & percent%41.yaml"
+    file.write_text(yaml.safe_dump(TREE))
+    expected = config.parse(TREE, {})
+    assert config.load(file, {}) == config.load(str(file), {}) == config.load(file.as_uri(), {}) == expected
+    assert config.load(file.as_uri().replace("file:///", "file://localhost/"), {}) == expected
+    with pytest.raises(ConfigError, match="leave the host out"):
+        config.load("file://elsewhere/kvemb.yaml", {})
+
+
+def test_secrets_are_in_no_repr_and_no_message() -> None:
+    loaded = config.parse(tree("storage", TREE["storage"] | {"password_env": "P"}), {"P": "hunter2"})
+    assert loaded.storage.password == "hunter2"
+    assert "hunter2" not in repr(loaded) + str(loaded) + repr(loaded.storage)
+
+
+def test_memcached_takes_no_credentials() -> None:
+    storage = {"kind": "memcached", "nodes": ["a:1"], "password_env": "P"}
+    with pytest.raises(ConfigError, match=r"storage\.password_env"):
+        config.parse(tree("storage", storage), {"P": "x"})

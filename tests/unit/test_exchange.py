@@ -1,0 +1,265 @@
+"""The exchange over socket pairs, against a scripted peer in a thread: slices, stalls, resets, and bytes nobody asked for."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvemb.errors import ClosedError, DeadlineExceededError, NodeUnavailableError, ProtocolError
+from kvemb.net.deadline import Deadline
+from kvemb.net.exchange import WINDOW_STEPS, Conversation, run
+from kvemb.net.link import Link, connect
+from kvemb.net.pool import LinkPool
+from kvemb.wire.replies import LineReply, Step, StrideReply
+
+Peer = Callable[[socket.socket], None]
+
+
+def lines(n: int, request: bytes = b"PING\r\n") -> list[Step]:
+    return [Step(memoryview(request), LineReply()) for _ in range(n)]
+
+
+def values(n: int) -> tuple[Step, StrideReply]:
+    reply = StrideReply(b"$4\r\n", 4, b"$-1\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
+    return Step(memoryview(b"GET\r\n"), reply), reply
+
+
+def answer_each(sock: socket.socket, answer: bytes = b"+PONG\r\n") -> None:
+    """Answer every line that comes, until the other side closes."""
+    while data := sock.recv(1 << 16):
+        sock.sendall(answer * data.count(b"\n"))
+
+
+def say(*pieces: bytes) -> Peer:
+    def peer(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        for piece in pieces:
+            sock.sendall(piece)
+        sock.recv(1)  # until the other side closes
+
+    return peer
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Reset the connection, not just end it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.fixture
+def link_to() -> Iterator[Callable[[Peer, str], Link]]:
+    """`link_to(peer, name)`: a link over TCP on loopback whose other end a thread plays."""
+    threads: list[threading.Thread] = []
+    links: list[Link] = []
+
+    def make(peer: Peer, name: str = "peer:1") -> Link:
+        def play(sock: socket.socket) -> None:
+            with sock:
+                try:
+                    peer(sock)
+                except OSError:
+                    pass  # the test closed its end
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        far.settimeout(30)
+        thread = threading.Thread(target=play, args=(far,), name=f"peer {name}")
+        thread.start()
+        threads.append(thread)
+        links.append(Link(near, name))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_replies_that_come_byte_by_byte_are_read(link_to: Callable[..., Link]) -> None:
+    stream = b"$4\r\nabcd\r\n$-1\r\n$4\r\n\r\n$-\r\n" + b"+OK\r\n"
+    step, reply = values(3)
+    last = LineReply()
+    run([Conversation(link_to(say(*(stream[i : i + 1] for i in range(len(stream))))), [step, Step(memoryview(b"X"), last)])], Deadline.after(20))
+    assert reply.found.tolist() == [True, False, True]
+    assert (reply.out[2].tobytes(), last.line) == (b"\r\n$-", b"+OK")
+
+
+def test_many_more_steps_than_the_window_are_all_answered(link_to: Callable[..., Link]) -> None:
+    links = [link_to(answer_each, f"peer:{i}") for i in range(3)]
+    batches = [lines(count) for count in (1, WINDOW_STEPS, 500)]
+    run([Conversation(link, steps) for link, steps in zip(links, batches, strict=True)], Deadline.after(20))
+    assert all(step.reply.line == b"+PONG" for steps in batches for step in steps)  # type: ignore[attr-defined]
+    run([Conversation(links[0], [])], Deadline.after(20))
+    run([], Deadline.after(20))
+
+
+def test_no_more_than_the_window_is_in_flight(link_to: Callable[..., Link]) -> None:
+    most: list[int] = []
+
+    def count(sock: socket.socket) -> None:
+        asked = 0
+        while asked < 40:
+            # Whoever answers one at a time sees how many were sent ahead.
+            asked += sock.recv(1 << 16).count(b"\n")
+            answered = len(most)
+            most.extend(asked - step for step in range(answered, asked))
+            sock.sendall(b"+PONG\r\n" * (asked - answered))
+        sock.recv(1)
+
+    run([Conversation(link_to(count), lines(40))], Deadline.after(20))
+    assert max(most) <= WINDOW_STEPS
+
+
+def test_requests_and_replies_larger_than_every_buffer_do_not_deadlock(link_to: Callable[..., Link]) -> None:
+    n, size = 8, 8 << 20
+
+    def echo(sock: socket.socket) -> None:
+        while data := sock.recv(1 << 16):
+            sock.sendall(data)
+
+    blob = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    request = memoryview(b"$%d\r\n" % size + blob.tobytes() + b"\r\n")
+    replies = [StrideReply(b"$%d\r\n" % size, size, b"$-1\r\n", np.zeros((1, size), np.uint8), np.zeros(1, dtype=bool)) for _ in range(n)]
+    run([Conversation(link_to(echo), [Step(request, reply) for reply in replies])], Deadline.after(60))
+    assert all((reply.out[0] == blob).all() for reply in replies)
+
+
+def test_a_stalled_node_is_named_and_the_others_are_not(link_to: Callable[..., Link]) -> None:
+    good, stalled = link_to(answer_each, "good:1"), link_to(say(b"$4\r\nab"), "stalled:1")
+    step, _ = values(1)
+    with pytest.raises(DeadlineExceededError, match=r"within 0.2 s from node stalled:1$"):
+        run([Conversation(good, lines(3)), Conversation(stalled, [step])], Deadline.after(0.2))
+
+
+def test_a_deadline_that_has_passed_already_is_one(link_to: Callable[..., Link]) -> None:
+    with pytest.raises(DeadlineExceededError, match="silent:1"):
+        run([Conversation(link_to(say(), "silent:1"), lines(1))], Deadline.after(0))
+
+
+def test_a_peer_that_never_reads_is_bounded_by_the_deadline(link_to: Callable[..., Link]) -> None:
+    done = threading.Event()
+    link = link_to(lambda sock: done.wait(30) and None, "deaf:1")
+    with pytest.raises(DeadlineExceededError, match="deaf:1"):
+        run([Conversation(link, [Step(memoryview(bytes(64 << 20)), LineReply())])], Deadline.after(0.2))
+    done.set()
+
+
+@pytest.mark.parametrize("ending", [hang_up, lambda sock: sock.close()], ids=["reset", "closed"])
+@pytest.mark.parametrize("before", [b"", b"$4\r\nab"])
+def test_a_connection_that_ends_in_the_middle_names_the_node(link_to: Callable[..., Link], ending: Peer, before: bytes) -> None:
+    def peer(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        sock.sendall(before)
+        ending(sock)
+
+    step, _ = values(1)
+    with pytest.raises(NodeUnavailableError, match="node gone:1: "):
+        run([Conversation(link_to(peer, "gone:1"), [step])], Deadline.after(20))
+
+
+def test_bytes_that_nobody_asked_for_are_an_error_and_not_the_next_batchs_reply(link_to: Callable[..., Link]) -> None:
+    with pytest.raises(ProtocolError, match=r"node chatty:1: sent more than was asked for: b'\+OK"):
+        run([Conversation(link_to(say(b"+PONG\r\n+OK\r\n"), "chatty:1"), lines(1))], Deadline.after(20))
+
+
+def test_an_idle_link_is_stale_once_something_arrives_or_it_ends(link_to: Callable[..., Link]) -> None:
+    speak, ended = threading.Event(), threading.Event()
+
+    def peer(sock: socket.socket) -> None:
+        speak.wait(30)
+        sock.sendall(b"+late\r\n")
+        sock.recv(1)
+
+    quiet, closed = link_to(peer), link_to(lambda sock: (sock.close(), ended.set()) and None)
+    assert not quiet.stale
+    speak.set()
+    ended.wait(30)
+    for link in (quiet, closed):
+        link.sock.setblocking(True)
+        link.sock.recv(1, socket.MSG_PEEK)  # wait until it has arrived
+        link.sock.setblocking(False)
+        assert link.stale
+
+
+def test_a_reply_without_an_end_is_bounded_in_memory(link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvemb.net.link._MAX_BUFFER_BYTES", 1 << 20)
+    reply = StrideReply(b"$9999999\r\n", 9999999, b"$-1\r\n", np.zeros((1, 9), np.uint8), np.zeros(1, dtype=bool))
+    with pytest.raises(ProtocolError, match="does not end within"):
+        run([Conversation(link_to(say(b"$9999999\r\n", bytes(4 << 20))), [Step(memoryview(b"GET"), reply)])], Deadline.after(20))
+
+
+def test_connecting_to_nobody_names_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(NodeUnavailableError, match=rf"node 127.0.0.1:{port}: cannot connect"):
+        connect(f"127.0.0.1:{port}", Deadline.after(5))
+
+
+# --- the pool -------------------------------------------------------------------------------------------------------------------
+
+
+class Connections:
+    """Makes links to a peer that answers, and keeps what happened."""
+
+    def __init__(self, make: Callable[..., Link]) -> None:
+        self._make = make
+        self.made: list[Link] = []
+        self.dropped: list[Link] = []
+        self.pool = LinkPool(self._connect, self.dropped.append)
+
+    def _connect(self, address: str, deadline: Deadline) -> Link:
+        if address == "down:1":
+            raise NodeUnavailableError("down:1")
+        self.made.append(self._make(answer_each, address))
+        return self.made[-1]
+
+
+def test_links_are_used_again_after_a_batch_that_ended_well(link_to: Callable[..., Link]) -> None:
+    net = Connections(link_to)
+    for _ in range(3):
+        with net.pool.lease(["a:1", "b:1"], Deadline.after(5)) as links:
+            assert sorted(links) == ["a:1", "b:1"]
+            run([Conversation(link, lines(2)) for link in links.values()], Deadline.after(20))
+    assert (len(net.made), net.dropped) == (2, [])
+    with net.pool.lease(["a:1"], Deadline.after(5)), net.pool.lease(["a:1"], Deadline.after(5)):
+        assert len(net.made) == 3  # two at once never share a link
+    net.pool.close()
+    assert all(link.sock.fileno() == -1 for link in net.made)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, NodeUnavailableError])
+def test_every_link_of_a_failed_batch_is_dropped(link_to: Callable[..., Link], error: type[BaseException]) -> None:
+    net = Connections(link_to)
+
+    def fail() -> None:
+        with net.pool.lease(["a:1", "b:1"], Deadline.after(5)):
+            raise error("x")
+
+    with pytest.raises(error):
+        fail()
+    assert net.dropped == net.made
+    assert all(link.sock.fileno() == -1 for link in net.made)
+    with net.pool.lease(["a:1"], Deadline.after(5)) as links:
+        assert links["a:1"] not in net.dropped
+
+
+def test_links_made_before_one_that_failed_are_closed_too(link_to: Callable[..., Link]) -> None:
+    net = Connections(link_to)
+    with pytest.raises(NodeUnavailableError), net.pool.lease(["a:1", "down:1"], Deadline.after(5)):
+        pass
+    assert all(link.sock.fileno() == -1 for link in net.made)
+
+
+def test_a_closed_pool_lends_nothing_and_takes_nothing_back(link_to: Callable[..., Link]) -> None:
+    net = Connections(link_to)
+    with net.pool.lease(["a:1"], Deadline.after(5)):
+        net.pool.close()
+    assert net.made[0].sock.fileno() == -1
+    with pytest.raises(ClosedError), net.pool.lease(["a:1"], Deadline.after(5)):
+        pass

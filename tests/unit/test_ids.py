@@ -1,0 +1,74 @@
+"""Ids as callers give them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.errors import InvalidInputError
+from kvemb.ids import normalize, to_caller
+
+INT64, UINT64 = st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1)
+
+
+@given(st.lists(INT64))
+def test_int64_ids_survive_the_round_trip(ids: list[int]) -> None:
+    flat, shape = normalize(np.array(ids, np.int64), "int64", "t")
+    assert shape == (len(ids),)
+    assert flat.dtype == np.uint64
+    assert to_caller(flat, "int64").tolist() == ids
+
+
+@given(st.lists(UINT64))
+def test_uint64_lists_survive_the_round_trip(ids: list[int]) -> None:
+    flat, _ = normalize(ids, "uint64", "t")
+    assert to_caller(flat, "uint64").tolist() == ids
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i8", ">u4"])
+@pytest.mark.parametrize("id_dtype", ["int64", "uint64"])
+def test_every_integer_dtype_means_its_value(dtype: str, id_dtype: str) -> None:
+    flat, _ = normalize(np.array([0, 1, 127], dtype), id_dtype, "t")
+    assert flat.tolist() == [0, 1, 127]
+
+
+@pytest.mark.parametrize(
+    ("ids", "shape"),
+    [(5, ()), ([], (0,)), ([[], []], (2, 0)), (np.zeros((2, 3), np.int32), (2, 3)), (np.array([]), (0,))],
+)
+def test_any_shape_is_taken(ids: object, shape: tuple[int, ...]) -> None:
+    flat, got = normalize(ids, "int64", "t")  # type: ignore[arg-type]
+    assert got == shape
+    assert flat.shape == (int(np.prod(shape)),)
+
+
+def test_strided_and_reversed_arrays_are_read_in_their_own_order() -> None:
+    ids = np.arange(24).reshape(4, 6)
+    assert normalize(ids[::-1, ::2], "int64", "t")[0].tolist() == ids[::-1, ::2].reshape(-1).tolist()
+    assert normalize(np.asfortranarray(ids), "int64", "t")[0].tolist() == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("ids", "id_dtype", "message"),
+    [
+        ([1.0], "int64", "float64"),
+        (np.array([1.0, 2.0], np.float32), "int64", "float32"),
+        (np.array([True]), "int64", "bool"),
+        ([True, False], "int64", "bool"),
+        ([1, True, 2**63], "uint64", "expected integers"),
+        (["socket"], "int64", "hash_ids"),
+        ([[1], [1, 2]], "int64", "cannot be read"),
+        ([None], "int64", "expected integers"),
+        (np.array([3, -4, -5]), "uint64", r"id -4 at position 1 .* 0 to 2\*\*64-1"),
+        (np.array([1, 2**63], np.uint64), "int64", r"id 9223372036854775808 at position 1"),
+        ([2**63], "int64", "9223372036854775808"),
+        ([2**64], "uint64", "outside"),
+        ([-1, 2**63], "uint64", "outside"),
+        ([-1, 2**63], "int64", "outside"),
+        ([1.5, 2**64], "uint64", "expected integers"),
+    ],
+)
+def test_unusable_ids_are_refused(ids: object, id_dtype: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        normalize(ids, id_dtype, "user")  # type: ignore[arg-type]
+    assert "'user'" in str(caught.value)

@@ -1,0 +1,92 @@
+"""Markers: golden bytes, and which error each difference means."""
+
+from dataclasses import replace
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+from kvemb.stores.markers import Marker, diagnose
+from kvemb.stores.topology import NodeMap
+
+MARKER = Marker(b"0123456789abcdef", 1, b"lifetime", 2**64 - 1, 1, "run-1")
+
+GOLDEN_MARKER = "98ac6b76656d622d6d61726b657201c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
+
+
+def test_golden_marker() -> None:
+    assert MARKER.encode().hex() == GOLDEN_MARKER
+    assert Marker.decode(MARKER.encode(), "n") == MARKER
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "says"),
+    [
+        (replace(MARKER, cluster_id=b"fedcba9876543210"), WrongNodeError, "belongs to cluster"),
+        (replace(MARKER, node=0), WrongNodeError, "is node 0 of its cluster, expected node 1"),
+        (replace(MARKER, map_digest=5), WrongNodeError, "another node map"),
+        (replace(MARKER, topology_epoch=2), WrongNodeError, "another node map"),
+        (replace(MARKER, run_id="run-2"), NodeSuspectError, "run-2"),
+        (replace(MARKER, generation=b"another "), NodeLostError, "generation"),
+        (replace(MARKER, node=0, run_id="run-2"), WrongNodeError, "node 0"),
+    ],
+)
+def test_each_difference_has_its_error(other: Marker, error: type[StorageError], says: str) -> None:
+    found = diagnose("host:1", MARKER, other.encode())
+    assert type(found) is error
+    assert says in str(found)
+    assert "node host:1:" in str(found)
+
+
+def test_no_marker_means_the_rows_are_lost() -> None:
+    assert type(diagnose("host:1", MARKER, None)) is NodeLostError
+
+
+def foreign(*body: object, magic: object = "kvemb-marker", version: object = 1) -> bytes:
+    return msgpack.packb([magic, version, *body])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not a marker",
+        MARKER.encode()[:-1],
+        MARKER.encode() + b"\0",
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", magic="other"),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=2),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1),
+        foreign("text for bytes", 1, b"lifetime", 0, 1, ""),
+        foreign(None, 1, b"lifetime", 0, 1, ""),
+        foreign(b"0123456789abcdef", 1, 7, 0, 1, ""),
+        foreign(b"0123456789abcdef", 1, b"lifetime", "x", 1, ""),
+        foreign(b"0123456789abcdef", "1", b"lifetime", 0, 1, ""),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, 5),
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 5000,
+    ],
+)
+def test_what_is_no_marker_is_a_wrong_node_and_never_another_exception(data: bytes) -> None:
+    with pytest.raises(WrongNodeError, match="node host:1:"):
+        Marker.decode(data, "host:1")
+    assert type(diagnose("host:1", MARKER, data)) is WrongNodeError
+
+
+@given(st.integers(0, 60), st.binary(max_size=4), st.integers(0, 4))
+def test_damaged_markers_always_diagnose(at: int, patch: bytes, cut: int) -> None:
+    damaged = bytearray(MARKER.encode())
+    damaged[at : at + cut] = patch
+    if bytes(damaged) != MARKER.encode():
+        assert isinstance(diagnose("host:1", MARKER, bytes(damaged)), StorageError)
+
+
+def test_the_map_deals_every_slot_and_its_digest_tells_number_and_epoch() -> None:
+    for n in (1, 2, 3, 7):
+        node_map = NodeMap(tuple(f"h:{i + 1}" for i in range(n)))
+        assert sorted(set(node_map.slot_nodes.tolist())) == list(range(n))
+        assert (node_map.slot_nodes[1:] >= node_map.slot_nodes[:-1]).all()
+    two = NodeMap(("a:1", "b:1"))
+    assert two.digest == NodeMap(("c:9", "d:9")).digest
+    assert len({two.digest, NodeMap(("a:1", "b:1", "c:1")).digest, NodeMap(("a:1", "b:1"), epoch=2).digest}) == 3

@@ -1,0 +1,240 @@
+"""Messages: golden bytes of protocol version 1, round trips, and bytes that nobody should trust.
+
+The goldens in golden/messages_v1.json never change: another protocol version gets a file of its own.
+"""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb import messages as m
+from kvemb.errors import MessageError
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())
+
+
+def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, float] | None = None) -> m.TableRows:
+    ids = np.arange(n, dtype=np.uint64) + np.uint64(2**63)
+    values = np.arange(n * dim, dtype=np.float32).reshape(n, dim) / 4
+    return m.TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {})
+
+
+def part(tables: list[m.TableRows]) -> m.PushPart:
+    return m.PushPart("trainer-0", 3, 17, 5, False, tables, 2**64 - 1)
+
+
+EXAMPLES: dict[str, m.Message] = {
+    "Empty": m.Empty(),
+    "HelloRequest": m.HelloRequest("trainer-0", 0, b"0123456789abcdef", 2),
+    "HelloReply": m.HelloReply(1, 0, "async"),
+    "PushPart": part([rows(hyper={"lr": 0.5}), rows(0)]),
+    "PushPart without tables": part([]),
+    "PushReply": m.PushReply(17, "applied", 9, 0.25, 3),
+    "PushReply failed": m.PushReply(17, "failed", error={"type": "PushRejectedError", "message": "no"}),
+    "Reply": m.Reply({}, b"\x00\xff"),
+    "DescribeReply": m.DescribeReply("demo", b"0123456789abcdef", 0, 2, "sync", 4, [{"name": "user", "dim": 3}]),
+    "CreateTableRequest": m.CreateTableRequest({"name": "user", "dim": 3, "optimizer": {"kind": "adam"}}, True),
+    "TableReply": m.TableReply({"name": "user"}),
+    "RowsRequest": m.RowsRequest(rows(2, 0, versions=False)),
+    "TableRequest": m.TableRequest("user"),
+    "FlushRequest": m.FlushRequest(1.5),
+    "CountReply": m.CountReply(2**40),
+    "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),
+    "IdsReply": m.IdsReply(bytes(16)),
+    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, ""),
+    "ByeRequest": m.ByeRequest("trainer-0", 3),
+}
+
+
+def plain(value: Any) -> Any:
+    """A message as comparable values."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, m.TableRows | m.Message):
+        return type(value).__name__, [plain(item) for item in vars(value).values()]
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def packed(kind: str, *values: Any, magic: Any = m.MAGIC, version: Any = m.PROTOCOL_VERSION) -> bytes:
+    return msgpack.packb([magic, version, kind, *values])  # type: ignore[no-any-return]
+
+
+def refused(kind: type[m.Message], data: bytes) -> None:
+    with pytest.raises(MessageError):
+        kind.decode(data)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_golden_bytes_of_protocol_version_1(name: str) -> None:
+    assert m.PROTOCOL_VERSION == 1
+    assert EXAMPLES[name].encode().hex() == GOLDEN[name]
+    assert plain(type(EXAMPLES[name]).decode(bytes.fromhex(GOLDEN[name]))) == plain(EXAMPLES[name])
+
+
+def test_every_message_type_has_a_golden() -> None:
+    assert {type(example).__name__ for example in EXAMPLES.values()} == {
+        name for name, kind in vars(m).items() if isinstance(kind, type) and issubclass(kind, m.Message) and kind is not m.Message
+    }
+    assert set(GOLDEN) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize(("n", "dim"), [(0, 0), (0, 8), (1, 1), (1000, 64)])
+def test_rows_of_any_shape_come_back(n: int, dim: int) -> None:
+    for versions in (False, True):
+        sent = part([rows(n, dim, versions=versions)])
+        assert plain(m.PushPart.decode(sent.encode())) == plain(sent)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_message_cut_short_or_with_more_behind_it_is_refused(name: str) -> None:
+    data, kind = EXAMPLES[name].encode(), type(EXAMPLES[name])
+    for size in range(len(data)):
+        refused(kind, data[:size])
+    refused(kind, data + b"\x00")
+
+
+def test_another_protocol_magic_or_type_is_refused_by_name() -> None:
+    with pytest.raises(MessageError, match="protocol version 2, expected 1"):
+        m.Empty.decode(packed("Empty", version=2))
+    with pytest.raises(MessageError, match="type 'Empty', expected ByeRequest"):
+        m.ByeRequest.decode(packed("Empty"))
+    for data in (packed("Empty", magic="other"), msgpack.packb({}), msgpack.packb([]), msgpack.packb(["kvemb", 1]), b"\xc1", b""):
+        refused(m.Empty, data)
+    refused(m.Empty, packed("Empty", 1))
+    refused(m.Empty, packed("Empty", version=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (m.HelloRequest, ["t", "1", b"", 2]),
+        (m.HelloRequest, ["t", True, b"", 2]),
+        (m.HelloRequest, ["t", 1.0, b"", 2]),
+        (m.HelloRequest, [b"t", 1, b"", 2]),
+        (m.HelloRequest, ["t", 1, "", 2]),
+        (m.HelloRequest, ["t", 1, None, 2]),
+        (m.FlushRequest, [1]),
+        (m.Reply, [{"type": 1}, b""]),
+        (m.Reply, [{1: "x"}, b""]),
+        (m.Reply, [[], b""]),
+        (m.DescribeReply, ["c", b"", 0, 1, "async", 0, [1]]),
+        (m.DescribeReply, ["c", b"", 0, 1, "async", 0, {}]),
+        (m.TableReply, ["user"]),
+        (m.PushPart, ["t", 1, 1, 1, 0, [], 0]),
+        (m.PushPart, ["t", 1, 1, 1, False, {}, 0]),
+        (m.PushPart, ["t", 1, 1, 1, False, [None], 0]),
+    ],
+)
+def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[Any]) -> None:
+    refused(kind, packed(kind.__name__, *values))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        ["user", 1, bytes(8), 1, bytes(4), b""],
+        [1, 1, bytes(8), 1, bytes(4), b"", {}],
+        ["user", 256, bytes(8), 1, bytes(4), b"", {}],
+        ["user", -1, bytes(8), 1, bytes(4), b"", {}],
+        ["user", True, bytes(8), 1, bytes(4), b"", {}],
+        ["user", 1, bytes(7), 1, bytes(4), b"", {}],
+        ["user", 1, "x" * 8, 1, bytes(4), b"", {}],
+        ["user", 1, bytes(8), 2, bytes(4), b"", {}],
+        ["user", 1, bytes(8), -1, b"", b"", {}],
+        ["user", 1, bytes(8), True, bytes(4), b"", {}],
+        ["user", 1, bytes(8), 2**40, bytes(4), b"", {}],
+        ["user", 1, b"", 2**62, b"", b"", {}],
+        ["user", 1, b"", 2**64 - 1, b"", b"", {}],
+        ["user", 1, bytes(8), 1, bytes(4), bytes(16), {}],
+        ["user", 1, bytes(8), 1, bytes(4), b"", {"lr": "x"}],
+        ["user", 1, bytes(8), 1, bytes(4), b"", {1: 0.5}],
+        ["user", 1, bytes(8), 1, bytes(4), b"", []],
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused(table: list[Any]) -> None:
+    refused(m.RowsRequest, packed("RowsRequest", table))
+
+
+@given(st.sampled_from(sorted(EXAMPLES)), st.data())
+def test_damaged_bytes_are_refused_with_the_one_error_or_read_as_a_message(name: str, data: st.DataObject) -> None:
+    damaged = bytearray(EXAMPLES[name].encode())
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(damaged)))
+        damaged[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    kind = type(EXAMPLES[name])
+    try:
+        message = kind.decode(bytes(damaged))
+    except MessageError:
+        return
+    assert isinstance(message, kind)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_with_the_one_error(data: bytes) -> None:
+    for kind in (m.Empty, m.PushPart):
+        refused(kind, data)
+
+
+BOMBS = {
+    "array of 2**32": b"\xdd\xff\xff\xff\xff",
+    "map of 2**32": b"\xdf\xff\xff\xff\xff",
+    "bin of 2**32": b"\xc6\xff\xff\xff\xff",
+    "text of 2**32": b"\xdb\xff\xff\xff\xff",
+    "ext of 2**32": b"\xc9\xff\xff\xff\xff\x01",
+    "4 MiB of empty maps": b"\xdd" + (4 << 20).to_bytes(4, "big") + b"\x80" * (4 << 20),
+    "empty maps in lists of 4096": b"\xdc\x10\x00" + (b"\xdc\x10\x00" + b"\x80" * 4096) * 1023,
+    "deep lists": b"\x91" * 100_000 + b"\x90",
+    "deep maps": b"\x81\xa1a" * 100_000 + b"\x80",
+    "an extension type": b"\xd4\x05\x00",
+    "a timestamp": packed("FlushRequest", msgpack.Timestamp(1)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_few_bytes_cannot_claim_much_memory(name: str) -> None:
+    tracemalloc.start()
+    try:
+        refused(m.PushPart, BOMBS[name])
+        refused(m.Reply, BOMBS[name])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+def test_a_message_above_the_limit_is_refused_unread() -> None:
+    with pytest.raises(MessageError, match=f"at most {m.MAX_MESSAGE_BYTES}"):
+        m.Reply.decode(bytes(m.MAX_MESSAGE_BYTES + 1))
+
+
+def test_the_digest_tells_other_data() -> None:
+    base = m.digest_tables([rows()])
+    changed = rows()
+    changed.rows[1, 2] += 1
+    others = [rows(3), rows(versions=False), rows(hyper={"lr": 0.5}), rows(hyper={"lr": 0.25}), changed]
+    digests = [m.digest_tables([other]) for other in others] + [m.digest_tables([]), m.digest_tables([rows(), rows()])]
+    assert base == m.digest_tables([rows()])
+    assert len({base, *digests}) == len(digests) + 1
+    decoded = m.PushPart.decode(part([rows()]).encode())
+    assert m.digest_tables(decoded.tables) == base
+
+
+def test_the_digest_tells_ids_from_versions() -> None:
+    ids = np.array([1, 2], dtype=np.uint64)
+    none, nothing = np.empty(0, dtype=np.uint64), np.empty((2, 0), dtype=np.float32)
+    first = m.TableRows("t", 0, ids, nothing, none)
+    second = m.TableRows("t", 0, none, nothing[:0], ids)
+    assert m.digest_tables([first]) != m.digest_tables([second])
+
+
+def test_decoded_arrays_are_views_nobody_can_write_through() -> None:
+    decoded = m.PushPart.decode(part([rows()]).encode())
+    assert not decoded.tables[0].rows.flags.writeable
+    assert decoded.tables[0].size_bytes == 2 * 8 + 2 * 3 * 4 + 2 * 8

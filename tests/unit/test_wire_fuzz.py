@@ -1,0 +1,166 @@
+"""Reply readers against a plain sequential parser: any mix of hits, misses and errors, records full of protocol text, cut anywhere."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.replies import CodeReply, Reply, StrideReply, UnexpectedValueError, is_error, value_size
+from kvemb.wire.token_reply import TokenReply
+
+ERRORS = (b"-MOVED 1 h:1", b"-ERR $-1", b"SERVER_ERROR out of memory", b"-ASK 2 h:2", b"CLIENT_ERROR EN", b"ERROR")
+TEXTS = (b"$-1\r\n", b"EN\r\n", b"+OK\r\n", b"-ERR\r\n", b"\r\n", b"$", b"VA ", b" c1\r\n", b"c", b"\r", b"\n", b"HD\r\n", b"\0", b"\xff", b"1")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What rows look like; `tokens` where each hit carries one."""
+
+    head: bytes
+    miss: bytes
+    prefix: bytes = b""
+    tokens: bool = False
+
+
+def dialects(size: int) -> list[Dialect]:
+    return [
+        Dialect(b"$%d" % size, b"$-1"),
+        Dialect(b"$%d" % size, b"$-1", prefix=b"+OK\r\n"),
+        Dialect(b"VA %d" % size, b"EN"),
+        Dialect(b"VA %d c" % size, b"EN", tokens=True),
+    ]
+
+
+def parse(stream: bytes, n: int, dialect: Dialect) -> tuple[list[tuple[object, ...]], bytes]:
+    """Read n rows one after another, the way nobody would for speed; return them and the rest of the stream."""
+    rows: list[tuple[object, ...]] = []
+    for _ in range(n):
+        assert stream.startswith(dialect.prefix)
+        line, _, stream = stream[len(dialect.prefix) :].partition(b"\r\n")
+        if line == dialect.miss:
+            rows.append(("miss",))
+        elif is_error(line):
+            rows.append(("error", line))
+        else:
+            size = value_size(line)
+            assert size is not None
+            rows.append(("hit", stream[:size], int(line.split(b" c")[1]) if dialect.tokens else 0))
+            assert stream[size : size + 2] == b"\r\n"
+            stream = stream[size + 2 :]
+    return rows, stream
+
+
+def reply_of(dialect: Dialect, n: int, size: int) -> StrideReply | TokenReply:
+    out, found = np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool)
+    if dialect.tokens:
+        return TokenReply(size, out, found, np.zeros(n, dtype=np.uint64))
+    head, miss = dialect.prefix + dialect.head + b"\r\n", dialect.prefix + dialect.miss + b"\r\n"
+    return StrideReply(head, size, miss, out, found, b"", dialect.prefix)
+
+
+def rows_of(reply: StrideReply | TokenReply) -> list[tuple[object, ...]]:
+    errors = dict(reply.errors)
+    tokens = reply.tokens if isinstance(reply, TokenReply) else np.zeros(len(reply.found), dtype=np.uint64)
+    rows: list[tuple[object, ...]] = []
+    for row in range(len(reply.found)):
+        if row in errors:
+            assert not reply.found[row]
+            rows.append(("error", errors[row]))
+        else:
+            rows.append(("hit", reply.out[row].tobytes(), int(tokens[row])) if reply.found[row] else ("miss",))
+    return rows
+
+
+def feed(reply: Reply, stream: bytes, cuts: list[int]) -> bytes:
+    left = b""
+    bounds = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        left += stream[first:last]
+        if not reply.done:
+            left = left[reply.feed(np.frombuffer(left, dtype=np.uint8)) :]
+    return left
+
+
+@st.composite
+def record(draw: st.DrawFn, size: int) -> bytes:
+    """Bytes of a record: mostly protocol text at any offset, heads of this very size included."""
+    texts = [*TEXTS, *(dialect.head for dialect in dialects(size)), *(dialect.head + b"\r\n" for dialect in dialects(size))]
+    body = b"".join(draw(st.lists(st.sampled_from(texts), min_size=1, max_size=12)))
+    shift = draw(st.integers(0, size - 1))
+    return (body * (2 * size // len(body) + 2))[shift : shift + size]
+
+
+@st.composite
+def conversation(draw: st.DrawFn) -> tuple[Dialect, int, int, bytes]:
+    size = draw(st.integers(1, 40))
+    dialect = draw(st.sampled_from(dialects(size)))
+    kinds = draw(st.lists(st.sampled_from(["hit", "hit", "hit", "miss", "miss", "error"]), min_size=1, max_size=25))
+    rows = []
+    for kind in kinds:
+        token = b"%d" % draw(st.sampled_from([1, 9, 10, 77, 2**64 - 1])) if dialect.tokens else b""
+        hit = dialect.head + token + b"\r\n" + draw(record(size)) if kind == "hit" else b""
+        line = {"hit": hit, "miss": dialect.miss, "error": draw(st.sampled_from(ERRORS))}[kind]
+        rows.append(dialect.prefix + line + b"\r\n")
+    return dialect, len(kinds), size, b"".join(rows)
+
+
+@given(conversation(), st.lists(st.integers(0, 5000), max_size=6), st.sampled_from([b"", *TEXTS, b"$-1\r\n$4\r\n", b"EN\r\nEN\r\nVA 4"]))
+def test_any_mix_reads_as_the_sequential_parser_reads_it(
+    talk: tuple[Dialect, int, int, bytes], cuts: list[int], trailing: bytes
+) -> None:
+    dialect, n, size, stream = talk
+    reply = reply_of(dialect, n, size)
+    left = feed(reply, stream + trailing, cuts)
+    assert reply.done
+    expected, rest = parse(stream + trailing, n, dialect)
+    assert rows_of(reply) == expected
+    assert left == rest == trailing
+
+
+@given(st.integers(6, 60), st.integers(0, 100), st.sampled_from(["resp", "asking", "meta", "token"]), st.integers(2, 9))
+def test_a_miss_pattern_at_every_offset_of_every_record(size: int, seed: int, kind: str, n: int) -> None:
+    dialect = dict(zip(["resp", "asking", "meta", "token"], dialects(size), strict=True))[kind]
+    rng = np.random.default_rng(seed)
+    pattern = dialect.prefix + dialect.miss + b"\r\n"
+    for offset in range(max(1, size - len(pattern) + 1)):
+        rows = []
+        for _ in range(n):
+            body = bytearray(rng.integers(0, 256, size, dtype=np.uint8).tobytes())
+            body[offset : offset + len(pattern)] = pattern
+            token = b"5" if dialect.tokens else b""
+            rows.append(dialect.miss if rng.random() < 0.3 else dialect.head + token + b"\r\n" + bytes(body[:size]))
+        stream = b"".join(dialect.prefix + row + b"\r\n" for row in rows)
+        reply = reply_of(dialect, n, size)
+        assert feed(reply, stream, [offset * 7]) == b""
+        assert rows_of(reply) == parse(stream, n, dialect)[0]
+
+
+@given(conversation(), st.data())
+def test_a_damaged_stream_is_refused_or_waits_but_never_does_anything_else(talk: tuple[Dialect, int, int, bytes], data: st.DataObject) -> None:
+    dialect, n, size, stream = talk
+    damaged = bytearray(stream)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        if not damaged:
+            return
+    reply = reply_of(dialect, n, size)
+    try:
+        feed(reply, bytes(damaged), data.draw(st.lists(st.integers(0, 5000), max_size=3)))
+    except (ProtocolError, UnexpectedValueError):
+        return
+    assert all(row[0] != "hit" or len(row[1]) == size for row in rows_of(reply))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from([b"HD", b"NS", b"EX", b"NF", *ERRORS]), min_size=1, max_size=40), st.lists(st.integers(0, 2000), max_size=6))
+def test_status_codes_read_as_a_line_by_line_parser_reads_them(lines: list[bytes], cuts: list[int]) -> None:
+    codes = (b"HD\r\n", b"NS\r\n", b"EX\r\n", b"NF\r\n")
+    reply = CodeReply(codes, np.zeros(len(lines), dtype=np.uint8))
+    assert feed(reply, b"".join(line + b"\r\n" for line in lines) + b"HD", cuts) == b"HD"
+    assert reply.done
+    assert reply.errors == [(row, line) for row, line in enumerate(lines) if is_error(line)]
+    for row, line in enumerate(lines):
+        if not is_error(line):
+            assert codes[reply.out[row]] == line + b"\r\n"

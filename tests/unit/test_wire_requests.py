@@ -1,0 +1,137 @@
+"""Requests as golden bytes, and what the codecs refuse to send."""
+
+import numpy as np
+import pytest
+
+from kvemb.keys import RowKeys
+from kvemb.wire.meta import MetaCodec
+from kvemb.wire.replies import Step
+from kvemb.wire.requests import chunks, columns, decimals
+from kvemb.wire.resp import RespCodec, command
+
+KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64)).encode()
+A, B = b"tabAAAAAAAAAAB", b"tabP__________"
+RECORDS = np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5)
+ASK = b"*1\r\n$6\r\nASKING\r\n"
+
+
+def sent(steps: list[Step]) -> bytes:
+    return b"".join(bytes(step.request) for step in steps)
+
+
+def outputs(n: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool)
+
+
+def test_keys_are_what_these_goldens_assume() -> None:
+    assert KEYS.tobytes() == b"tabAAAAAAAAAAB" + b"tabP" + b"_" * 10
+
+
+def test_mget() -> None:
+    steps = RespCodec(multi_get=True).read_steps(KEYS, 5, *outputs(2, 5), None)
+    assert sent(steps) == b"*3\r\n$4\r\nMGET\r\n$14\r\n" + A + b"\r\n$14\r\n" + B + b"\r\n"
+
+
+def test_mget_of_many_rows_is_cut_into_chunks_that_each_say_their_size() -> None:
+    keys = RowKeys(b"tab", np.arange(2500, dtype=np.uint64)).encode()
+    steps = RespCodec(multi_get=True).read_steps(keys, 5, *outputs(2500, 5), None)
+    assert [bytes(step.request[: bytes(step.request).index(b"\n") + 1]) for step in steps] == [b"*1025\r\n", b"*1025\r\n", b"*453\r\n"]
+
+
+def test_get() -> None:
+    steps = RespCodec(multi_get=False).read_steps(KEYS, 5, *outputs(2, 5), None)
+    assert sent(steps) == b"*2\r\n$3\r\nGET\r\n$14\r\n" + A + b"\r\n*2\r\n$3\r\nGET\r\n$14\r\n" + B + b"\r\n"
+
+
+def test_set() -> None:
+    steps = RespCodec(multi_get=True).write_steps(KEYS, RECORDS, None, np.zeros(2, dtype=np.uint8))
+    head = b"*3\r\n$3\r\nSET\r\n$14\r\n"
+    assert sent(steps) == head + A + b"\r\n$5\r\nabc\r\n\r\n" + head + B + b"\r\n$5\r\nxyz\r\n\r\n"
+
+
+def test_del() -> None:
+    steps = RespCodec(multi_get=True).erase_steps(KEYS, np.zeros(2, dtype=np.uint8))
+    assert sent(steps) == b"*2\r\n$3\r\nDEL\r\n$14\r\n" + A + b"\r\n*2\r\n$3\r\nDEL\r\n$14\r\n" + B + b"\r\n"
+
+
+def test_asking_goes_before_every_row() -> None:
+    plain, asking = RespCodec(multi_get=False), RespCodec(multi_get=False, asking=True)
+    for rows in (KEYS[:1], KEYS[1:]):
+        pairs = (
+            (plain.read_steps(rows, 5, *outputs(1, 5), None), asking.read_steps(rows, 5, *outputs(1, 5), None)),
+            (plain.write_steps(rows, RECORDS[:1], None, np.zeros(1, np.uint8)), asking.write_steps(rows, RECORDS[:1], None, np.zeros(1, np.uint8))),
+            (plain.erase_steps(rows, np.zeros(1, np.uint8)), asking.erase_steps(rows, np.zeros(1, np.uint8))),
+        )  # fmt: skip
+        assert all(sent(asked) == ASK + sent(straight) for straight, asked in pairs)
+    assert sent(asking.erase_steps(KEYS, np.zeros(2, np.uint8))).count(ASK) == 2
+
+
+def test_small_values_over_resp() -> None:
+    codec = RespCodec(multi_get=True)
+    assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"*2\r\n$3\r\nGET\r\n$12\r\nkvemb:marker\r\n"
+    assert bytes(codec.put_step(b"k", b"\r\n")[0].request) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n\r\n\r\n"
+    assert command(b"PING") == b"*1\r\n$4\r\nPING\r\n"
+
+
+def test_mg_without_and_with_tokens() -> None:
+    codec = MetaCodec()
+    assert sent(codec.read_steps(KEYS, 5, *outputs(2, 5), None)) == b"mg " + A + b" v\r\nmg " + B + b" v\r\n"
+    tokens = np.zeros(2, dtype=np.uint64)
+    assert sent(codec.read_steps(KEYS, 5, *outputs(2, 5), tokens)) == b"mg " + A + b" v c\r\nmg " + B + b" v c\r\n"
+
+
+def test_ms_new_rows_must_not_exist_and_others_carry_their_token() -> None:
+    out = np.zeros(2, dtype=np.uint8)
+    both_new = MetaCodec().write_steps(KEYS, RECORDS, np.zeros(2, dtype=np.uint64), out)
+    assert sent(both_new) == b"ms " + A + b" 5 ME\r\nabc\r\n\r\nms " + B + b" 5 ME\r\nxyz\r\n\r\n"
+    mixed = MetaCodec().write_steps(KEYS, RECORDS, np.array([0, 2**64 - 1], dtype=np.uint64), out)
+    assert sent(mixed) == b"ms " + A + b" 5 ME\r\nabc\r\n\r\nms " + B + b" 5 C18446744073709551615\r\nxyz\r\n\r\n"
+    known = MetaCodec().write_steps(KEYS, RECORDS, np.array([7, 120], dtype=np.uint64), out)
+    assert sent(known) == b"ms " + A + b" 5 C007\r\nabc\r\n\r\nms " + B + b" 5 C120\r\nxyz\r\n\r\n"
+
+
+def test_a_memcached_write_without_a_condition_is_never_sent() -> None:
+    out = np.zeros(2, dtype=np.uint8)
+    with pytest.raises(ValueError, match="need tokens"):
+        MetaCodec().write_steps(KEYS, RECORDS, None, out)
+    with pytest.raises(ValueError, match="come first"):
+        MetaCodec().write_steps(KEYS, RECORDS, np.array([3, 0], dtype=np.uint64), out)
+
+
+def test_md_and_small_values_over_meta() -> None:
+    codec = MetaCodec()
+    assert sent(codec.erase_steps(KEYS, np.zeros(2, dtype=np.uint8))) == b"md " + A + b"\r\nmd " + B + b"\r\n"
+    assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"mg kvemb:marker v\r\n"
+    assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"ms k 4\r\nEN\r\n\r\n"
+
+
+def test_every_codec_makes_no_step_of_no_rows() -> None:
+    none, records = KEYS[:0], RECORDS[:0]
+    for codec in (RespCodec(multi_get=True), RespCodec(multi_get=False, asking=True), MetaCodec()):
+        assert codec.read_steps(none, 5, *outputs(0, 5), None) == []
+        assert codec.write_steps(none, records, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint8)) == []
+        assert codec.erase_steps(none, np.zeros(0, dtype=np.uint8)) == []
+
+
+def test_chunked_steps_fill_their_own_rows_of_the_outputs() -> None:
+    keys = RowKeys(b"tab", np.arange(5, dtype=np.uint64)).encode()
+    out, found = outputs(5, 3)
+    steps = RespCodec(multi_get=False, rows_per_step=2).read_steps(keys, 3, out, found, None)
+    for index, step in enumerate(steps):
+        stream = b"".join(b"$3\r\n%03d\r\n" % (10 * index + row) for row in range(2 if index < 2 else 1))
+        assert step.reply.feed(np.frombuffer(stream, dtype=np.uint8)) == len(stream)
+    assert found.all()
+    assert [bytes(row) for row in out] == [b"000", b"001", b"010", b"011", b"020"]
+
+
+@pytest.mark.parametrize("value", [0, 9, 10, 2**63, 2**64 - 1])
+def test_decimals_are_padded_to_the_widest(value: int) -> None:
+    digits = decimals(np.array([0, value, 1], dtype=np.uint64))
+    assert [int(bytes(row)) for row in digits] == [0, value, 1]
+    assert digits.shape[1] == len(str(max(value, 1)))
+
+
+def test_columns_and_chunks_of_nothing() -> None:
+    assert columns(0, b"GET ", KEYS[:0]).shape == (0, 18)
+    assert chunks(0, 7) == []
+    assert decimals(np.zeros(0, dtype=np.uint64)).shape == (0, 1)
