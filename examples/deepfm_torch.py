@@ -1,0 +1,167 @@
+"""Train a DeepFM click model in PyTorch on rows that live in Redis, Valkey or memcached.
+
+    python examples/deepfm_torch.py --data synthetic
+    python examples/deepfm_torch.py --data train.txt --valid test.txt --store redis --nodes 2 --shards 2
+    python examples/deepfm_torch.py --data day_0.gz --valid 0.05 --config kvemb.yaml
+
+Reads libsvm/libfm or Criteo files; prints log loss, AUC and RMSE per epoch. This file is the command line; the model and
+the training loop are in deepfm/. --local trains the identical model with torch's own embeddings, for comparison.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepfm import metrics, synthetic
+from deepfm.clicks import Clicks, split
+from deepfm.model import DeepFM
+from deepfm.readers import read_clicks
+from deepfm.rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
+from deepfm.training import train
+
+import kvemb
+from kvemb.errors import InvalidInputError, KvembError
+
+DEFAULT_LR = {"sgd": 0.5, "adagrad": 0.03, "adam": 0.002}
+SYNTHETIC_LINES = 400_000
+STORES = ("valkey", "redis", "redis-cluster", "memcached")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Returns:
+        0; 1 after an error that was told in one line on standard error; 130 after Ctrl-C.
+    """
+    args = _arguments(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # --local: torch warns until somebody decides
+    try:
+        log = _load(args)
+        with _rows(args, log) as (rows, log):
+            _train(args, rows, log)
+    except KvembError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(args: argparse.Namespace, rows: Rows, log: tuple[Clicks, Clicks]) -> None:
+    n_fields = log[0].n_fields if log[0].n_fields == log[1].n_fields else None
+    model = DeepFM(rows.linear, rows.factors, dim=args.dim, n_fields=n_fields, hidden=args.hidden)
+    dense = DENSE[args.optimizer](model.dense_parameters(), lr=args.lr)
+    train(
+        model,
+        log,
+        [rows.optimizer, dense],
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        settle=rows.settle,
+    )
+
+
+def _load(args: argparse.Namespace) -> tuple[Clicks, Clicks]:
+    """Return lines to train on and lines to validate on, and say what they are."""
+    truth = None
+    if args.data == "synthetic":
+        clicks, truth = synthetic.draw(SYNTHETIC_LINES, args.seed)
+    else:
+        clicks = read_clicks(args.data)
+    if isinstance(args.valid, str):
+        log = clicks, read_clicks(args.valid)
+    else:
+        train_lines, valid_lines = split(len(clicks), args.valid, args.seed)
+        log = clicks.take(train_lines), clicks.take(valid_lines)
+    fields = f"{clicks.n_fields} fields" if clicks.n_fields else f"{len(clicks.ids) / len(clicks):.1f} features per line"
+    print(f"data: {len(log[0]):,} lines to train on, {len(log[1]):,} to validate on, {fields}")
+    if truth is not None:
+        print(f"the best any model can do on the latter: {_figures(log[1].labels, truth[valid_lines])}")
+    return log
+
+
+def _figures(labels: np.ndarray[Any, Any], p: np.ndarray[Any, Any]) -> str:
+    best = metrics.log_loss(labels, p), metrics.auc(labels, p), metrics.rmse(labels, p)
+    return "logloss {:.4f}, Bayes-optimal AUC {:.4f}, RMSE {:.4f}".format(*best)
+
+
+@contextmanager
+def _rows(args: argparse.Namespace, log: tuple[Clicks, Clicks]) -> Iterator[tuple[Rows, tuple[Clicks, Clicks]]]:
+    """Open the place where rows live; the log comes back with ids as that place knows them."""
+    settings = Settings(args.dim, args.optimizer, args.lr, args.seed)
+    if args.local:
+        known_ids = np.unique(np.concatenate([part.ids for part in log]))
+        print(f"rows: {len(known_ids):,}, in torch's own modules in this process", flush=True)
+        yield local_rows(known_ids, settings), (indexed(log[0], known_ids), indexed(log[1], known_ids))
+    elif args.config:
+        with kvemb.connect(args.config) as cluster:
+            if cluster.config.servers.trainers > 1:
+                raise InvalidInputError(f"{args.config}: a sync job of several trainers; this example is one trainer")
+            print(f"rows: in the cluster of {args.config}", flush=True)
+            yield stored_rows(cluster, settings), log
+    else:
+        # Sync, so that the figures are those of --local to the last digit but one; async would be faster.
+        place = {"store": args.store, "nodes": args.nodes, "shards": args.shards}
+        with kvemb.local(**place, mode="sync", trainers=1) as url, kvemb.connect(url) as cluster:
+            print(f"rows: in {args.nodes} {args.store} nodes, {args.shards} parameter-server shards", flush=True)
+            yield stored_rows(cluster, settings), log
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a DeepFM click model on rows that live in key-value storage.")
+    add = parser.add_argument
+    add("--data", required=True, metavar="FILE", help="libsvm/libfm or Criteo TSV, .gz fine; or 'synthetic'")
+    add("--valid", type=_valid, default=0.1, metavar="FILE|FRACTION", help="what to validate on (default 0.1)")
+    add("--store", choices=STORES, default="valkey", help="storage of a cluster started for this run (default valkey)")
+    add("--nodes", type=_count, help="storage nodes of that cluster (default 2; redis-cluster 3)")
+    add("--shards", type=_count, default=2, help="parameter-server shards of that cluster (default 2)")
+    add("--config", metavar="kvemb.yaml", help="use this running cluster instead")
+    add("--local", action="store_true", help="keep rows in torch's own modules instead, for comparison")
+    add("--dim", type=_count, default=8, help="weights per factor (default 8)")
+    add("--hidden", type=_widths, default=(64, 32), help="widths of the hidden layers (default 64,32)")
+    add("--epochs", type=_count, default=2, help="default 2")
+    add("--batch-size", type=_count, default=1024, help="default 1024")
+    add("--optimizer", choices=sorted(DEFAULT_LR), default="adam", help="of rows and dense weights (default adam)")
+    add("--lr", type=float, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.5)")
+    add("--seed", type=int, default=0, help="of data, initial weights and order of lines (default 0)")
+    add("--threads", type=_count, default=1, help="torch's threads (default 1: servers need cores too)")
+    args = parser.parse_args(argv)
+    given = [name for name in ("config", "local") if getattr(args, name)]
+    if len(given) == 2:
+        parser.error("--config and --local exclude each other")
+    args.nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
+    args.lr = DEFAULT_LR[args.optimizer] if args.lr is None else args.lr
+    return args
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    return tuple(_count(width) for width in text.split(","))
+
+
+def _valid(text: str) -> float | str:
+    """A fraction if it is a number, otherwise a file."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        return text
+    if not 0 < fraction < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no fraction between 0 and 1")
+    return fraction
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A cluster in this process, for fast tests of the bridge: the same verbs, the real initializers and update rules, no
+sockets.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb import init, optim
+from kvemb.errors import InvalidInputError
+from kvemb.ids import normalize
+from kvemb.optim import OptimizerSpec
+from kvemb.record import make_version
+from kvemb.table_def import TableDef
+from paramserver.optim import build
+
+
+class MemoryAck:
+    def __init__(self) -> None:
+        self.waited_s: float | None = None
+        self.staleness = 0.0
+
+    def wait_applied(self, timeout_s: float | None = None) -> None:
+        self.waited_s = timeout_s
+
+
+class MemoryTable:
+    def __init__(self, cluster: "MemoryCluster", definition: TableDef) -> None:
+        self.cluster, self.definition = cluster, definition
+        self.name, self.dim = definition.name, definition.dim
+        self.n_pulls, self.step = 0, 0
+        self.optimizer = build(definition.optimizer)
+        self.hyper = definition.optimizer.defaults()
+        self.rows: dict[int, tuple[NDArray[np.float32], NDArray[np.float32], int]] = {}
+
+    def pull(self, ids: NDArray[Any], *, return_versions: bool = False) -> Any:
+        flat, shape = normalize(ids, self.definition.id_dtype, self.name)
+        self.n_pulls += 1
+        weights, _, versions = self._read(flat)
+        rows = weights.reshape(*shape, self.dim)
+        return (rows, versions.reshape(shape)) if return_versions else rows
+
+    def _read(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint64]]:
+        weights = self.definition.initializer.rows(ids, self.dim, table=self.name, seed=self.definition.seed)
+        slots, versions = self.optimizer.init_slots(len(ids), self.dim), np.zeros(len(ids), np.uint64)
+        for at, row_id in enumerate(ids.tolist()):
+            if row_id in self.rows:
+                weights[at], slots[at], versions[at] = self.rows[row_id]
+        return weights, slots, versions
+
+    def apply(self, ids: NDArray[Any], grads: NDArray[np.float32], hyper: Mapping[str, float]) -> None:
+        flat, _ = normalize(ids, self.definition.id_dtype, self.name)
+        assert grads.shape == (len(flat), self.dim)
+        assert grads.dtype == np.float32
+        assert len(np.unique(flat)) == len(flat), "the bridge hands over distinct ids"
+        self.step += 1
+        weights, slots, _ = self._read(flat)
+        weights, slots = self.optimizer.update(weights, slots, grads, hyper, self.step)
+        for at, row_id in enumerate(flat.tolist()):
+            self.rows[row_id] = weights[at], slots[at], make_version(1, self.step)
+
+
+class MemoryCluster:
+    def __init__(self, mode: str = "async") -> None:
+        self.mode = mode
+        self.tables: dict[str, MemoryTable] = {}
+        self.pushes: list[dict[str, tuple[NDArray[Any], NDArray[np.float32]]]] = []
+        self.versions: list[Mapping[str, NDArray[np.uint64]]] = []
+        self.hyper: list[Mapping[str, Mapping[str, float]]] = []
+        self.failure: Exception | None = None
+
+    def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, id_dtype: str = "int64") -> MemoryTable:
+        definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), id_dtype=id_dtype)
+        return self.tables.setdefault(name, MemoryTable(self, definition))
+
+    def push(
+        self,
+        tables: Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]],
+        *,
+        versions: Mapping[str, NDArray[np.uint64]] | None = None,
+        hyper: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> MemoryAck:
+        if self.failure is not None:
+            raise self.failure
+        if any(not np.isfinite(grads).all() for _, grads in tables.values()):
+            raise InvalidInputError("gradients hold NaN or Inf")
+        assert versions is not None
+        assert hyper is not None
+        for name, (ids, grads) in tables.items():
+            assert versions[name].shape == (len(ids),)
+            self.tables[name].apply(ids, grads, hyper[name])
+        self.pushes.append({name: (ids.copy(), grads.copy()) for name, (ids, grads) in tables.items()})
+        self.versions.append(versions)
+        self.hyper.append(hyper)
+        return MemoryAck()

@@ -1,0 +1,290 @@
+"""SparseOptimizer: what is pushed and when."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+
+import torch
+from memory_cluster import MemoryCluster
+from torch import nn
+
+from kvemb import optim
+from kvemb.errors import InvalidInputError, ShardUnavailableError
+from kvemb.optim import OptimizerSpec
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
+
+
+class Model(nn.Module):
+    """Two tables, one of them used by two modules."""
+
+    def __init__(self, cluster: MemoryCluster, optimizer: OptimizerSpec | None = None) -> None:
+        super().__init__()
+        self.users = Embedding(cluster.table("user", 4, optimizer))
+        self.items = EmbeddingBag(cluster.table("item", 4, optimizer), mode="sum")
+        self.same_items = Embedding(cluster.table("item", 4, optimizer))
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return (self.users(users) * (self.items(items) + self.same_items(items[:, 0]))).sum(dim=1)
+
+
+USERS, ITEMS = torch.tensor([1, 2, 1]), torch.tensor([[5, 6], [7, 5], [6, 6]])
+
+
+def dense_twin(cluster: MemoryCluster) -> tuple[nn.Embedding, nn.Embedding]:
+    """The same initial rows in torch's own modules; ids are their indices."""
+    rows = (torch.from_numpy(cluster.tables[name].pull(np.arange(10))) for name in ("user", "item"))
+    users, items = (nn.Embedding.from_pretrained(r, freeze=False, sparse=True) for r in rows)
+    return users, items
+
+
+def twin_forward(users: nn.Embedding, items: nn.Embedding) -> torch.Tensor:
+    return (users(USERS) * (items(ITEMS).sum(dim=1) + items(ITEMS[:, 0]))).sum(dim=1)
+
+
+TORCH_OPTIMIZERS: dict[str, tuple[OptimizerSpec, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+    "sgd": (optim.sgd(0.01), lambda params: torch.optim.SGD(params, lr=0.01)),
+    "adagrad": (optim.adagrad(0.1), lambda params: torch.optim.Adagrad(params, lr=0.1)),
+    "adam": (optim.adam(0.1), lambda params: torch.optim.SparseAdam(params, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", list(TORCH_OPTIMIZERS))
+def test_training_follows_torchs_own_modules_and_optimizer(kind: str) -> None:
+    spec, make = TORCH_OPTIMIZERS[kind]
+    cluster = MemoryCluster("sync")
+    model = Model(cluster, spec)
+    twins = dense_twin(cluster)
+    ours, theirs = SparseOptimizer(model), make([twin.weight for twin in twins])
+    for _ in range(30):
+        losses = []
+        for optimizer, out in ((ours, model(USERS, ITEMS)), (theirs, twin_forward(*twins))):
+            loss = out.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_all_tables_travel_in_one_push_and_shared_tables_add_up() -> None:
+    cluster = MemoryCluster()
+    model = Model(cluster)
+    twins = dense_twin(cluster)
+    optimizer = SparseOptimizer(model)
+    model(USERS, ITEMS).sum().backward()
+    optimizer.step()
+    twin_forward(*twins).sum().backward()
+    (push,) = cluster.pushes
+    assert list(push) == ["user", "item"]
+    for (ids, grads), twin in zip(push.values(), twins, strict=True):
+        expected = twin.weight.grad.coalesce()
+        assert ids.tolist() == expected.indices()[0].tolist()
+        assert ids.dtype == np.int64
+        np.testing.assert_allclose(grads, expected.values().numpy(), rtol=1e-6)
+
+
+def test_gradients_of_several_backward_passes_accumulate_until_the_step() -> None:
+    once, twice = MemoryCluster(), MemoryCluster()
+    for cluster, batches in ((once, [slice(0, 3)]), (twice, [slice(0, 2), slice(2, 3)])):
+        model = Model(cluster)
+        optimizer = SparseOptimizer(model)
+        for batch in batches:
+            model(USERS[batch], ITEMS[batch]).sum().backward()
+        optimizer.step()
+    for name in ("user", "item"):
+        assert len(twice.pushes) == 1
+        assert np.array_equal(once.pushes[0][name][0], twice.pushes[0][name][0])
+        np.testing.assert_allclose(once.pushes[0][name][1], twice.pushes[0][name][1], rtol=1e-5)
+
+
+def test_a_second_backward_through_the_same_graph_adds_up() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    loss = module(torch.tensor([3])).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    assert cluster.pushes[0]["t"][1].tolist() == [[2.0, 2.0]]
+
+
+def test_zero_grad_between_forward_and_backward_loses_nothing() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    loss = module(torch.tensor([3])).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert cluster.pushes[0]["t"][0].tolist() == [3]
+
+
+def test_zero_grad_drops_gradients_that_were_not_pushed() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    module(torch.tensor([3])).sum().backward()
+    optimizer.zero_grad()
+    module(torch.tensor([4])).sum().backward()
+    optimizer.step()
+    assert [push["t"][0].tolist() for push in cluster.pushes] == [[4]]
+
+
+def test_zero_grad_can_keep_rows_with_a_gradient_of_zero() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    module(torch.tensor([3])).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert cluster.pushes[0]["t"][1].tolist() == [[0.0, 0.0]]
+
+
+def test_a_step_uses_the_gradients_up() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    module(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    assert len(cluster.pushes) == 1
+
+
+def test_padding_is_never_pushed() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2), padding_idx=0)
+    optimizer = SparseOptimizer(module)
+    module(torch.tensor([[0, 3], [4, 0]])).sum().backward()
+    optimizer.step()
+    assert cluster.pushes[0]["t"][0].tolist() == [3, 4]
+
+
+def test_ids_of_an_unsigned_table_are_pushed_unsigned() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2, id_dtype="uint64"))
+    optimizer = SparseOptimizer(module)
+    module(torch.from_numpy(np.array([2**64 - 1, 7], np.uint64))).sum().backward()
+    optimizer.step()
+    ids = cluster.pushes[0]["t"][0]
+    assert (ids.dtype, ids.tolist()) == (np.uint64, [7, 2**64 - 1])
+
+
+def test_the_push_carries_the_oldest_versions_that_were_seen() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    first = module(torch.tensor([3, 4])).sum()
+    cluster.tables["t"].apply(np.array([3]), np.ones((1, 2), np.float32), {})
+    second = module(torch.tensor([3, 5])).sum()
+    (first + second).backward()
+    optimizer.step()
+    assert cluster.versions[0]["t"].tolist() == [0, 0, 0]
+    module(torch.tensor([3, 9])).sum().backward()
+    optimizer.step()
+    now = cluster.versions[1]["t"]
+    assert now[0] > 0
+    assert now[1] == 0
+
+
+def test_a_sync_step_waits_for_its_release_and_pushes_even_without_gradients() -> None:
+    cluster = MemoryCluster("sync")
+    optimizer = SparseOptimizer(Model(cluster), timeout_s=7.0)
+    optimizer.step()
+    assert {name: (len(ids), grads.shape) for name, (ids, grads) in cluster.pushes[0].items()} == {
+        "user": (0, (0, 4)),
+        "item": (0, (0, 4)),
+    }
+    assert optimizer.last_ack.waited_s == 7.0
+
+
+def test_an_async_step_does_not_wait_and_without_gradients_pushes_nothing() -> None:
+    cluster = MemoryCluster("async")
+    model = Model(cluster)
+    optimizer = SparseOptimizer(model)
+    optimizer.step()
+    assert optimizer.last_ack is None
+    assert optimizer.staleness is None
+    model.users(USERS).sum().backward()
+    optimizer.step()
+    assert [list(push) for push in cluster.pushes] == [["user"]]
+    assert optimizer.last_ack.waited_s is None
+    assert optimizer.staleness == 0.0
+
+
+def test_gradients_that_could_not_be_handed_over_are_kept() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    module(torch.tensor([3])).sum().backward()
+    cluster.failure = ShardUnavailableError("shard 0 did not answer")
+    with pytest.raises(ShardUnavailableError):
+        optimizer.step()
+    cluster.failure = None
+    optimizer.step()
+    assert cluster.pushes[0]["t"][0].tolist() == [3]
+
+
+def test_a_closure_is_evaluated_and_its_loss_returned() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.tensor([3])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(float(cluster.tables["t"]._read(np.array([3], np.uint64))[0].sum()) + 2 * 0.5)
+    assert len(cluster.pushes) == 1
+
+
+def test_a_model_without_tables_or_with_two_clusters_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="Embedding"):
+        SparseOptimizer(nn.Linear(2, 2))
+    two = nn.ModuleList([Embedding(MemoryCluster().table(name, 2)) for name in "ab"])
+    with pytest.raises(InvalidInputError, match="2 clusters"):
+        SparseOptimizer(two)
+
+
+def test_a_newer_optimizer_takes_the_model_over() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    old, new = SparseOptimizer(module), SparseOptimizer(module)
+    module(torch.tensor([3])).sum().backward()
+    with pytest.raises(InvalidInputError, match="newer"):
+        old.step()
+    new.step()
+    assert len(cluster.pushes) == 1
+
+
+def test_a_long_accumulation_is_bounded_per_module() -> None:
+    cluster = MemoryCluster()
+    model = nn.ModuleList([Embedding(cluster.table("t", 2)) for _ in range(2)])
+    SparseOptimizer(model)
+    for module in itertools.islice(itertools.cycle(model), 2000):
+        module(torch.tensor([1])).sum().backward()
+    with pytest.raises(InvalidInputError, match="2000 lookups"):
+        model[0](torch.tensor([1]))
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
+def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s"):
+        SparseOptimizer(Embedding(MemoryCluster().table("t", 2)), timeout_s=timeout_s)
+
+
+def test_rows_are_recomputed_under_checkpointing() -> None:
+    cluster = MemoryCluster()
+    module = Embedding(cluster.table("t", 2))
+    optimizer = SparseOptimizer(module)
+    scale = torch.ones(2, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(lambda s: module(torch.tensor([3])) * s, scale, use_reentrant=False)
+    out.sum().backward()
+    optimizer.step()
+    assert cluster.pushes[0]["t"][1].tolist() == [[1.0, 1.0]]

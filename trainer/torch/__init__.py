@@ -1,0 +1,12 @@
+"""The PyTorch bridge: embedding modules whose rows live in a kvemb table, and the optimizer that pushes their
+gradients.
+
+What must not live here: storage, wire formats, update rules. `ports` says what is needed of a table and a cluster,
+`lookup` how a forward pass becomes a gradient to push, `embedding` the modules, `optimizer` the step. Also reachable as
+`kvemb.torch`.
+"""
+
+from trainer.torch.embedding import Embedding, EmbeddingBag
+from trainer.torch.optimizer import SparseOptimizer
+
+__all__ = ["Embedding", "EmbeddingBag", "SparseOptimizer"]

@@ -1,0 +1,151 @@
+"""Embedding and EmbeddingBag: torch's modules of the same names over a kvemb table.
+
+What must not live here: pulling (`lookup`) and pushing (`optimizer`). Rows are combined by torch.nn.functional on the
+rows pulled, so results and gradients are torch's own. Not offered, since nothing here could honour them: max_norm (a
+forward pass would write rows), sparse (gradients always travel by row), scale_grad_by_freq, device and dtype (results
+are float32 on the device of `input`).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvemb.errors import InvalidInputError
+from trainer.torch.lookup import TableModule
+from trainer.torch.ports import TablePort
+
+MODES = ("sum", "mean", "max")
+
+
+class Embedding(TableModule):
+    """Look up rows by id, as torch.nn.Embedding.
+
+    In training mode with gradients enabled, backward leaves the gradient of each row for the model's SparseOptimizer;
+    in eval mode or under no_grad nothing is recorded and rows require no gradient.
+
+    Args:
+        table: a kvemb table.
+        padding_idx: the id whose row gets no gradient and is never pushed. Its vector is the table's row of that id, so
+            its initial value unless `table.assign([padding_idx], zeros)` or the like was called once.
+
+    Raises:
+        InvalidInputError: `table` is no table, or `padding_idx` no id of it.
+
+    Source: torch.nn.Embedding.
+    """
+
+    def __init__(self, table: TablePort, padding_idx: int | None = None) -> None:
+        super().__init__(table, padding_idx)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows.
+
+        Args:
+            input: ids, any integer dtype, any shape.
+
+        Returns:
+            float32 [*input.shape, dim].
+
+        Raises:
+            InvalidInputError: `input` is no integer tensor, holds ids outside the table's domain, or 1000 lookups wait
+                for a step.
+        """
+        leaf, at, padding = self._look_up(input)
+        return F.embedding(at, leaf, padding_idx=padding)
+
+
+class EmbeddingBag(TableModule):
+    """Sum, average or take the maximum of the rows of each bag of ids, as torch.nn.EmbeddingBag. Empty bags are zeros.
+
+    Args:
+        table: a kvemb table.
+        mode: "sum", "mean" or "max".
+        include_last_offset: `offsets` has one more element, the length of `input` (CSR format).
+        padding_idx: the id that counts for nothing: not in the bag's sum, mean or maximum, not in the gradient, never
+            pushed.
+
+    Raises:
+        InvalidInputError: `table` is no table, an unknown mode, or `padding_idx` no id of the table.
+
+    Source: torch.nn.EmbeddingBag.
+    """
+
+    def __init__(self, table: TablePort, mode: str = "mean", include_last_offset: bool = False, padding_idx: int | None = None) -> None:
+        super().__init__(table, padding_idx)
+        if mode not in MODES:
+            raise InvalidInputError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Combine the rows of each bag.
+
+        Args:
+            input: ids, any integer dtype: [b, l], b bags of l ids each, or [m] with `offsets`.
+            offsets: integers [b]: where each bag begins in `input`; from 0, ascending. None for 2-D `input`.
+            per_sample_weights: float32 of the shape of `input`: factors of the rows; mode "sum" only. May require a
+                gradient.
+
+        Returns:
+            float32 [b, dim].
+
+        Raises:
+            InvalidInputError: on any of these not being so, or 1000 lookups waiting for a step; nothing was sent.
+        """
+        flat, starts, with_end = self._bags(input, offsets)
+        factors = self._factors(input, per_sample_weights)
+        leaf, at, padding = self._look_up(flat)
+        return F.embedding_bag(
+            at,
+            leaf,
+            starts.to(dtype=torch.int64, device=at.device),
+            mode=self.mode,
+            per_sample_weights=factors,
+            include_last_offset=with_end,
+            padding_idx=padding,
+        )
+
+    def extra_repr(self) -> str:
+        """Describe the module as torch's own modules do."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+    def _bags(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, bool]:
+        """Return ids [m], where each bag begins, and whether that ends with m."""
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            raise InvalidInputError(f"input must be a tensor of ids, [b, l] or [m], got {_shape(input)}")
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InvalidInputError("offsets must be None when input is 2-D: each line of input is a bag")
+            n_bags, length = input.shape
+            return input.reshape(-1), torch.arange(n_bags, device=input.device) * length, False
+        if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.is_floating_point() or offsets.is_complex():
+            raise InvalidInputError(f"offsets must be a 1-D integer tensor when input is 1-D, got {_shape(offsets)}")
+        self._check_offsets(offsets, len(input))
+        return input, offsets, self.include_last_offset
+
+    def _check_offsets(self, offsets: Tensor, n_ids: int) -> None:
+        """Torch computes something for offsets that go back or beyond the end; here they are refused."""
+        if len(offsets) == 0:
+            if self.include_last_offset or n_ids:
+                raise InvalidInputError(f"offsets is empty, but input holds {n_ids} ids; the first offset must be 0")
+            return
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or bool((offsets[1:] < offsets[:-1]).any()):
+            raise InvalidInputError(f"offsets must begin with 0 and ascend, got {offsets[:8].tolist()} …")
+        if last > n_ids or (self.include_last_offset and last != n_ids):
+            expected = "exactly" if self.include_last_offset else "at most"
+            raise InvalidInputError(f"the last offset is {last}, expected {expected} {n_ids}, the length of input")
+
+    def _factors(self, input: Tensor, per_sample_weights: Tensor | None) -> Tensor | None:
+        if per_sample_weights is None:
+            return None
+        if self.mode != "sum":
+            raise InvalidInputError(f"per_sample_weights goes with mode 'sum' only, this module has {self.mode!r}")
+        given = isinstance(per_sample_weights, Tensor)
+        if not given or per_sample_weights.shape != input.shape or per_sample_weights.dtype != torch.float32:
+            raise InvalidInputError(f"per_sample_weights must be float32 of shape {tuple(input.shape)}, got {_shape(per_sample_weights)}")
+        return per_sample_weights.reshape(-1)
+
+
+def _shape(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,161 @@
+"""One lookup: the distinct ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves
+there.
+
+What must not live here: how rows are combined (`embedding`), when they are pushed (`optimizer`).
+
+Strategy: the rows pulled become a leaf [n, dim] that requires a gradient, and torch's own functions index into it, so
+forward and backward are torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the
+leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Backward hands the lookup to its
+`Pending`, where the optimizer finds it. One thread per model.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kvemb.errors import InvalidInputError
+from kvemb.ids import normalize, to_caller
+from kvemb.segment import group
+from trainer.torch.ports import TablePort
+
+MAX_PENDING = 1000
+"""Lookups of one module that may wait for a step: more than any sane gradient accumulation, and memory stays
+bounded.
+"""
+
+
+class Lookup:
+    """Distinct ids uint64 [n], the versions uint64 [n] that the pull saw, and the id uint64 that must not be pushed, if
+    any.
+    """
+
+    def __init__(self, ids: NDArray[np.uint64], versions: NDArray[np.uint64], padding_id: np.uint64 | None) -> None:
+        self.ids, self.versions, self.padding_id = ids, versions, padding_id
+
+    def pushed(self, grads: NDArray[np.float32]) -> tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]:
+        """Return ids, gradients and versions without the padding id, whose row never changes."""
+        if self.padding_id is None:
+            return self.ids, grads, self.versions
+        keep = self.ids != self.padding_id
+        return self.ids[keep], grads[keep], self.versions[keep]
+
+
+class Pending:
+    """Lookups of one table that have a gradient and wait for a step. `leaves[i]` belongs to `lookups[i]`.
+
+    The list `leaves` is also the optimizer's `group["params"]`: GradScaler finds the gradients there. It is changed in
+    place only.
+    """
+
+    def __init__(self, table: TablePort, n_modules: int = 1) -> None:
+        self.table = table
+        self.limit = MAX_PENDING * n_modules
+        self.leaves: list[Tensor] = []
+        self.lookups: list[Lookup] = []
+
+    def add(self, leaf: Tensor, lookup: Lookup) -> None:
+        """Take a lookup whose leaf has just got a gradient; a second backward through the same graph adds to that."""
+        if not any(leaf is known for known in self.leaves):
+            self.leaves.append(leaf)
+            self.lookups.append(lookup)
+
+    def clear(self) -> None:
+        """Forget gradients and lookups; those whose backward is still to come are not concerned."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.leaves.clear()
+        self.lookups.clear()
+
+    def check_room(self) -> None:
+        """Refuse to go on when nobody collects the gradients.
+
+        Raises:
+            InvalidInputError: saying what to do.
+        """
+        if len(self.lookups) >= self.limit:
+            raise InvalidInputError(
+                f"table {self.table.name!r}: {len(self.lookups)} lookups have a gradient and none was pushed. Call "
+                "step() of a SparseOptimizer made from this model after backward(), or zero_grad() to drop them; use "
+                "model.eval() or torch.no_grad() where nothing is trained."
+            )
+
+
+class TableModule(nn.Module):
+    """What Embedding and EmbeddingBag share: a table, a padding id, and lookups."""
+
+    def __init__(self, table: TablePort, padding_idx: int | None) -> None:
+        super().__init__()
+        for name in ("pull", "dim", "definition", "cluster"):
+            if not hasattr(table, name):
+                raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
+        self.table = table
+        self.padding_idx = padding_idx
+        self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
+        self.pending = Pending(table)
+
+    @property
+    def embedding_dim(self) -> int:
+        """Weights per row, under torch's name."""
+        return self.table.dim
+
+    def extra_repr(self) -> str:
+        """Describe the module as torch's own modules do."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, dim={self.table.dim}{padding}"
+
+    def _check_padding(self, padding_idx: object) -> np.uint64:
+        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+            raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
+        definition = self.table.definition
+        ids, _ = normalize([padding_idx], definition.id_dtype, definition.name)
+        return np.uint64(ids[0])
+
+    def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Pull the distinct ids of `input`.
+
+        Returns:
+            leaf float32 [n, dim]; int64 positions in it, of the shape of `input`; position of the padding id in it, or
+            None. All on the device of `input`. The leaf requires a gradient, and its lookup will be pending after
+            backward, if the module trains.
+
+        Raises:
+            InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain; nothing was sent.
+        """
+        if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
+            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+            raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
+        recording = self.training and torch.is_grad_enabled()
+        if recording:
+            self.pending.check_room()
+        definition = self.table.definition
+        flat, shape = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name)
+        groups = group(self._with_padding(flat))
+        rows, versions = self.table.pull(to_caller(groups.ids, definition.id_dtype), return_versions=True)
+        leaf = torch.from_numpy(rows).to(input.device)
+        if recording:
+            self._record(leaf, Lookup(groups.ids, versions, self._padding_id))
+        # np.array: distinct ascending ids share one array with `groups`, and torch wants memory of its own.
+        at = torch.from_numpy(np.array(groups.inverse[: len(flat)], np.int64)).reshape(shape).to(input.device)
+        return leaf, at, None if self._padding_id is None else int(groups.inverse[-1])
+
+    def _with_padding(self, flat: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Add the padding id at the end: torch needs a position for it, even if no input has it, to add up as always."""
+        return flat if self._padding_id is None else np.append(flat, self._padding_id)
+
+    def _record(self, leaf: Tensor, lookup: Lookup) -> None:
+        pending = self.pending  # the list in force now: a later optimizer must not get this step's gradients
+
+        def after_backward(leaf: Tensor) -> None:
+            pending.add(leaf, lookup)
+
+        leaf.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(after_backward)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise InvalidInputError(
+            f"{type(self).__name__}({self.table.name!r}) holds a connection and cannot be pickled or deep-copied. Save "
+            "the model's state_dict() (dense weights); rows are kept by the cluster."
+        )

@@ -1,0 +1,238 @@
+"""SparseOptimizer: a torch.optim.Optimizer whose step is one push of all tables' gradients to the parameter servers.
+
+What must not live here: update rules (the parameter servers apply them) and lookups (`lookup`). A group per table holds
+the run-time values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them;
+`group["params"]` holds the leaves that wait for a step, so that GradScaler sees their gradients. Use it from one
+thread; it does not survive fork().
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kvemb.errors import InvalidInputError
+from kvemb.ids import to_caller
+from kvemb.segment import group as group_ids
+from trainer.torch.lookup import Pending, TableModule
+from trainer.torch.ports import AckPort, ClusterPort
+
+Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
+"""Distinct ids [n], gradients [n, dim], versions [n] of one table."""
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """Push what backward collected in a model's Embedding and EmbeddingBag modules. Dense weights need an optimizer of
+    their own.
+
+    One group per table: "table" (its name) and the run-time values of the table's optimizer, which begin as
+    `Table.hyper` says and travel with every push. Schedulers change them as in any optimizer (OneCycleLR: with
+    cycle_momentum=False unless the tables have momentum). Modules that share a table add up. A newer SparseOptimizer of
+    the same modules takes them over.
+
+    Args:
+        model: a module with at least one Embedding or EmbeddingBag inside, all of one cluster.
+        timeout_s: in a sync job, how long step() waits for the other trainers' parts of the step.
+
+    Raises:
+        InvalidInputError: no such module, or tables of several clusters.
+
+    Source: torch.optim.Optimizer.
+
+    Example:
+        >>> import kvemb, torch
+        >>> from trainer.torch import EmbeddingBag, SparseOptimizer
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     words = cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(lr=0.5), initializer=kvemb.init.zeros())
+        ...     bag = EmbeddingBag(words, mode="sum")
+        ...     optimizer = SparseOptimizer(bag)
+        ...     loss = bag(torch.tensor([[7, 8, 7]])).sum()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     cluster.flush()
+        ...     words.pull([7, 8])
+        array([[-1. , -1. ],
+               [-0.5, -0.5]], dtype=float32)
+    """
+
+    # GradScaler then calls step() even when gradients overflowed: in a sync job this trainer must still take part in
+    # the step.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, model: nn.Module, *, timeout_s: float = 120.0) -> None:
+        if not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
+        self._modules_of = _modules_by_table(model)
+        self._pending = {name: Pending(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
+        self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
+        self._timeout_s = timeout_s
+        self.last_ack: AckPort | None = None
+        values = {name: dict(pending.table.hyper) for name, pending in self._pending.items()}
+        common = set.intersection(*map(set, values.values()))
+        defaults = {key: value for key, value in next(iter(values.values())).items() if key in common}
+        super().__init__([{"params": [], "table": name, **values[name]} for name in values], defaults)
+        self._share_leaves()
+        for name, modules in self._modules_of.items():
+            for module in modules:
+                module.pending = self._pending[name]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for a step, or set them to zero. Forward passes whose backward is to come are
+        not concerned.
+        """
+        for pending in self._pending.values():
+            if set_to_none:
+                pending.clear()
+            for leaf in pending.leaves:
+                if leaf.grad is not None:
+                    leaf.grad = torch.zeros_like(leaf.grad)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the gradients of all backward passes since the last step, all tables in one push.
+
+        The gradients are used up. In a sync job the call returns after the step was released, that is applied; a
+        trainer without gradients takes part with an empty push. In an async job it returns once the push was handed
+        over, and pushes nothing if there are no gradients; see `last_ack`.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            InvalidInputError: gradients that are not finite, run-time values out of range, or modules taken over by a
+                newer optimizer; nothing was sent.
+            KvembError: the push failed, or the step was not released in time: it may have been applied. Gradients that
+                were not handed over are kept until zero_grad().
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_owned()
+        hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
+        parts = self._empty_parts() if self._overflowed() else self._parts()
+        sync = self._cluster.mode == "sync"
+        if not sync:
+            parts = {name: part for name, part in parts.items() if len(part[0])}
+        if parts:
+            self._push(parts, {name: hyper[name] for name in parts})
+        for pending in self._pending.values():
+            pending.clear()
+        if sync and self.last_ack is not None:
+            self.last_ack.wait_applied(self._timeout_s)
+        return loss
+
+    @property
+    def staleness(self) -> Any:
+        """How stale the last push was, as its ack says; None before the first push and until it was applied."""
+        return None if self.last_ack is None else self.last_ack.staleness
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups' run-time values. Rows and their slots are kept by the cluster; waiting gradients are not
+        saved.
+        """
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["params"] = []
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the run-time values of a `state_dict`. Waiting gradients stay.
+
+        Raises:
+            InvalidInputError: other tables than this model's, or values that their optimizers do not have; nothing
+                changed.
+        """
+        groups = state_dict["param_groups"]
+        mine, given = [g["table"] for g in self.param_groups], [g.get("table") for g in groups]
+        if mine != given:
+            raise InvalidInputError(f"the state belongs to the tables {given}, this model has {mine}, in this order")
+        for group in groups:
+            self._hyper(group)
+        for group in self.param_groups:
+            group["params"] = []
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._share_leaves()
+
+    def _share_leaves(self) -> None:
+        for group in self.param_groups:
+            group["params"] = self._pending[group["table"]].leaves
+
+    def _check_owned(self) -> None:
+        for name, modules in self._modules_of.items():
+            if any(module.pending is not self._pending[name] for module in modules):
+                raise InvalidInputError(f"table {name!r}: a newer SparseOptimizer has taken over this model; use it")
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, float]:
+        """Return a group's run-time values, checked; keys that schedulers keep beside them (initial_lr, …) are left
+        out.
+        """
+        spec = self._pending[group["table"]].table.definition.optimizer
+        missing = sorted(set(spec.defaults()) - set(group))
+        if missing:
+            raise InvalidInputError(f"table {group['table']!r}: {spec.kind} needs {', '.join(missing)} in its group")
+        return spec.check_hyper({name: float(group[name]) for name in spec.defaults()})
+
+    def _overflowed(self) -> bool:
+        return bool(getattr(self, "found_inf", 0))  # set by GradScaler during its step
+
+    def _parts(self) -> dict[str, Part]:
+        return {name: _merge(pending, _unscale_factor(self)) for name, pending in self._pending.items()}
+
+    def _empty_parts(self) -> dict[str, Part]:
+        return {name: _empty(pending.table.dim) for name, pending in self._pending.items()}
+
+    def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]]) -> None:
+        id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
+        rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
+        self.last_ack = self._cluster.push(rows, versions={name: part[2] for name, part in parts.items()}, hyper=hyper)
+
+
+def _modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
+    found: dict[str, list[TableModule]] = {}
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            found.setdefault(module.table.name, []).append(module)
+    if not found:
+        raise InvalidInputError("the model has no trainer.torch.Embedding or EmbeddingBag, and nothing else is trained here")
+    clusters = {id(m.table.cluster) for modules in found.values() for m in modules}
+    if len(clusters) > 1:
+        raise InvalidInputError(f"the tables {', '.join(found)} belong to {len(clusters)} clusters; make one SparseOptimizer for each")
+    return found
+
+
+def _unscale_factor(optimizer: torch.optim.Optimizer) -> float:
+    """What GradScaler asks the step to multiply gradients by: 1, unless it left them scaled."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else 1.0 / float(scale)
+
+
+def _merge(pending: Pending, factor: float) -> Part:
+    """Sum the gradients of all lookups of one table by id; of the versions seen the oldest counts."""
+    pushed = [
+        lookup.pushed(_as_numpy(leaf.grad)) for leaf, lookup in zip(pending.leaves, pending.lookups, strict=True) if leaf.grad is not None
+    ]
+    if not pushed:
+        return _empty(pending.table.dim)
+    columns = zip(*pushed, strict=True)
+    ids, grads, versions = (np.concatenate(arrays) if len(arrays) > 1 else arrays[0] for arrays in columns)
+    groups = group_ids(ids)
+    summed = groups.sum(grads)
+    # Out of place: without duplicates `summed` is still the leaf's own gradient.
+    return groups.ids, summed * np.float32(factor) if factor != 1.0 else summed, groups.minimum(versions)
+
+
+def _as_numpy(grad: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = grad.detach().cpu().numpy()
+    return array
+
+
+def _empty(dim: int) -> Part:
+    return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)

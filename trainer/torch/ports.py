@@ -1,0 +1,79 @@
+"""What this bridge needs of a table, a cluster and an ack: `kvemb` has them; tests may bring their own. No code
+here.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.table_def import TableDef
+
+Pushes = Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]]
+"""Per table: ids [n] and gradients float32 [n, dim]."""
+
+
+class AckPort(Protocol):
+    """What became of a push. `staleness` is known once the push was applied."""
+
+    def wait_applied(self, timeout_s: float | None = None) -> None:
+        """Wait until the push was applied; in a sync job: until the step was released."""
+        ...
+
+    @property
+    def staleness(self) -> Any:
+        """How far the rows pulled lagged behind those the push met; None until it was applied."""
+        ...
+
+
+class ClusterPort(Protocol):
+    """The push of several tables at once."""
+
+    @property
+    def mode(self) -> str:
+        """Either "sync" or "async"."""
+        ...
+
+    def push(
+        self,
+        tables: Pushes,
+        *,
+        versions: Mapping[str, NDArray[np.uint64]] | None = None,
+        hyper: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> AckPort:
+        """Hand over gradients; the ids of each table are distinct."""
+        ...
+
+
+class TablePort(Protocol):
+    """The pull of rows, and what the table is."""
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        ...
+
+    @property
+    def definition(self) -> TableDef:
+        """Identity and defaults."""
+        ...
+
+    @property
+    def hyper(self) -> dict[str, float]:
+        """The optimizer's run-time values that this client's next push would carry."""
+        ...
+
+    @property
+    def cluster(self) -> Any:
+        """The `ClusterPort` that the table was opened from."""
+        ...
+
+    def pull(self, ids: NDArray[Any], *, return_versions: Literal[True]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
+        """Fetch rows [n, dim] and their versions [n]; ids that no push created have their initial rows and version 0."""
+        ...
