@@ -60,11 +60,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    import kvemb
+    from kvemb.cluster_status import survey
+    from kvemb.config import load
     from kvemb.status import healthy, render
 
-    with kvemb.connect(args.config) as cluster:
-        status = cluster.status()
+    status = survey(load(args.config, os.environ))
     print(render(status))
     return 0 if healthy(status) else 1
 

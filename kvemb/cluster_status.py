@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from kvemb.config import Config
 from kvemb.errors import StorageError
-from kvemb.messages import StatusReply
+from kvemb.messages import Empty, StatusReply
+from kvemb.net.deadline import Deadline
 from kvemb.stores.base import NodeStats
+from kvemb.stores.registry import open_store
 from kvemb.table import Access
 
 
@@ -27,6 +30,28 @@ class ClusterStatus:
     nodes_error: str = ""
 
 
+def survey(config: Config) -> ClusterStatus:
+    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: what is down is what one wants to see.
+
+    Args:
+        config: of the cluster.
+    """
+    from kvemb.client.servers import Servers
+
+    store, servers = open_store(config.storage, role="trainer"), Servers(config.servers.shards)
+    try:
+        deadline = Deadline.after(config.storage.timeout_s)
+        replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)
+        shards = tuple(_shard(i, address, reply) for i, (address, reply) in enumerate(zip(config.servers.shards, replies, strict=True)))
+        try:
+            return ClusterStatus(shards, tuple(store.stats(Deadline.after(config.storage.timeout_s))))
+        except StorageError as error:
+            return ClusterStatus(shards, (), str(error))
+    finally:
+        servers.close()
+        store.close()
+
+
 def read_status(access: Access, timeout_s: float | None) -> ClusterStatus:
     """Ask every shard and node; what does not answer is reported as such, not raised."""
     shards = _shards(access, access.pull_timeout_s if timeout_s is None else timeout_s)
@@ -41,7 +66,8 @@ def _shards(access: Access, timeout_s: float) -> tuple[ShardStatus, ...]:
     if access.shards is None:
         return ()
     pairs = zip(access.shards.addresses, access.shards.status(timeout_s), strict=True)
-    return tuple(
-        ShardStatus(shard, address, None, str(reply)) if isinstance(reply, Exception) else ShardStatus(shard, address, reply)
-        for shard, (address, reply) in enumerate(pairs)
-    )
+    return tuple(_shard(index, address, reply) for index, (address, reply) in enumerate(pairs))
+
+
+def _shard(index: int, address: str, reply: StatusReply | Exception) -> ShardStatus:
+    return ShardStatus(index, address, None, str(reply)) if isinstance(reply, Exception) else ShardStatus(index, address, reply)

@@ -126,12 +126,12 @@ class RecordFormat:
         return np.ascontiguousarray(records[:, 4:HEADER_SIZE]).view("<u8")[:, 0]
 
     def weights(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the weights of n records: float32 [n, dim], a copy."""
+        """Return the weights of n records: float32 [n, dim]; may be a view of `records`."""
         stored = np.ascontiguousarray(records[:, HEADER_SIZE : self.prefix_bytes]).view(storage_dtype(self.dtype))
         return to_float32(stored, self.dtype)
 
     def slots(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the slots of n whole records: float32 [n, slot_size], a copy."""
+        """Return the slots of n whole records: float32 [n, slot_size]; may be a view of `records`."""
         raw = np.ascontiguousarray(records[:, self.prefix_bytes : self.size_bytes])
         return raw.view("<f4").astype(np.float32, copy=False) if self.slot_size else np.empty((len(records), 0), np.float32)
 

@@ -23,10 +23,13 @@ def render(status: ClusterStatus) -> str:
 
 def healthy(status: ClusterStatus) -> bool:
     """Whether every node and every shard answered and none has failed."""
-    return not status.nodes_error and all(s.reply is not None and not s.reply.failure for s in status.shards)
+    nodes_well = not status.nodes_error and not any(node.error for node in status.nodes)
+    return nodes_well and all(s.reply is not None and not s.reply.failure for s in status.shards)
 
 
 def _node_row(node: NodeStats) -> tuple[str, ...]:
+    if node.error:
+        return (node.address, "-", "-", "-", "-", "-", node.error)
     limit = f"{node.limit_bytes / _MB:,.0f} MB" if node.limit_bytes else "none set"
     headroom = f"{100 * (1 - node.used_bytes / node.limit_bytes):.0f} %" if node.limit_bytes else "-"
     used = f"{node.used_bytes / _MB:,.1f} MB"
@@ -44,11 +47,12 @@ def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Align columns: text to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    # The last column may hold an error of any length; it needs no room of its own beyond the heading's.
+    widths = [max(len(row[i]) for row in [head, *rows]) if i < len(head) - 1 else len(head[i]) for i in range(len(head))]
     lines = []
     for row in [head, *rows]:
         cells = [
-            cell.ljust(width) if i < 2 or i == len(head) - 1 else cell.rjust(width)
+            cell.ljust(width) if i < 2 or (i == len(head) - 1 and not cell[:1].isdigit()) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

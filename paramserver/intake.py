@@ -92,8 +92,8 @@ class Intake:
                 return
             new = Part(tables, Ticket(part.sequence, part.digest, size))
             self._pending.check_size(session, new)
-            hyper_by_table([*session.held, new])
-            session.accept(new)
+            hyper_by_table([*(session.held if session.held_step == part.step else ()), new])
+            session.accept(new, part.step)
             new.ticket.answer(sink)
             if not part.more:
                 self._enqueue(session.complete(part.step))

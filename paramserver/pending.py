@@ -74,7 +74,7 @@ class Pending:
 
     def check_size(self, session: Session, new: Part) -> None:
         """Refuse the part that makes a push too large to hold."""
-        parts = [*session.held, new]
+        parts = [*session.held, new]  # of an abandoned push too: they leave when this part is accepted
         if len(parts) > self._limits.push_parts or sum(part.ticket.size_bytes for part in parts) > self._limits.push_bytes:
             raise PushRejectedError(
                 f"trainer {session.trainer!r}: a push of more than {self._limits.push_parts} parts or {self._limits.push_bytes} bytes; "

@@ -27,6 +27,7 @@ class Session:
         last_sequence: of the last accepted part.
         live: said hello to this process and not yet goodbye.
         held: accepted parts of a push whose last part is still to come.
+        held_step: the step of that push.
         answers: tickets of recent parts by sequence, oldest first; every part that has no outcome yet is among them.
         n_waiting, bytes_waiting: complete pushes that are not applied yet.
     """
@@ -36,6 +37,7 @@ class Session:
     last_sequence: int = 0
     live: bool = True
     held: list[Part] = field(default_factory=list)
+    held_step: int = 0
     answers: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     n_waiting: int = 0
     bytes_waiting: int = 0
@@ -68,8 +70,11 @@ class Session:
             )
         return ticket
 
-    def accept(self, part: Part) -> None:
-        """Take the next part."""
+    def accept(self, part: Part, step: int) -> None:
+        """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
+        if step != self.held_step:
+            self.drop_held({"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"})
+        self.held_step = step
         self.last_sequence = part.ticket.sequence
         self.answers[part.ticket.sequence] = part.ticket
         self.held.append(part)

@@ -16,7 +16,7 @@ from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
 from kvemb.local_cluster.servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 
-_SHARD_GRACE_S = 35.0
+_SHARD_GRACE_S = 45.0  # a shard drains for 30 s, then joins its threads and waits for a last storage call
 _SERVER_GRACE_S = 5.0
 
 

@@ -3,9 +3,15 @@
 Sending and receiving interleave on non-blocking sockets: sending everything first would deadlock on full buffers. A bounded window of
 requests is in flight per node, so that neither side's buffers grow with the batch. Whatever goes wrong, the caller drops every link that
 took part, because a link with unread replies would hand them to the next batch.
+
+A server may send a large reply in many small pieces (memcached: 6.5 kB), and to look at each costs far more than the bytes do. So while
+much more is certainly on its way, the kernel is asked to wake this process only when a larger piece lies ready (SO_RCVLOWAT). It is a
+hint in both directions: replies turn out shorter where rows are missing, and then the wait ends after PATIENCE_S.
 """
 
 import select
+import socket
+import time
 from collections.abc import Sequence
 
 from kvemb.errors import DeadlineExceededError, ProtocolError
@@ -14,6 +20,8 @@ from kvemb.net.link import Link
 from kvemb.wire.replies import Step
 
 WINDOW_STEPS = 4
+LOW_WATER_BYTES = 64 << 10
+PATIENCE_S = 0.002
 
 
 class Conversation:
@@ -25,6 +33,10 @@ class Conversation:
         self._sent = 0  # steps handed to the kernel whole
         self._answered = 0
         self._unsent = memoryview(b"")  # rest of the step being sent
+        self._taken_bytes = 0  # of the reply being read
+        self._was_full = False  # whether the last reply was about as large as it could be
+        self._low_water_bytes = 1
+        self._heard_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -53,12 +65,38 @@ class Conversation:
             return
         while not self.done:
             reply = self._steps[self._answered].reply
-            self.link.consume(reply.feed(self.link.received))
+            taken_bytes = reply.feed(self.link.received)
+            self.link.consume(taken_bytes)
+            self._taken_bytes += taken_bytes
             if not reply.done:
                 return
+            self._was_full = 2 * self._taken_bytes > self._steps[self._answered].reply_bytes
+            self._taken_bytes = 0
             self._answered += 1
         if len(self.link.received):
             raise ProtocolError(f"node {self.link.address}: sent more than was asked for: {self.link.received[:40].tobytes()!r}")
+
+    @property
+    def patient(self) -> bool:
+        """Whether the kernel holds small pieces back."""
+        return self._low_water_bytes > 1
+
+    def wait_for_more(self) -> None:
+        """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way."""
+        on_way_bytes = sum(step.reply_bytes for step in self._steps[self._answered + 1 : self._sent])
+        self._set_low_water(LOW_WATER_BYTES if self._was_full and on_way_bytes >= 2 * LOW_WATER_BYTES else 1)
+        self._heard_s = time.monotonic()
+
+    def lose_patience(self) -> None:
+        """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
+        if self.patient and time.monotonic() - self._heard_s > PATIENCE_S:
+            self._was_full = False
+            self._set_low_water(1)  # the next poll reports what there is
+
+    def _set_low_water(self, n_bytes: int) -> None:
+        if n_bytes != self._low_water_bytes:
+            self.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, n_bytes)
+            self._low_water_bytes = n_bytes
 
 
 def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
@@ -74,22 +112,25 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
         conversation.send()
         poll.register(fd, _interest(conversation))
     while active:
-        events = poll.poll(deadline.remaining_s() * 1000)
-        if not events:
-            if not deadline.expired:
-                continue
+        patient = [conversation for conversation in active.values() if conversation.patient]
+        wait_s = min(deadline.remaining_s(), PATIENCE_S) if patient else deadline.remaining_s()
+        events = poll.poll(wait_s * 1000)
+        if not events and deadline.expired:
             slow = ", ".join(conversation.link.address for conversation in active.values())
             raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
         for fd, event in events:
             conversation = active[fd]
             if event & ~select.POLLOUT:
                 conversation.receive()
+                conversation.wait_for_more()
             if conversation.done:
                 poll.unregister(fd)
                 del active[fd]
                 continue
             conversation.send()
             poll.modify(fd, _interest(conversation))
+        for conversation in patient:
+            conversation.lose_patience()
 
 
 def _interest(conversation: Conversation) -> int:

@@ -8,13 +8,14 @@ A missing row and a write conflict are results. What raises is in `kvemb.errors`
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.errors import StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.markers import Marker
@@ -105,7 +106,7 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class NodeStats:
-    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set."""
+    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer."""
 
     address: str
     server: str
@@ -113,7 +114,8 @@ class NodeStats:
     used_bytes: int
     limit_bytes: int
     evicted: int
-    role: str = field(default="primary")
+    role: str = "primary"
+    error: str = ""
 
 
 class Store(ABC):
@@ -185,7 +187,18 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self, deadline: Deadline) -> list[NodeStats]:
-        """Ask every node for its size and headroom."""
+        """Ask every node for its size and headroom; a node that does not answer has its error in the place of its numbers."""
+
+    def stats_or_error(self, address: str, deadline: Deadline) -> NodeStats:
+        """What `_node_stats` says of a node, or why it says nothing."""
+        try:
+            return self._node_stats(address, deadline)
+        except StorageError as error:
+            return NodeStats(address, "-", 0, 0, 0, 0, error=str(error))
+
+    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+        """Ask one node; used by stores whose nodes are asked one by one."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:

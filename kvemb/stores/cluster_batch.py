@@ -161,7 +161,7 @@ class ClusterBatch(ABC):
             redirects.last = line
             kind = line.split(b" ", 1)[0]
             if kind == b"-ASK":
-                part.ask.setdefault(_redirect_target(line, share.address), []).append(int(positions[row]))
+                part.ask.setdefault(redirect_target(line, share.address), []).append(int(positions[row]))
                 continue
             if kind == b"-MOVED":
                 redirects.changed_map = True
@@ -233,7 +233,7 @@ class EraseBatch(ClusterBatch):
         return codec.erase_steps(keys, out), (out,)
 
 
-def _redirect_target(line: bytes, asked: str) -> str:
+def redirect_target(line: bytes, asked: str) -> str:
     """The "host:port" of `-ASK 3999 host:port`; an empty host means the node that was asked."""
     target = line.split(b" ")[2].decode()
     host, _, port = target.rpartition(":")

@@ -34,7 +34,7 @@ class MemcachedStore(NodeStore):
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
-        return [self._node_stats(address, deadline) for address in self.addresses]
+        return [self.stats_or_error(address, deadline) for address in self.addresses]
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
         return Link(connect(address, deadline), address)

@@ -25,7 +25,10 @@ class RedisStore(NodeStore):
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
-        return [redis_admin.node_stats(a, redis_admin.info(a, self.config, deadline)) for a in self.addresses]
+        return [self.stats_or_error(address, deadline) for address in self.addresses]
+
+    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+        return redis_admin.node_stats(address, redis_admin.info(address, self.config, deadline))
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
         return redis_admin.open_link(address, self.config, self.role, self._in_doubt.setdefault(address, set()), deadline)

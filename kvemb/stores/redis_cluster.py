@@ -19,13 +19,15 @@ from kvemb.net.pool import LinkPool
 from kvemb.stores import redis_admin
 from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, Store, WritePart, WriteResult
 from kvemb.stores.batch import NodeSteps, server_error, unexpected_value
-from kvemb.stores.cluster_batch import REDIRECTS, ClusterBatch, EraseBatch, ReadBatch, Redirects, WriteBatch
+from kvemb.stores.cluster_batch import REDIRECTS, ClusterBatch, EraseBatch, ReadBatch, Redirects, WriteBatch, redirect_target
 from kvemb.stores.cluster_map import SlotMap, fetch_slot_map, marker_keys
 from kvemb.stores.markers import Marker, diagnose
 from kvemb.stores.redis import MAX_VALUE_BYTES
-from kvemb.wire.replies import BlobReply, CodeReply, Step, UnexpectedValueError
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Step, UnexpectedValueError
+from kvemb.wire.requests import chunks
 from kvemb.wire.resp import RespCodec, command
 
+_SLOTS_PER_STEP = 512
 _PAUSE_S = 0.02  # between rounds while the cluster says "not now"
 
 
@@ -40,6 +42,7 @@ class RedisClusterStore(Store):
         self._pool = LinkPool(self._open_link, self._dropped)
         self._in_doubt: dict[str, set[str]] = {}
         self._map: SlotMap | None = None
+        self._on_the_way: set[int] = set()  # slots whose marker was found to be moving
         self._origin: Marker | None = None
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
@@ -102,23 +105,30 @@ class RedisClusterStore(Store):
         self._run(EraseBatch(parts), deadline)
 
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        key = name.encode()
+        asking: str | None = None
         while True:
-            step, reply = self._codec.get_step(name.encode())
-            self._exchange({self._slot_map(deadline).address_of(text_slot(name.encode())): [step]}, [], deadline)
-            if not self._try_again(reply.error, deadline):
+            step, reply = self._codec.get_step(key)
+            asking, done = self._single(key, step, reply, asking, deadline)
+            if done:
                 return [reply.value]
 
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
+        key = name.encode()
+        asking: str | None = None
         while True:
-            step, reply = self._codec.put_step(name.encode(), value)
-            self._exchange({self._slot_map(deadline).address_of(text_slot(name.encode())): [step]}, [], deadline)
-            if not self._try_again(reply.errors[0][1] if reply.errors else None, deadline):
+            step, reply = self._codec.put_step(key, value)
+            asking, done = self._single(key, step, reply, asking, deadline)
+            if done:
                 return
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
         self._refresh(deadline)
-        return [redis_admin.node_stats(a, redis_admin.info(a, self.config, deadline)) for a in self.addresses]
+        return [self.stats_or_error(address, deadline) for address in self.addresses]
+
+    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+        return redis_admin.node_stats(address, redis_admin.info(address, self.config, deadline))
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
@@ -147,7 +157,8 @@ class RedisClusterStore(Store):
             if not share.asking:
                 last_slot[share.address] = share.slot
         markers: dict[str, tuple[int, BlobReply]] = {}
-        for address, slot in last_slot.items():
+        for address, used_slot in last_slot.items():
+            slot = self._settled_slot(address, used_slot, slot_map)
             step, reply = self._codec.get_step(marker_keys()[slot])
             by_node[address].append(step)
             markers[address] = (slot, reply)
@@ -158,12 +169,23 @@ class RedisClusterStore(Store):
     def _marker_holds(self, address: str, slot: int, reply: BlobReply) -> bool:
         """False when the slot has just moved: then the node's rows are asked for again, where a marker can vouch for them."""
         if reply.error is not None:
+            if reply.error.startswith(b"-ASK "):
+                self._on_the_way.add(slot)
             return False
         assert self._origin is not None, "open() comes first"
         expected = self._marker(self._origin, slot)
         if reply.value != expected.encode():
             raise diagnose(f"{address} (slot {slot})", expected, reply.value)
         return True
+
+    def _settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
+        """The slot whose marker vouches for a node: one that the batch uses, but while its marker is on its way to another node (which may
+        take long), another slot of this node."""
+        if slot not in self._on_the_way:
+            return slot
+        mine = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address)) if address in slot_map.addresses else np.empty(0, int)
+        settled = mine[~np.isin(mine, list(self._on_the_way))]
+        return int(settled[0]) if len(settled) else slot
 
     def _exchange(self, by_node: dict[str, list[Step]], plans: list[NodeSteps], deadline: Deadline) -> None:
         with self._pool.lease(by_node, deadline) as links:
@@ -195,7 +217,9 @@ class RedisClusterStore(Store):
         return self._map
 
     def _refresh(self, deadline: Deadline) -> None:
-        self._map = fetch_slot_map(dict.fromkeys([*self.addresses, *self.config.nodes]), self.config, deadline)
+        before = self._map
+        self._map = after = fetch_slot_map(dict.fromkeys([*self.addresses, *self.config.nodes]), self.config, deadline)
+        self._on_the_way = {slot for slot in self._on_the_way if before and before.address_of(slot) == after.address_of(slot)}
 
     def _marker(self, origin: Marker, slot: int) -> Marker:
         return Marker(origin.cluster_id, slot, origin.generation, 0, 0, "")
@@ -224,7 +248,19 @@ class RedisClusterStore(Store):
         by_node: dict[str, list[Step]] = {address: [] for address in slot_map.addresses}
         for slot, step in enumerate(steps):
             by_node[slot_map.address_of(slot)].append(step)
-        self._exchange({address: batch for address, batch in by_node.items() if batch}, [], deadline)
+        self._exchange({address: _joined(batch) for address, batch in by_node.items() if batch}, [], deadline)
+
+    def _single(
+        self, key: bytes, step: Step, reply: BlobReply | CodeReply, asking: str | None, deadline: Deadline
+    ) -> tuple[str | None, bool]:
+        """Run one command at its slot's node, or at the importing node given; return the importing node to ask next, and whether it is done."""
+        address = asking or self._slot_map(deadline).address_of(text_slot(key))
+        steps = [Step(memoryview(command(b"ASKING")), LineReply()), step] if asking else [step]
+        self._exchange({address: steps}, [], deadline)
+        line = reply.error if isinstance(reply, BlobReply) else reply.errors[0][1] if reply.errors else None
+        if line is not None and line.startswith(b"-ASK ") and not deadline.expired:
+            return redirect_target(line, address), False
+        return None, not self._try_again(line, deadline)
 
     def _try_again(self, line: bytes | None, deadline: Deadline) -> bool:
         """Whether a single command was redirected or refused for now; the map has been asked for anew then."""
@@ -240,3 +276,11 @@ class RedisClusterStore(Store):
         for line in lines:
             if line is not None:
                 raise StorageError(f"the cluster is changing its slots ({line.decode('ascii', 'replace')}); try again when it has settled")
+
+
+def _joined(steps: Sequence[Step]) -> list[Step]:
+    """The same commands and replies in fewer, larger steps."""
+    return [
+        Step(memoryview(b"".join(step.request for step in steps[rows])), RepliesInOrder([step.reply for step in steps[rows]]))
+        for rows in chunks(len(steps), _SLOTS_PER_STEP)
+    ]

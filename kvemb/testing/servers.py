@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class ServerNodes(Nodes):
     """
 
     def __init__(self, kind: str, n: int, folder: Path, memory_mb: int = 256) -> None:
-        self._start = lambda: start_servers(kind, n, folder, memory_mb)
+        self._start: Callable[[], list[StorageServer]] = lambda: start_servers(kind, n, folder, memory_mb)
         self.servers = self._start()
         self.own_map = kind != "redis-cluster"
         super().__init__(self._config())

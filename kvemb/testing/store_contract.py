@@ -42,7 +42,18 @@ CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76
 TAG = b"tab"
 # What a reader may take for the protocol when it stands inside a record.
-PROTOCOL_TEXT = (b"$-1\r\n", b"VA 76 c1\r\n", b"EN\r\n", b"+OK\r\n", b"-ERR no\r\n", b"HD\r\n", b"$76\r\n", b"VA 76\r\n", b"\r\n", b"*3\r\n")
+PROTOCOL_TEXT = (
+    b"$-1\r\n",
+    b"VA 76 c1\r\n",
+    b"EN\r\n",
+    b"+OK\r\n",
+    b"-ERR no\r\n",
+    b"HD\r\n",
+    b"$76\r\n",
+    b"VA 76\r\n",
+    b"\r\n",
+    b"*3\r\n",
+)
 
 
 class Nodes:
@@ -102,7 +113,8 @@ def row_keys(n: int, first: int = 1, tag: bytes = TAG) -> RowKeys:
 def records_of(keys: RowKeys, size: int = SIZE, salt: int = 0) -> NDArray[np.uint8]:
     """Return records that follow from the ids, so that a row in another's place is noticed: uint8 [n, size]."""
     words = np.arange(size // 8 + 1, dtype=np.uint64) + np.uint64(salt << 32)
-    return np.ascontiguousarray(mix64(keys.ids[:, None] + mix64(words)[None, :]).view(np.uint8)[:, :size])
+    data: NDArray[np.uint8] = mix64(keys.ids[:, None] + mix64(words)[None, :]).view(np.uint8)
+    return np.ascontiguousarray(data[:, :size])
 
 
 def protocol_records(n: int, size: int = SIZE) -> NDArray[np.uint8]:

@@ -35,7 +35,8 @@ class MetaCodec:
         for rows in chunks(len(keys), self._rows_per_step):
             request = columns(rows.stop - rows.start, b"mg ", keys[rows], tail).reshape(-1).data
             if tokens is None:
-                steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows])))
+                size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
+                steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
             else:
                 steps.append(Step(request, TokenReply(record_bytes, out[rows], found[rows], tokens[rows])))
         return steps

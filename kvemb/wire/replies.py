@@ -6,8 +6,10 @@ break the stride; `StrideReply` then finds the rows from the positions of the mi
 neither a hit of the expected size nor a miss (a server's error) is looked at by itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +42,18 @@ class Reply(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One request and the reply it will get."""
+    """One request and the reply it will get.
+
+    Args:
+        request: its bytes.
+        reply: reads the answer.
+        reply_bytes: how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for
+            more of a large answer before it looks at it.
+    """
 
     request: memoryview
     reply: Reply
+    reply_bytes: int = 0
 
 
 def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
@@ -52,15 +62,45 @@ def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
     Compares in machine words: a comparison of [k, len(pattern)] single bytes costs ten times as much.
     """
     good = np.ones(len(block), dtype=bool)
-    offset = 0
-    if not len(block):
-        return good
-    while offset < len(pattern):
-        width = next(w for w in (8, 4, 2, 1) if w <= len(pattern) - offset)
+    for offset, width, mask, value in _words(pattern, block.shape[1] - at) if len(block) else ():
         words = np.ndarray((len(block),), f"<u{width}", block, at + offset, (block.strides[0],))
-        good &= words == int.from_bytes(pattern[offset : offset + width], "little")
-        offset += width
+        good &= (words if mask is None else words & mask) == value
     return good
+
+
+def matches_at(data: Bytes, starts: NDArray[np.intp], pattern: bytes, room: int) -> NDArray[np.bool_]:
+    """Return at which of the given positions of data the pattern lies: bool [k]. Behind every position must be `room` bytes."""
+    good = np.ones(len(starts), dtype=bool)
+    for offset, width, mask, value in _words(pattern, room) if len(starts) else ():
+        words = pieces(data[offset:], width, f"<u{width}")[starts]
+        good &= (words if mask is None else words & mask) == value
+    return good
+
+
+@cache
+def _words(pattern: bytes, room: int) -> tuple[tuple[int, int, np.uint64 | None, int], ...]:
+    """Cut a pattern into machine words: (offset, width, mask, value); one wide word with the rest masked out where there is room for it."""
+    words: list[tuple[int, int, np.uint64 | None, int]] = []
+    offset = 0
+    while offset < len(pattern):
+        left = len(pattern) - offset
+        value = int.from_bytes(pattern[offset : offset + 8], "little")
+        if left not in (1, 2, 4) and offset + 8 <= room:
+            words.append((offset, 8, np.uint64((1 << 8 * left) - 1) if left < 8 else None, value))
+            offset += 8
+        else:
+            width = next(w for w in (8, 4, 2, 1) if w <= left)
+            words.append((offset, width, None, value & (1 << 8 * width) - 1))
+            offset += width
+    return tuple(words)
+
+
+def pieces(data: Bytes, size: int, dtype: str = "") -> NDArray[Any]:
+    """Return the view [len - size + 1] whose item i is data[i : i + size] in one piece, raw bytes unless a dtype is given.
+
+    Items of one opaque type are copied whole: gathering rows of [n, size] single bytes costs three times as much.
+    """
+    return np.ndarray((len(data) - size + 1,), dtype or f"V{size}", data, 0, (1,))
 
 
 def find(data: Bytes, pattern: bytes) -> NDArray[np.intp]:
@@ -125,6 +165,7 @@ class StrideReply:
 
     def __post_init__(self) -> None:
         self._stride = len(self.head) + self.size_bytes + len(_EOL)
+        self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
 
     @property
     def done(self) -> bool:
@@ -139,8 +180,9 @@ class StrideReply:
         while not self.done:
             before = position
             position += self._take_hits(data[position:])
-            if not self.done:
-                position += self._take_mixed(data[position:])
+            if self.done or self._hit_is_cut(data[position:]):
+                break
+            position += self._take_mixed(data[position:])
             if position == before:
                 position += self._take_odd(data[position:])
             if position == before:
@@ -169,50 +211,74 @@ class StrideReply:
         if not count:
             return 0
         block = data[: count * self._stride].reshape(count, self._stride)
-        good = self._framed(block)
+        good = matches(block, 0, self.head)
+        good &= matches(block, self._stride - len(_EOL), _EOL)
         run = count if good.all() else int(np.argmin(good))
-        self._store(slice(self._at, self._at + run), block[:run])
+        rows = slice(self._at, self._at + run)
+        self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
+        self.found[rows] = True
         self._at += run
         return run * self._stride
+
+    def _hit_is_cut(self, data: Bytes) -> bool:
+        """Whether nothing or a value's beginning is all that is there: by far the most frequent end of a feed."""
+        return len(data) < self._stride and (not len(data) or data[: len(self.head)].tobytes() == self.head)
 
     def _take_mixed(self, data: Bytes) -> int:
         """Hits and misses in any order: the misses are searched, and everything between them must be hits."""
         left = len(self.found) - self._at
         data = data[: left * max(self._stride, len(self.miss))]
-        misses = self._genuine_misses(find(data, self.miss))
-        if not len(misses):
+        ranks, tail = self._ranks(find(data, self.miss), len(data), left)
+        if not len(ranks):
             return 0
-        tail = len(data) - int(misses[-1]) - len(self.miss)
-        rank = (misses - len(self.miss) * np.arange(len(misses))) // self._stride + np.arange(len(misses))
-        count = min(left, int(rank[-1]) + 1 + tail // self._stride)
+        count = min(left, int(ranks[-1]) + 1 + tail // self._stride)
         missing = np.zeros(count, dtype=bool)
-        missing[rank[rank < count]] = True
-        before = np.cumsum(missing) - missing
-        starts = self._stride * (np.arange(count) - before) + len(self.miss) * before
-        hits = np.flatnonzero(~missing)
-        block = windows(data, self._stride)[starts[hits]] if len(hits) else np.empty((0, self._stride), np.uint8)
-        good = self._framed(block)
+        missing[ranks] = True
+        ends = np.cumsum(np.where(missing, len(self.miss), self._stride))
+        starts = np.append(0, ends[:-1])
+        good = self._hits_at(data, starts, missing)
         if not good.all():
-            stop = int(np.argmin(good))
-            count, hits, block = int(hits[stop]), hits[:stop], block[:stop]
-        self._store(self._at + hits, block)
+            count = int(np.argmin(good))
+            if not count:
+                return 0
+        rows = slice(self._at, self._at + count)
+        hits = np.flatnonzero(~missing[:count])
+        if len(hits):
+            values = pieces(data, self._values.dtype.itemsize)
+            self._values[self._at + hits] = values[starts[hits] + len(self.head)]
+        self.found[rows] = ~missing[:count]
         self._at += count
-        if not count:
-            return 0
-        return int(starts[count - 1]) + (len(self.miss) if missing[count - 1] else self._stride)
+        return int(ends[count - 1])
 
-    def _genuine_misses(self, at: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Drop the candidates that lie inside a value: a genuine one leaves a whole number of hits before it."""
+    def _hits_at(self, data: Bytes, starts: NDArray[np.intp], missing: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether a hit begins and ends where each row that is not missing should."""
+        last = len(data) - self._stride
+        if last < 0:
+            return missing
+        starts = np.minimum(starts, last)  # only a missing row can lie behind the last hit
+        good = matches_at(data, starts, self.head, self._stride)
+        good &= matches_at(data[self._stride - len(_EOL) :], starts, _EOL, len(_EOL))
+        good |= missing
+        return good
+
+    def _ranks(self, at: NDArray[np.intp], n_bytes: int, left: int) -> tuple[NDArray[np.intp], int]:
+        """Turn candidates for misses into row numbers, below `left`; and count the bytes behind the last of them.
+
+        A genuine one leaves a whole number of hits before it; the others lie inside a value, or behind this reply's end.
+        """
         while len(at):
-            off = (at - len(self.miss) * np.arange(len(at))) % self._stride != 0
-            if not off.any():
-                break
+            before = np.arange(len(at))
+            hits, rest = np.divmod(at - len(self.miss) * before, self._stride)
+            ranks = hits + before
+            n_inside = int(np.searchsorted(ranks, left))  # ranks ascend
+            false = np.flatnonzero(rest[:n_inside])
+            if not len(false):
+                return ranks[:n_inside], n_bytes - int(at[n_inside - 1]) - len(self.miss) if n_inside else 0
             # All candidates from the first false one to the next genuine one go at once: a record may be full of them.
-            first = int(np.argmax(off))
-            genuine = (at[first:] - len(self.miss) * first) % self._stride == 0
-            n_false = int(np.argmax(genuine)) if genuine.any() else len(genuine)
-            at = np.delete(at, slice(first, first + n_false))
-        return at
+            first = int(false[0])
+            genuine = np.flatnonzero((at[first:] - len(self.miss) * first) % self._stride == 0)
+            at = np.delete(at, slice(first, first + int(genuine[0]) if len(genuine) else len(at)))
+        return at, 0
 
     def _take_odd(self, data: Bytes) -> int:
         """Neither a hit nor a miss is complete here: an error, a value of another size, or too few bytes yet."""
@@ -233,15 +299,6 @@ class StrideReply:
         if size is None or size == self.size_bytes:
             raise ProtocolError(f"reply line {line[:40]!r}, expected {self.head!r} or {self.miss!r}")
         raise UnexpectedValueError(self, self._at, size, self.size_bytes)
-
-    def _framed(self, block: Bytes) -> NDArray[np.bool_]:
-        good = matches(block, 0, self.head)
-        good &= matches(block, self._stride - len(_EOL), _EOL)
-        return good
-
-    def _store(self, rows: slice | NDArray[np.intp], block: Bytes) -> None:
-        self.out[rows] = block[:, len(self.head) : len(self.head) + self.out.shape[1]]
-        self.found[rows] = True
 
 
 def value_size(line: bytes) -> int | None:
@@ -336,6 +393,27 @@ class BlobReply:
         self.value = data[after : after + size].tobytes()
         self.done = True
         return after + size + len(_EOL)
+
+
+@dataclass(eq=False)
+class RepliesInOrder:
+    """Several small replies to one request that holds several commands: one step per command would wait for the window."""
+
+    replies: Sequence[Reply]
+    _at: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.replies)
+
+    def feed(self, data: Bytes) -> int:
+        position = 0
+        while not self.done:
+            position += self.replies[self._at].feed(data[position:])
+            if not self.replies[self._at].done:
+                break
+            self._at += 1
+        return position
 
 
 @dataclass(eq=False)

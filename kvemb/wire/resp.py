@@ -36,7 +36,7 @@ class RespCodec:
         for rows in chunks(len(keys), self._rows_per_step):
             request, preamble = self._get_request(keys[rows])
             reply = StrideReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
-            steps.append(Step(request, reply))
+            steps.append(Step(request, reply, len(reply.found) * (len(head) + record_bytes + 2)))
         return steps
 
     def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:

@@ -51,8 +51,20 @@ def test_status_of_a_cluster_with_a_dead_node_says_so_and_fails() -> None:
         running.servers[1].process.kill()
         done = run("status", str(running.config_path))
     assert done.returncode == 1
-    assert running.servers[1].address in done.stdout + done.stderr
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("127.0.0.1")}
+    assert "Connection refused" in rows[running.servers[1].address]
+    assert "valkey" in rows[running.servers[0].address]
     assert "Traceback" not in done.stderr
+
+
+def test_status_shows_the_other_shards_when_one_is_down() -> None:
+    with LocalCluster("valkey", 1, shards=2) as running:
+        running.shards[0].kill()
+        done = run("status", str(running.config_path))
+    states = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("0 ", "1 "))}
+    assert done.returncode == 1
+    assert "shard 0" in states["0"]
+    assert states["1"].endswith("ok")
 
 
 def test_a_missing_config_is_one_line_with_the_mend() -> None:
@@ -73,9 +85,7 @@ def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> N
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process() -> None:
-    demo = subprocess.Popen(
-        command("demo"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
-    )
+    demo = subprocess.Popen(command("demo"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
     assert demo.stdout is not None
     children: set[int] = set()
     try:

@@ -94,6 +94,7 @@ class Rig:
         self.applier = Applier(self.intake, self.engine, self.tables, sync=bool(trainers), failed=self.failed.set)
         self.applier.start()
         self.sequences: dict[int, int] = {}
+        self.open_steps: dict[int, int] = {}
 
     def hello(self, trainer: str = "a") -> int:
         return self.intake.hello(trainer, 0)[0]
@@ -114,7 +115,10 @@ class Rig:
         sequence = self.sequences.get(incarnation, 0) + 1
         ids, values = np.array(list(grads), np.uint64), np.array(list(grads.values()), np.float32).reshape(-1, 1)
         rows = CheckedRows(table, ids, values, np.array(seen or [], np.uint64), table.optimizer.check_hyper({"lr": lr}))
-        part = PushPart(trainer, incarnation, sequence, step or sequence, more, [], sequence)
+        step = step or self.open_steps.pop(incarnation, sequence)
+        if more:
+            self.open_steps[incarnation] = step
+        part = PushPart(trainer, incarnation, sequence, step, more, [], sequence)
         outcome = Outcome()
         self.intake.submit(part, (rows,), outcome, cancelled)
         self.sequences[incarnation] = sequence
@@ -226,13 +230,23 @@ def test_parts_of_one_push_are_applied_as_one(make: Callable[..., Rig]) -> None:
     assert rig.weights([1, 2]) == [-2.0, -1.0]
 
 
+def test_a_push_that_was_never_completed_is_not_mixed_into_the_next(make: Callable[..., Rig]) -> None:
+    rig = make()
+    a = rig.hello()
+    half = rig.push(a, {1: 1.0}, step=1, more=True)
+    rig.push(a, {2: 1.0}, step=2).wait()
+    assert isinstance(half.error(), PushRejectedError)
+    assert rig.weights([2]) == [-1.0]
+    assert rig.tables.state(TABLE).n_rows == 1
+
+
 def test_a_push_with_two_learning_rates_is_refused_and_can_be_corrected(make: Callable[..., Rig]) -> None:
     rig = make()
     a = rig.hello()
-    rig.push(a, {1: 1.0}, more=True)
+    rig.push(a, {1: 1.0}, step=1, more=True)
     with pytest.raises(PushRejectedError, match="run-time values"):
-        rig.push(a, {2: 1.0}, lr=0.5)
-    rig.push(a, {2: 1.0}).wait()
+        rig.push(a, {2: 1.0}, step=1, lr=0.5)
+    rig.push(a, {2: 1.0}, step=1).wait()
     assert rig.weights([1, 2]) == [-1.0, -1.0]
 
 

@@ -11,7 +11,7 @@ from paramserver.sessions import KEPT_ANSWERS, Session, Sessions
 def accept(session: Session, sequence: int, digest: int = 0, *, more: bool = False) -> Ticket:
     assert session.known(sequence, digest) is None
     part = Part((), Ticket(sequence, digest, 0))
-    session.accept(part)
+    session.accept(part, 1)
     if not more:
         session.complete(1)
     return part.ticket
