@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -57,11 +58,8 @@ def link_to() -> Iterator[Callable[[Peer, str], Link]]:
 
     def make(peer: Peer, name: str = "peer:1") -> Link:
         def play(sock: socket.socket) -> None:
-            with sock:
-                try:
-                    peer(sock)
-                except OSError:
-                    pass  # the test closed its end
+            with sock, suppress(OSError):  # the test closed its end
+                peer(sock)
 
         with socket.create_server(("127.0.0.1", 0)) as server:
             near = socket.create_connection(server.getsockname())
@@ -85,7 +83,10 @@ def test_replies_that_come_byte_by_byte_are_read(link_to: Callable[..., Link]) -
     stream = b"$4\r\nabcd\r\n$-1\r\n$4\r\n\r\n$-\r\n" + b"+OK\r\n"
     step, reply = values(3)
     last = LineReply()
-    run([Conversation(link_to(say(*(stream[i : i + 1] for i in range(len(stream))))), [step, Step(memoryview(b"X"), last)])], Deadline.after(20))
+    run(
+        [Conversation(link_to(say(*(stream[i : i + 1] for i in range(len(stream))))), [step, Step(memoryview(b"X"), last)])],
+        Deadline.after(20),
+    )
     assert reply.found.tolist() == [True, False, True]
     assert (reply.out[2].tobytes(), last.line) == (b"\r\n$-", b"+OK")
 
@@ -144,7 +145,7 @@ def test_a_deadline_that_has_passed_already_is_one(link_to: Callable[..., Link])
 
 def test_a_peer_that_never_reads_is_bounded_by_the_deadline(link_to: Callable[..., Link]) -> None:
     done = threading.Event()
-    link = link_to(lambda sock: done.wait(30) and None, "deaf:1")
+    link = link_to(lambda sock: None if done.wait(30) else None, "deaf:1")
     with pytest.raises(DeadlineExceededError, match="deaf:1"):
         run([Conversation(link, [Step(memoryview(bytes(64 << 20)), LineReply())])], Deadline.after(0.2))
     done.set()
@@ -176,7 +177,11 @@ def test_an_idle_link_is_stale_once_something_arrives_or_it_ends(link_to: Callab
         sock.sendall(b"+late\r\n")
         sock.recv(1)
 
-    quiet, closed = link_to(peer), link_to(lambda sock: (sock.close(), ended.set()) and None)
+    def end(sock: socket.socket) -> None:
+        sock.close()
+        ended.set()
+
+    quiet, closed = link_to(peer), link_to(end)
     assert not quiet.stale
     speak.set()
     ended.wait(30)

@@ -31,7 +31,7 @@ def test_golden_record() -> None:
     # schema, then the id check of ("user", 1); k and epoch little-endian; weights; slot
     assert record.tobytes().hex() == GOLDEN_RECORD
     assert record.tobytes()[:1] == b"\xab"
-    assert record.tobytes()[4:] == bytes.fromhex("080706050403" "0201") + np.array([1, -2, 0.5], "<f4").tobytes()
+    assert record.tobytes()[4:] == bytes.fromhex("0807060504030201") + np.array([1, -2, 0.5], "<f4").tobytes()
 
 
 @pytest.mark.parametrize("slot_size", [0, 1, 5])

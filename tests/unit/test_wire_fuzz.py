@@ -1,6 +1,7 @@
 """Reply readers against a plain sequential parser: any mix of hits, misses and errors, records full of protocol text, cut anywhere."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +12,23 @@ from kvemb.wire.replies import CodeReply, Reply, StrideReply, UnexpectedValueErr
 from kvemb.wire.token_reply import TokenReply
 
 ERRORS = (b"-MOVED 1 h:1", b"-ERR $-1", b"SERVER_ERROR out of memory", b"-ASK 2 h:2", b"CLIENT_ERROR EN", b"ERROR")
-TEXTS = (b"$-1\r\n", b"EN\r\n", b"+OK\r\n", b"-ERR\r\n", b"\r\n", b"$", b"VA ", b" c1\r\n", b"c", b"\r", b"\n", b"HD\r\n", b"\0", b"\xff", b"1")
+TEXTS = (
+    b"$-1\r\n",
+    b"EN\r\n",
+    b"+OK\r\n",
+    b"-ERR\r\n",
+    b"\r\n",
+    b"$",
+    b"VA ",
+    b" c1\r\n",
+    b"c",
+    b"\r",
+    b"\n",
+    b"HD\r\n",
+    b"\0",
+    b"\xff",
+    b"1",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ def rows_of(reply: StrideReply | TokenReply) -> list[tuple[object, ...]]:
 def feed(reply: Reply, stream: bytes, cuts: list[int]) -> bytes:
     left = b""
     bounds = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         left += stream[first:last]
         if not reply.done:
             left = left[reply.feed(np.frombuffer(left, dtype=np.uint8)) :]
@@ -107,9 +124,7 @@ def conversation(draw: st.DrawFn) -> tuple[Dialect, int, int, bytes]:
 
 
 @given(conversation(), st.lists(st.integers(0, 5000), max_size=6), st.sampled_from([b"", *TEXTS, b"$-1\r\n$4\r\n", b"EN\r\nEN\r\nVA 4"]))
-def test_any_mix_reads_as_the_sequential_parser_reads_it(
-    talk: tuple[Dialect, int, int, bytes], cuts: list[int], trailing: bytes
-) -> None:
+def test_any_mix_reads_as_the_sequential_parser_reads_it(talk: tuple[Dialect, int, int, bytes], cuts: list[int], trailing: bytes) -> None:
     dialect, n, size, stream = talk
     reply = reply_of(dialect, n, size)
     left = feed(reply, stream + trailing, cuts)
@@ -138,7 +153,9 @@ def test_a_miss_pattern_at_every_offset_of_every_record(size: int, seed: int, ki
 
 
 @given(conversation(), st.data())
-def test_a_damaged_stream_is_refused_or_waits_but_never_does_anything_else(talk: tuple[Dialect, int, int, bytes], data: st.DataObject) -> None:
+def test_a_damaged_stream_is_refused_or_waits_but_never_does_anything_else(
+    talk: tuple[Dialect, int, int, bytes], data: st.DataObject
+) -> None:
     dialect, n, size, stream = talk
     damaged = bytearray(stream)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -154,7 +171,9 @@ def test_a_damaged_stream_is_refused_or_waits_but_never_does_anything_else(talk:
     assert all(row[0] != "hit" or len(row[1]) == size for row in rows_of(reply))  # type: ignore[arg-type]
 
 
-@given(st.lists(st.sampled_from([b"HD", b"NS", b"EX", b"NF", *ERRORS]), min_size=1, max_size=40), st.lists(st.integers(0, 2000), max_size=6))
+@given(
+    st.lists(st.sampled_from([b"HD", b"NS", b"EX", b"NF", *ERRORS]), min_size=1, max_size=40), st.lists(st.integers(0, 2000), max_size=6)
+)
 def test_status_codes_read_as_a_line_by_line_parser_reads_them(lines: list[bytes], cuts: list[int]) -> None:
     codes = (b"HD\r\n", b"NS\r\n", b"EX\r\n", b"NF\r\n")
     reply = CodeReply(codes, np.zeros(len(lines), dtype=np.uint8))

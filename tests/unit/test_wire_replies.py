@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Reply, StrideReply, UnexpectedValueError
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Reply, StrideReply, UnexpectedValueError
 from kvemb.wire.token_reply import TokenReply
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
@@ -55,6 +55,8 @@ def values(reply: Reply) -> object:
     if isinstance(reply, CodeReply):
         failed = {row for row, _ in reply.errors}
         return [int(code) for row, code in enumerate(reply.out) if row not in failed], reply.errors
+    if isinstance(reply, RepliesInOrder):
+        return [values(inner) for inner in reply.replies]
     return (reply.value, reply.error) if isinstance(reply, BlobReply) else reply.line  # type: ignore[attr-defined]
 
 
@@ -119,6 +121,11 @@ CASES = {
     "a meta value": Case(lambda: BlobReply(miss=b"EN"), b"VA 4\r\nEN\r\n\r\n", (b"EN\r\n", None)),
     "a small miss": Case(lambda: BlobReply(miss=b"EN"), b"EN\r\n", (None, None)),
     "a small error": Case(lambda: BlobReply(miss=b"$-1"), b"-LOADING\r\n", (None, b"-LOADING")),
+    "several in order": Case(
+        lambda: RepliesInOrder([BlobReply(miss=b"$-1"), BlobReply(miss=b"$-1"), LineReply()]),
+        b"$4\r\n$-1\r\r\n$-1\r\n+OK\r\n",
+        [(b"$-1\r", None), (None, None), b"+OK"],
+    ),
     "a line": Case(LineReply, b"+PONG\r\n", b"+PONG"),
 }  # fmt: skip
 
@@ -241,7 +248,10 @@ def test_values_of_other_rows_stay_untouched_by_a_row_that_is_missing() -> None:
 def test_a_batch_full_of_miss_patterns_is_read_in_one_go() -> None:
     # One at a time, the false candidates of such a batch took minutes.
     n, size = 1024, 4096
-    for make, miss, head in ((lambda: stride(n, size=size), b"$-1\r\n", b"$4096\r\n"), (lambda: token(n, size), b"EN\r\n", b"VA 4096 c12\r\n")):
+    for make, miss, head in (
+        (lambda: stride(n, size=size), b"$-1\r\n", b"$4096\r\n"),
+        (lambda: token(n, size), b"EN\r\n", b"VA 4096 c12\r\n"),
+    ):
         record = (miss * size)[1 : size + 1]
         reply = make()
         feed(reply, [b"".join(miss if row == 500 else head + record + b"\r\n" for row in range(n))])

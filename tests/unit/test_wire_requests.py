@@ -55,12 +55,13 @@ def test_del() -> None:
 
 
 def test_asking_goes_before_every_row() -> None:
+    one = np.zeros(1, dtype=np.uint8)
     plain, asking = RespCodec(multi_get=False), RespCodec(multi_get=False, asking=True)
     for rows in (KEYS[:1], KEYS[1:]):
         pairs = (
             (plain.read_steps(rows, 5, *outputs(1, 5), None), asking.read_steps(rows, 5, *outputs(1, 5), None)),
-            (plain.write_steps(rows, RECORDS[:1], None, np.zeros(1, np.uint8)), asking.write_steps(rows, RECORDS[:1], None, np.zeros(1, np.uint8))),
-            (plain.erase_steps(rows, np.zeros(1, np.uint8)), asking.erase_steps(rows, np.zeros(1, np.uint8))),
+            (plain.write_steps(rows, RECORDS[:1], None, one), asking.write_steps(rows, RECORDS[:1], None, one)),
+            (plain.erase_steps(rows, one), asking.erase_steps(rows, one)),
         )  # fmt: skip
         assert all(sent(asked) == ASK + sent(straight) for straight, asked in pairs)
     assert sent(asking.erase_steps(KEYS, np.zeros(2, np.uint8))).count(ASK) == 2
