@@ -119,6 +119,8 @@ class _Watch:
         self._cluster, self._display = cluster, display
         self._latest: list[Progress | None] = [None] * n_trainers
         self._pulled, self._applied = Rate(), Rate()
+        for rate in (self._pulled, self._applied):
+            rate.update(0)
         self.n_rows = 0
 
     def take(self, event: tuple[int, dict[str, object]] | None) -> None:

@@ -253,7 +253,7 @@ class RedisClusterStore(Store):
     def _single(
         self, key: bytes, step: Step, reply: BlobReply | CodeReply, asking: str | None, deadline: Deadline
     ) -> tuple[str | None, bool]:
-        """Run one command at its slot's node, or at the importing node given; return the importing node to ask next, and whether it is done."""
+        """Run one command at its slot's node, or at the importing node; return the importing node to ask next, and whether it is done."""
         address = asking or self._slot_map(deadline).address_of(text_slot(key))
         steps = [Step(memoryview(command(b"ASKING")), LineReply()), step] if asking else [step]
         self._exchange({address: steps}, [], deadline)
