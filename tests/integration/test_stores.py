@@ -1,0 +1,294 @@
+"""The store contract on memory and on real servers; then what is special to memcached, Redis and Valkey.
+
+Redis Cluster while its slots move has a file of its own.
+"""
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
+from kvemb.keys import text_slot
+from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
+from kvemb.stores.base import Store, WritePart
+from kvemb.stores.markers import MARKER_KEY
+from kvemb.stores.memory import memory_node
+from kvemb.stores.registry import open_store
+from kvemb.stores.topology import NodeMap
+from kvemb.testing.servers import ServerNodes, redis_client
+from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, StoreContract, records_of, require_rows, row_keys, within, write
+
+_numbers = itertools.count()
+
+
+class MemoryNodes(Nodes):
+    """Two nodes inside this process."""
+
+    over_wire = False
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        super().__init__(StorageConfig("memory", (f"memory-{number}-0:1", f"memory-{number}-1:1")))
+
+    def put_foreign(self, key: bytes, value: bytes) -> None:
+        memory_node(self.config.nodes[int(NodeMap(self.config.nodes).slot_nodes[text_slot(key)])]).put(key, value)
+
+    def put_markers(self, values: Sequence[bytes]) -> None:
+        for address, value in zip(self.config.nodes, values, strict=True):
+            memory_node(address).put(MARKER_KEY, value)
+
+    def flush(self, index: int) -> None:
+        memory_node(self.config.nodes[index]).flush()
+
+    def stop(self, index: int) -> None:
+        memory_node(self.config.nodes[index]).down = True
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def nodes(self) -> Nodes:
+        return MemoryNodes()
+
+
+class _OnServers(StoreContract):
+    kind = ""
+    n_nodes = 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running(cls, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]) -> Iterator[ServerNodes]:
+        if cls.kind != "valkey":
+            require_server({"memcached": "memcached"}.get(cls.kind, "redis-server"))
+        folder = tmp_path_factory.mktemp(cls.kind)
+        folder.chmod(0o755)  # memcached gives up root for nobody
+        nodes = ServerNodes(cls.kind, cls.n_nodes, folder)
+        yield nodes
+        nodes.close()
+
+    @pytest.fixture
+    def nodes(self, running: ServerNodes) -> Iterator[Nodes]:
+        running.reset()
+        yield running
+        for index in range(self.n_nodes):
+            if running.servers[index].process.poll() is None:
+                running.resume(index)
+
+
+class TestValkeyStore(_OnServers):
+    kind = "valkey"
+
+
+class TestRedisStore(_OnServers):
+    kind = "redis"
+
+
+class TestMemcachedStore(_OnServers):
+    kind = "memcached"
+
+
+class TestRedisClusterStore(_OnServers):
+    kind = "redis-cluster"
+    n_nodes = 3
+
+
+# --- one server with settings of its own ----------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """Starts single servers with any arguments, and ends them."""
+
+    def __init__(self, folder: Path, require_server: Callable[[str], str]) -> None:
+        self.folder = folder
+        self._require = require_server
+        self.started: list[LocalProcess] = []
+
+    def memcached(self, *arguments: str) -> str:
+        user = ["-u", "nobody"] if os.getuid() == 0 else []
+        return self._start(lambda port: [self._require("memcached"), *user, "-l", "127.0.0.1", "-p", str(port), *arguments])
+
+    def redis(self, *arguments: str, port: int | None = None) -> str:
+        fixed = ["--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "", *arguments]
+        return self._start(lambda port: [self._require("redis-server"), "--port", str(port), *fixed], port)
+
+    def _start(self, command: Callable[[int], list[str]], port: int | None = None) -> str:
+        port = port or free_ports(1)[0]
+        self.started.append(LocalProcess(f"server on {port}", command(port), self.folder / f"{port}.log"))
+        self.started[-1].wait_until(lambda: accepts(port), within(20))
+        return f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+def launch(tmp_path: Path, require_server: Callable[[str], str]) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path, require_server)
+    yield launcher
+    for process in launcher.started:
+        process.kill()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that memcached can reach after it has given up root for nobody; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@contextmanager
+def opened(config: StorageConfig, *, provision: bool = True) -> Iterator[Store]:
+    with open_store(config, role="shard:0") as store:
+        if provision:
+            store.provision(CLUSTER, GENERATION, within())
+        store.open(within())
+        yield store
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ([], "evictions"),
+        (["-M"], "slab_reassign"),
+        (["-o", "no_slab_reassign"], "evictions"),
+        (["-M", "-o", "no_slab_reassign", "-C"], "cas_enabled"),
+        (["-M", "-o", "no_slab_reassign", "-e", "WARM"], "memory_file"),
+    ],
+)
+def test_a_memcached_that_may_lose_rows_is_refused_unless_allowed(
+    launch: Launcher, open_folder: Path, arguments: list[str], setting: str
+) -> None:
+    address = launch.memcached(*(str(open_folder / "restart") if word == "WARM" else word for word in arguments))
+    config = StorageConfig("memcached", (address,))
+    for call in ("open", "provision"):
+        with open_store(config, role="shard:0") as store, pytest.raises(UnsafeNodeError, match=rf"{address}.*{setting}.*no_slab_reassign"):
+            store.open(within()) if call == "open" else store.provision(CLUSTER, GENERATION, within())
+    with opened(replace(config, allow_row_loss=True)) as store:
+        assert store.stats(within())[0].address == address
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "allkeys-random"])
+def test_a_redis_that_may_evict_is_refused_unless_allowed(launch: Launcher, policy: str) -> None:
+    address = launch.redis("--maxmemory", "100mb", "--maxmemory-policy", policy)
+    config = StorageConfig("redis", (address,))
+    with open_store(config, role="shard:0") as store, pytest.raises(UnsafeNodeError, match=f"{address}.*{policy}.*noeviction"):
+        store.provision(CLUSTER, GENERATION, within())
+    with opened(replace(config, allow_row_loss=True)) as store:
+        write(store, row_keys(10), records_of(row_keys(10)))
+
+
+def test_a_redis_that_comes_back_from_a_snapshot_is_suspect(launch: Launcher) -> None:
+    address = launch.redis("--dbfilename", "snapshot.rdb")
+    port = int(address.split(":")[1])
+    config, keys = StorageConfig("redis", (address,)), row_keys(100)
+    with opened(config) as store:
+        write(store, keys, records_of(keys))
+        with closing(redis.Redis(port=port)) as client:
+            client.save()
+        write(store, keys, records_of(keys, salt=1))  # what the snapshot has never seen
+        launch.started[-1].kill()
+        launch.redis("--dbfilename", "snapshot.rdb", port=port)
+        with pytest.raises(NodeSuspectError, match=address):
+            require_rows(store, keys, records_of(keys, salt=1))
+        with pytest.raises(NodeSuspectError, match=address):
+            store.write([WritePart(keys, records_of(keys))], within())
+    with pytest.raises(NodeSuspectError, match=address), opened(config, provision=False):
+        pass
+
+
+def test_the_password_of_the_configuration_is_used(launch: Launcher) -> None:
+    address = launch.redis("--requirepass", "right")
+    config, keys = StorageConfig("redis", (address,), password="right"), row_keys(1500)
+    with opened(config) as store:
+        write(store, keys, records_of(keys))
+        require_rows(store, keys, records_of(keys))
+        assert store.stats(within())[0].n_keys == 1501
+    for password in ("wrong", None):
+        with pytest.raises(ConfigError, match=rf"storage\.password_env.*{address}") as failure, opened(replace(config, password=password)):
+            pass
+        assert "right" not in str(failure.value)
+    with pytest.raises(ConfigError, match="username_env"), opened(replace(config, username="nobody")):
+        pass
+
+
+def test_a_standalone_redis_is_no_cluster_and_a_cluster_node_no_standalone(launch: Launcher) -> None:
+    alone = launch.redis()
+    with pytest.raises(ConfigError, match=rf"storage\.kind.*{alone}"), opened(StorageConfig("redis-cluster", (alone,))):
+        pass
+    (bus,) = free_ports(1)
+    member = launch.redis("--cluster-enabled", "yes", "--cluster-port", str(bus))
+    for provision in (True, False):
+        with pytest.raises(ConfigError, match=rf"storage\.kind.*{member}"), opened(StorageConfig("redis", (member,)), provision=provision):
+            pass
+
+
+def test_a_server_of_another_kind_is_no_hang(launch: Launcher) -> None:
+    for kind, address in (("redis", launch.memcached()), ("memcached", launch.redis())):
+        with pytest.raises(StorageError, match=address), open_store(StorageConfig(kind, (address,)), role="shard:0") as store:
+            store.open(within(5))
+
+
+@pytest.mark.parametrize("kind", ["redis", "memcached"])
+def test_a_full_node_says_so_and_the_rows_before_it_are_whole(launch: Launcher, kind: str) -> None:
+    full = "--maxmemory", "4mb", "--maxmemory-policy", "noeviction"
+    address = launch.redis(*full) if kind == "redis" else launch.memcached("-M", "-o", "no_slab_reassign", "-m", "8")
+    small = row_keys(100)
+    with opened(StorageConfig(kind, (address,))) as store:
+        write(store, small, records_of(small))
+
+        def fill() -> None:
+            for first in range(1, 1000, 10):
+                large = row_keys(1000, first=10_000 * first)
+                write(store, large, records_of(large, 2000))
+
+        with pytest.raises(NodeFullError, match=rf"node {address}, id \d+.*memory"):
+            fill()
+        require_rows(store, small, records_of(small))  # and the connection is in step
+
+
+def test_a_memcached_record_above_the_item_limit_says_so(launch: Launcher) -> None:
+    address = launch.memcached("-M", "-o", "no_slab_reassign")
+    keys = row_keys(2)
+    with opened(StorageConfig("memcached", (address,))) as store:
+        limit = store.capabilities.max_record_bytes
+        assert limit is not None
+        write(store, keys, records_of(keys, limit))
+        require_rows(store, keys, records_of(keys, limit))
+        with pytest.raises(NodeFullError, match=f"{address}.*-I"):
+            write(store, row_keys(1, first=9), np.zeros((1, (1 << 20) + 1), dtype=np.uint8))
+        require_rows(store, keys, records_of(keys, limit))
+
+
+def test_a_link_dropped_in_the_middle_of_a_write_is_dead_before_the_next_write(
+    tmp_path: Path, require_server: Callable[[str], str]
+) -> None:
+    require_server("redis-server")
+    nodes = ServerNodes("redis", 1, tmp_path)
+    server, keys = nodes.servers[0], row_keys(3000)
+
+    def writers() -> set[str]:
+        with redis_client(server) as client:
+            return {entry["id"] for entry in client.client_list() if entry["name"] == "kvemb-shard-0"}
+
+    try:
+        with opened(nodes.config) as store:
+            write(store, keys, records_of(keys))
+            before = writers()
+            assert len(before) == 1
+            nodes.pause(0)
+            with pytest.raises(DeadlineExceededError):
+                write(store, keys, records_of(keys, salt=1), deadline=within(0.3))
+            nodes.resume(0)
+            one = row_keys(1, first=9999)
+            write(store, one, records_of(one))
+            assert not writers() & before
+            write(store, keys, records_of(keys, salt=2))
+            require_rows(store, keys, records_of(keys, salt=2))
+    finally:
+        nodes.close()

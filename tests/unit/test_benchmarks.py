@@ -1,0 +1,184 @@
+"""The benchmarks' own arithmetic: what they draw, count, refuse and print. No server, and no time is asserted."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import kvemb
+from benchmarks import ids, measure, peers, pull, report
+from benchmarks.__main__ import BENCHMARKS, build_parser, main
+from kvemb.table_def import TableDef
+
+
+def table_of(n_rows: int, dim: int = 4) -> SimpleNamespace:
+    """What batches are made from, without servers."""
+    definition = TableDef("bench", dim, kvemb.optim.sgd(lr=1.0), kvemb.init.constant(0.5), id_dtype="uint64")
+    weights = np.arange(n_rows * dim, dtype=np.float32).reshape(n_rows, dim)
+    return SimpleNamespace(table=SimpleNamespace(definition=definition), weights=weights, n_rows=n_rows)
+
+
+@pytest.mark.parametrize("kind", ids.DISTRIBUTIONS)
+def test_drawn_rows_exist_and_the_same_seed_draws_them_again(kind: str) -> None:
+    drawn = ids.sampler(kind, 1000, seed=3)(50_000)
+    assert drawn.min() >= 0
+    assert drawn.max() < 1000
+    assert (drawn == ids.sampler(kind, 1000, seed=3)(50_000)).all()
+
+
+def test_zipf_draws_ranks_as_its_law_says_and_uniform_does_not() -> None:
+    counts = {kind: np.sort(np.bincount(ids.sampler(kind, 1000, seed=1)(200_000), minlength=1000))[::-1] for kind in ids.DISTRIBUTIONS}
+    law = np.arange(1, 1001) ** -1.05
+    assert counts["zipf"][:5] / 200_000 == pytest.approx(law[:5] / law.sum(), rel=0.05)
+    assert counts["uniform"][0] < 2 * 200
+
+
+def test_batches_expect_what_was_written_and_first_values_where_nothing_was() -> None:
+    target = table_of(100)
+    (batch,) = pull.make_batches(target, "uniform", 0.25, n=1, size=1000)
+    missing = batch.positions >= 100
+    assert missing.sum() == 250
+    assert (batch.expected[missing] == 0.5).all()
+    assert (batch.expected[~missing] == target.weights[batch.positions[~missing]]).all()
+    assert batch.n_distinct == len(set(batch.positions.tolist()))
+
+
+def test_one_wrong_weight_is_found_and_its_id_named() -> None:
+    (batch,) = pull.make_batches(table_of(100), "uniform", 0.0, n=1, size=50)
+    assert pull.verify(batch, batch.expected.copy()) == (50, batch.n_distinct)
+    rows = batch.expected.copy()
+    rows[17, 3] = np.nextafter(rows[17, 3], np.float32(np.inf))
+    with pytest.raises(pull.WrongRowError, match=f"1 rows differ.*{int(batch.ids[17])}"):
+        pull.verify(batch, rows)
+    with pytest.raises(pull.WrongRowError, match="expected float32"):
+        pull.verify(batch, rows[:-1])
+
+
+def test_contenders_take_turns_and_ratios_are_taken_within_a_round() -> None:
+    order = []
+
+    def contender(name: str, speeds: list[int]) -> measure.Contender:
+        left = iter(speeds)
+
+        def take_turn(seconds: float) -> measure.Turn:
+            order.append(name)
+            return measure.Turn(n_rows=next(left), wall_s=seconds, client_cpu_s=1e-6, n_commands=1)
+
+        return measure.Contender(name, take_turn)
+
+    both = [contender("ours", [1, 40, 10, 30]), contender("peer", [1, 20, 10, 60])]  # the first round warms up
+    ours, peer = measure.run_rounds(both, [os.getpid()], seconds=1.0, repeats=3)
+    assert order == ["ours", "peer"] * 4
+    assert ours.rows_per_s == measure.Spread(30, 10, 40)
+    assert peer.ratio == measure.Spread(1.0, 0.5, 2.0)
+    assert ours.client_us_per_row == measure.Spread(1 / 30, 1 / 40, 1 / 10)
+
+
+def test_every_result_is_checked_and_batches_are_used_in_turn() -> None:
+    seen: list[tuple[int, str]] = []
+
+    def check(index: int, result: str) -> tuple[int, int]:
+        seen.append((index, result))
+        return 10, 7
+
+    turn = measure.repeated(lambda index: f"batch {index}", check, 2)
+    total = [turn(1e-9) for _ in range(3)]  # each turn reads once at least
+    assert seen[:3] == [(0, "batch 0"), (1, "batch 1"), (0, "batch 0")]
+    assert {(one.n_rows, one.n_commands) for one in total} == {(10, 7)}
+
+
+def test_cpu_time_of_a_process_grows_as_it_works() -> None:
+    before_s = measure.cpu_s([os.getpid()])
+    while measure.cpu_s([os.getpid()]) == before_s:
+        sum(range(10_000))
+    assert measure.cpu_s([os.getpid()] * 2) >= 2 * before_s
+
+
+@pytest.mark.parametrize(
+    ("hits", "misses", "missing"),
+    [(0, 1000, 0.0), (999, 1, 0.0), (500, 0, 0.0), (1000, 0, 0.5), (900, 100, 1.0)],
+)
+def test_a_run_of_redis_benchmark_that_did_not_read_its_keys_is_refused(hits: int, misses: int, missing: float) -> None:
+    with pytest.raises(peers.PeerError, match=f"{hits} hits, {misses} misses"):
+        peers.require_hits(hits, misses, 1000, missing)
+
+
+@pytest.mark.parametrize(("hits", "misses", "missing"), [(1000, 0, 0.0), (1024, 0, 0.0), (503, 497, 0.5), (0, 1000, 1.0)])
+def test_a_run_of_redis_benchmark_that_read_its_keys_is_taken(hits: int, misses: int, missing: float) -> None:
+    peers.require_hits(hits, misses, 1000, missing)
+
+
+def test_output_of_redis_benchmark_without_a_rate_is_refused() -> None:
+    with pytest.raises(peers.PeerError, match="no rate"):
+        peers.requests_per_s("Could not connect\n")
+
+
+def measured(name: str) -> measure.Measured:
+    spread = measure.Spread(1.5, 1.0, 2.0)
+    return measure.Measured(name, measure.Spread(2e6, 1e6, 3e6), spread, spread, 0.95, spread)
+
+
+def test_a_report_survives_json_and_prints_aligned(tmp_path: Path) -> None:
+    section = report.Section({"store": "redis", "dim": 16}, [measured("Table.pull"), measured("peer")], ["A word."])
+    plain = report.Report("pull", [section], {"redis server": "redis 7"}).to_dict(["python", "-m", "benchmarks", "a b"])
+    report.write_json(tmp_path / "r.json", plain)
+    read = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert read == json.loads(json.dumps(plain))
+    assert read["command"] == "python -m benchmarks 'a b'"
+    assert read["versions"]["redis server"] == "redis 7"
+    assert {"cpu", "cores", "kernel", "python"} <= set(read["machine"])
+    text = report.as_text(read)
+    assert text == report.as_text(plain)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines}) == 1
+    assert "2.00 M (1.00..3.00)" in text
+    assert "A word." in text
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_help_of_each_benchmark_says_what_it_asks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    asked = " ".join((BENCHMARKS[name].run.__doc__ or "").split())
+    assert asked
+    assert asked in printed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nosuch"],
+        ["pull", "--missing", "1.5"],
+        ["pull", "--missing", "nan"],
+        ["pull", "--rows", "0"],
+        ["pull", "--store", "nosuch"],
+        ["pull", "--seconds", "0"],
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "error: argument" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(options: argparse.Namespace) -> report.Report:
+        """Fail."""
+        raise peers.PeerError("the peer is gone")
+
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"pull": type(BENCHMARKS["pull"])(failing, pull.add_arguments)})
+    assert main(["pull"]) == 1
+    assert capsys.readouterr().err == "benchmarks pull: the peer is gone\n"
+
+
+def test_defaults_are_those_of_the_published_runs() -> None:
+    options = build_parser().parse_args(["pull"])
+    assert (options.rows, options.dim, options.ids, options.missing, options.nodes) == (1_000_000, [16], "uniform", 0.0, 1)
+    assert pull.BATCH_IDS == 106_496
