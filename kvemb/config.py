@@ -58,6 +58,7 @@ class ServersConfig:
         trainers: number of trainers of a sync job (0 in async mode).
         data_dir: directory in which each shard keeps its state, in a folder of its own.
         barrier_timeout_s: how long a sync step waits for a missing trainer before it fails.
+        cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
     """
 
     shards: tuple[str, ...]
@@ -65,6 +66,7 @@ class ServersConfig:
     trainers: int = 0
     data_dir: str = "kvemb-data"
     barrier_timeout_s: float = 60.0
+    cache_mb: int = 256
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
 
 def _servers(tree: object) -> ServersConfig:
     at = "parameter_servers."
-    keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s"}
+    keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -141,6 +143,9 @@ def _servers(tree: object) -> ServersConfig:
         raise ConfigError(f"parameter_servers.trainers: got {trainers!r}, expected a whole number")
     if (mode == "sync") != (trainers > 0):
         raise ConfigError("parameter_servers.trainers: give the number of trainers when mode is sync, and only then")
+    cache_mb = fields.get("cache_mb", 256)
+    if isinstance(cache_mb, bool) or not isinstance(cache_mb, int) or not 0 <= cache_mb < 1 << 24:
+        raise ConfigError(f"parameter_servers.cache_mb: got {cache_mb!r}, expected a whole number of megabytes, 0 for none")
     if mode == "async" and "barrier_timeout_s" in fields:
         raise ConfigError("parameter_servers.barrier_timeout_s: has an effect in sync mode only")
     return ServersConfig(
@@ -149,6 +154,7 @@ def _servers(tree: object) -> ServersConfig:
         trainers=trainers,
         data_dir=_text(fields, "data_dir", at) if "data_dir" in fields else "kvemb-data",
         barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
+        cache_mb=cache_mb,
     )
 
 

@@ -287,7 +287,7 @@ class IdsReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class StatusReply(Message):
-    """One shard as operators see it."""
+    """One shard as operators see it; the cache's figures count rows since the shard started."""
 
     shard: int
     epoch: int
@@ -297,6 +297,9 @@ class StatusReply(Message):
     lag_s: float
     n_rows: int
     n_trainers: int
+    cache_bytes: int
+    cache_lookups: int
+    cache_hits: int
     failure: str
 
 

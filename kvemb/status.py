@@ -15,7 +15,7 @@ def render(status: ClusterStatus) -> str:
     if status.nodes_error:
         lines = [f"storage nodes: {status.nodes_error}"]
     shards = _table(
-        ("SHARD", "ADDRESS", "ROWS", "BATCHES", "ROWS APPLIED", "PENDING", "LAG", "TRAINERS", "STATE"),
+        ("SHARD", "ADDRESS", "ROWS", "BATCHES", "ROWS APPLIED", "PENDING", "LAG", "CACHE HITS", "TRAINERS", "STATE"),
         [_shard_row(shard) for shard in status.shards],
     )
     return "\n".join([*lines, "", *shards])
@@ -39,10 +39,11 @@ def _node_row(node: NodeStats) -> tuple[str, ...]:
 def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
     reply = shard.reply
     if reply is None:
-        return (str(shard.shard), shard.address, "-", "-", "-", "-", "-", "-", shard.error)
+        return (str(shard.shard), shard.address, "-", "-", "-", "-", "-", "-", "-", shard.error)
     state = reply.failure or "ok"
     counts = (f"{reply.n_rows:,}", f"{reply.k:,}", f"{reply.rows_applied:,}", f"{reply.pending_parts:,}")
-    return (str(shard.shard), shard.address, *counts, f"{reply.lag_s:.2f} s", str(reply.n_trainers), state)
+    hits = f"{100 * reply.cache_hits / reply.cache_lookups:.0f} %" if reply.cache_lookups else "-"
+    return (str(shard.shard), shard.address, *counts, f"{reply.lag_s:.2f} s", hits, str(reply.n_trainers), state)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

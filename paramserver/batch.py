@@ -39,8 +39,8 @@ class CheckedRows:
         """Bytes of the arrays."""
         return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
 
-    def take(self, which: NDArray[np.bool_]) -> "CheckedRows":
-        """Return the rows where `which` (bool [n]) is true, without their versions."""
+    def take(self, which: NDArray[np.bool_] | slice) -> "CheckedRows":
+        """Return the rows where `which` (bool [n], or a slice) selects, without their versions."""
         return replace(self, ids=self.ids[which], rows=self.rows[which], versions=np.empty(0, np.uint64))
 
 

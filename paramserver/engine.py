@@ -14,8 +14,9 @@ from kvemb.errors import DeadlineExceededError, NodeFullError, NodeUnavailableEr
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart
+from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
 from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
+from paramserver.fetched import Fetched, from_cache
 from paramserver.rewrite import new_records, rows_to_write
 from paramserver.tables import Tables, TableState
 
@@ -67,6 +68,9 @@ class Engine:
                 self._store_all(batch, version)
                 break
             except RETRYABLE as error:
+                # Which rows were written is not known now: fetch them all, and let their versions tell.
+                for rows in batch.tables:
+                    self._tables.state(rows.definition).cache.forget(rows.ids)
                 pause(error, next(pauses))
         n_existed = sum(self._commit(batch.kind, rows, version) for rows in batch.tables)
         self.k += 1
@@ -90,21 +94,48 @@ class Engine:
 
     def _round(self, kind: str, todo: Sequence[CheckedRows], version: int) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
-        reads = [_read_part(rows) for rows in todo]
-        results = self._store.read(reads, Deadline.after(self._timeout_s))
+        results = self._fetch(todo)
         prepared = [self._prepare(kind, rows, got, version) for rows, got in zip(todo, results, strict=True)]
         prepared = [(rows, part) for rows, part in prepared if len(rows.ids)]
         if not prepared:
             return []
         written = self._store.write([part for _, part in prepared], Deadline.after(self._timeout_s))
-        conflicts = [rows.take(~result.stored) for (rows, _), result in zip(prepared, written, strict=True)]
+        conflicts = [self._settle(rows, part, result) for (rows, part), result in zip(prepared, written, strict=True)]
         return [rows for rows in conflicts if len(rows.ids)]
 
-    def _prepare(self, kind: str, rows: CheckedRows, read: ReadResult, version: int) -> tuple[CheckedRows, WritePart]:
-        """Check what was read; return the rows still to write and their new records."""
-        got, definition = read.in_key_order(), rows.definition
+    def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
+        """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
+        cached = [self._tables.state(rows.definition).cache.find(rows.ids) for rows in todo]
+        missing = [rows.take(at < 0) if (at >= 0).any() else rows for rows, at in zip(todo, cached, strict=True)]
+        reads = [_read_part(rows) for rows in missing if len(rows.ids)]
+        results = iter(self._store.read(reads, Deadline.after(self._timeout_s)) if reads else ())
+        fetched = []
+        for rows, at, lacking in zip(todo, cached, missing, strict=True):
+            got = self._checked(lacking, next(results)) if len(lacking.ids) else None
+            fetched.append(got if got is not None and lacking is rows else from_cache(self._tables.state(rows.definition).cache, at, got))
+        return fetched
+
+    def _checked(self, rows: CheckedRows, read: ReadResult) -> Fetched:
+        got, record = read.in_key_order(), rows.definition.record
+        record.check(got.records, rows.ids, got.found, ", ".join(self._store.addresses))
+        return Fetched(got.records, got.found, got.tokens)
+
+    def _settle(self, rows: CheckedRows, part: WritePart, result: WriteResult) -> CheckedRows:
+        """Keep what was stored; return the rows that met a conflict."""
+        cache = self._tables.state(rows.definition).cache
+        if result.stored.all():
+            cache.put(rows.ids, part.records, result.tokens)
+            return rows.take(slice(0, 0))
+        conflict = rows.take(~result.stored)
+        cache.forget(conflict.ids)
+        tokens = None if result.tokens is None else result.tokens[result.stored]
+        cache.put(rows.ids[result.stored], part.records[result.stored], tokens)
+        return conflict
+
+    def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int) -> tuple[CheckedRows, WritePart]:
+        """Compare versions with the index; return the rows still to write and their new records."""
+        definition = rows.definition
         state = self._tables.state(definition)
-        definition.record.check(got.records, rows.ids, got.found, ", ".join(self._store.addresses))
         stored = np.where(got.found, definition.record.versions(got.records), np.uint64(0))
         write = rows_to_write(definition, rows.ids, state.versions(rows.ids), stored, version)
         records, found, tokens = got.records, got.found, got.tokens
@@ -116,6 +147,8 @@ class Engine:
 
     def _erase(self, todo: Sequence[CheckedRows]) -> None:
         empty = np.empty((0, 0), np.uint8)
+        for rows in todo:
+            self._tables.state(rows.definition).cache.forget(rows.ids)
         if todo:
             self._store.erase([WritePart(_keys(rows), empty) for rows in todo], Deadline.after(self._timeout_s))
 

@@ -11,6 +11,7 @@ from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
 from paramserver.applier import Applier
 from paramserver.barrier import Barrier
+from paramserver.cache import CacheBudget
 from paramserver.data_dir import DataDir
 from paramserver.engine import Engine
 from paramserver.intake import Intake
@@ -134,7 +135,8 @@ def _parts(
     for table in config.tables if shard == 0 else ():
         registry.create(table, exist_ok=True)
     state = claim(store, data, shard, len(servers.shards), cluster_id, timeout_s)
-    tables = Tables([_table(registry, image) for image in state.tables])
+    budget = CacheBudget(servers.cache_mb << 20)
+    tables = Tables([_table(registry, image, budget) for image in state.tables], budget)
     engine = Engine(store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s)
     engine.rows_applied = state.rows_applied
     sessions = Sessions(shard == 0, state.next_incarnation, list(state.sessions))
@@ -142,8 +144,8 @@ def _parts(
     return ShardParts(config, shard, cluster_id, registry, tables, engine, Intake(sessions, barrier)), state
 
 
-def _table(registry: Registry, image: TableImage) -> TableState:
+def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:
     registered = registry.find(image.definition.name)
     if registered != image.definition:
         raise ParameterServerError(f"table {image.definition.name!r}: the saved state knows {image.definition}, the registry {registered}")
-    return TableState(registered, image.step, (image.ids, image.versions))
+    return TableState(registered, image.step, (image.ids, image.versions), budget)

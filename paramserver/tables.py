@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.table_def import TableDef
+from paramserver.cache import CacheBudget, RecordCache
 from paramserver.index import RowIndex
 from paramserver.optim import build
 
@@ -22,12 +23,14 @@ class TableState:
         definition: the table.
         step: applies of this table on this shard so far.
         rows: (ids, versions) of the rows that exist, from a clean stop; None for a table without rows.
+        budget: of the shard's cache of records; None for no cache.
     """
 
-    def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None) -> None:
+    def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
         self.definition = definition
         self.optimizer = build(definition.optimizer)
         self.step = step
+        self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
         self._lock = threading.Lock()
         if rows is not None:
@@ -64,9 +67,15 @@ class TableState:
 
 
 class Tables:
-    """The tables that this shard has met, by name. Thread-safe."""
+    """The tables that this shard has met, by name. Thread-safe.
 
-    def __init__(self, states: list[TableState]) -> None:
+    Args:
+        states: known from a clean stop.
+        budget: for the caches of tables met later; None for no cache.
+    """
+
+    def __init__(self, states: list[TableState], budget: CacheBudget | None = None) -> None:
+        self.cache_budget = budget or CacheBudget(0)
         self._states = {state.definition.name: state for state in states}
         self._lock = threading.Lock()
 
@@ -74,7 +83,7 @@ class Tables:
         """Return the table's state; a table met for the first time has no rows."""
         with self._lock:
             if definition.name not in self._states:
-                self._states[definition.name] = TableState(definition)
+                self._states[definition.name] = TableState(definition, budget=self.cache_budget)
             return self._states[definition.name]
 
     def all(self) -> list[TableState]:

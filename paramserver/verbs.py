@@ -133,6 +133,7 @@ class Verbs:
         """Say how the shard is doing."""
         parts = self._parts
         pending, lag_s = parts.intake.pending()
+        cache = parts.tables.cache_budget
         return StatusReply(
             shard=parts.shard,
             epoch=parts.engine.epoch,
@@ -142,6 +143,9 @@ class Verbs:
             lag_s=lag_s,
             n_rows=sum(state.n_rows for state in parts.tables.all()),
             n_trainers=parts.intake.n_trainers,
+            cache_bytes=cache.used_bytes,
+            cache_lookups=cache.n_lookups,
+            cache_hits=cache.n_hits,
             failure=parts.intake.failure or parts.intake.last_error,
         )
 

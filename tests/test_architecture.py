@@ -121,9 +121,7 @@ def violations(module: str, source: str, *, known: frozenset[str], is_package: b
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_every_import_is_an_arrow_of_the_picture(module: str) -> None:
     path = SOURCES[module]
-    bad = violations(
-        module, path.read_text(encoding="utf-8"), known=frozenset(SOURCES), is_package=path.name == "__init__.py"
-    )
+    bad = violations(module, path.read_text(encoding="utf-8"), known=frozenset(SOURCES), is_package=path.name == "__init__.py")
     assert not bad, "\n".join(bad)
 
 
@@ -138,9 +136,7 @@ def test_a_facade_imports_its_bridge_and_nothing_else_of_the_project(facade: str
     assert {target for target in found if target.split(".")[0] in PACKAGES} == {FACADES[facade]}
 
 
-KNOWN = frozenset(
-    {"kvemb", "kvemb.errors", "kvemb.net", "kvemb.net.deadline", "kvemb.record", "kvemb.stores.base", "kvemb.table"}
-)
+KNOWN = frozenset({"kvemb", "kvemb.errors", "kvemb.net", "kvemb.net.deadline", "kvemb.record", "kvemb.stores.base", "kvemb.table"})
 
 
 @pytest.mark.parametrize(
@@ -203,7 +199,5 @@ def test_no_framework_is_imported_unless_its_bridge_is() -> None:
         f"for name in {modules!r}: importlib.import_module(name)\n"
         f"print(sorted(set({FRAMEWORKS!r}) & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

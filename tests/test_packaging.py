@@ -32,9 +32,7 @@ def read(name: str) -> str:
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "target", sorted({*PROJECT["entry-points"]["kvemb.stores"].values(), *PROJECT["scripts"].values()})
-)
+@pytest.mark.parametrize("target", sorted({*PROJECT["entry-points"]["kvemb.stores"].values(), *PROJECT["scripts"].values()}))
 def test_an_entry_point_names_something_that_exists(target: str) -> None:
     module, name = target.split(":")
     assert callable(getattr(importlib.import_module(module), name))
@@ -88,9 +86,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def fake_python(folder: Path, *, pip: str = "true", ensurepip: int = 0, version: str = "3.12", too_old: int = 0) -> str:
     path = folder / "python-stand-in"
-    path.write_text(
-        FAKE_PYTHON.format(pip=pip, ensurepip=ensurepip, version=version, too_old=too_old), encoding="utf-8"
-    )
+    path.write_text(FAKE_PYTHON.format(pip=pip, ensurepip=ensurepip, version=version, too_old=too_old), encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 
@@ -134,9 +130,7 @@ def test_setup_says_in_one_line_that_venv_is_missing(checkout: Path) -> None:
 
 def test_setup_says_in_one_line_that_there_is_no_network(checkout: Path) -> None:
     pip = 'echo "WARNING: Retrying after connection broken by NewConnectionError"; exit 1'
-    assert_one_line(
-        setup(checkout, fake_python(checkout, pip=pip)), "no package index could be reached", ".venv/setup.log"
-    )
+    assert_one_line(setup(checkout, fake_python(checkout, pip=pip)), "no package index could be reached", ".venv/setup.log")
 
 
 def test_setup_shows_what_pip_said_when_it_fails_otherwise(checkout: Path) -> None:
@@ -231,9 +225,7 @@ def test_a_redis_node_does_not_evict_and_takes_no_password_on_its_command_line(n
 
 
 def test_every_shard_keeps_its_data_in_a_volume_of_its_own() -> None:
-    volumes = [
-        v.split(":")[0] for name in ("ps-0", "ps-1") for v in SERVICES[name]["volumes"] if v.endswith("/var/lib/kvemb")
-    ]
+    volumes = [v.split(":")[0] for name in ("ps-0", "ps-1") for v in SERVICES[name]["volumes"] if v.endswith("/var/lib/kvemb")]
     assert sorted(volumes) == sorted(COMPOSE["volumes"]) == ["ps-0-data", "ps-1-data"]
 
 

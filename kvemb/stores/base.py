@@ -99,9 +99,15 @@ class WritePart:
 
 @dataclass(frozen=True, eq=False)
 class WriteResult:
-    """What became of a WritePart: `stored` bool [n] in key order; False is a conflict: read again before writing again."""
+    """What became of a WritePart, in key order.
+
+    Args:
+        stored: bool [n]; False is a conflict: read again before writing again.
+        tokens: uint64 [n], of the rows stored, for the next write without a read; None on stores without CAS.
+    """
 
     stored: NDArray[np.bool_]
+    tokens: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ class MemoryNode:
             self.values[key] = (value, self.next_token)
             self.next_token += 1
 
-    def put_if(self, key: bytes, value: bytes, token: int) -> bool:
-        """Store a value only if the key still has that token (0: only if it does not exist)."""
+    def put_if(self, key: bytes, value: bytes, token: int) -> int:
+        """Store a value only if the key still has that token (0: only if it does not exist); return its new token, 0 if refused."""
         with self.lock:
             if self.values.get(key, (b"", 0))[1] != token:
-                return False
+                return 0
             self.put(key, value)
-            return True
+            return self.values[key][1]
 
     @property
     def used_bytes(self) -> int:
@@ -124,12 +124,13 @@ class MemoryStore(Store):
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         results = []
         for part in parts:
-            tokens = part.tokens if part.tokens is not None else np.zeros(len(part.keys), dtype=np.uint64)
+            tokens = part.tokens.copy() if part.tokens is not None else np.zeros(len(part.keys), dtype=np.uint64)
             stored = np.zeros(len(part.keys), dtype=bool)
             nodes = self._route(part.keys.slots())
             for row, key in enumerate(part.keys.encode()):
-                stored[row] = self._alive(nodes[row]).put_if(bytes(key), bytes(part.records[row]), int(tokens[row]))
-            results.append(WriteResult(stored))
+                token = self._alive(nodes[row]).put_if(bytes(key), bytes(part.records[row]), int(tokens[row]))
+                stored[row], tokens[row] = token != 0, token
+            results.append(WriteResult(stored, tokens))
         self._check_markers()
         return results
 

@@ -24,6 +24,7 @@ from kvemb.wire.codec import Codec
 from kvemb.wire.replies import BlobReply, Step, UnexpectedValueError
 
 R = TypeVar("R")
+T = TypeVar("T", bound=np.generic)
 Plan = list[tuple[int, NodeSteps]]
 
 
@@ -118,21 +119,21 @@ class NodeStore(Store):
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         plan: Plan = []
-        outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
+        outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         for part in parts:
             # Conditional writes want new rows first, so that each kind of request has one stride.
             known = part.tokens != 0 if part.tokens is not None and self.capabilities.cas else None
             grouped = group(part.keys, self._map.nodes_of(part.keys), known)
             out = np.zeros(len(part.keys), dtype=np.uint8)
-            outs.append((grouped, out))
             order = slice(None) if grouped.order is None else grouped.order
             keys, records = grouped.keys.encode(), part.records[order]
-            tokens = None if part.tokens is None else part.tokens[order]
+            tokens = part.tokens[order].copy() if part.tokens is not None and self.capabilities.cas else None
+            outs.append((grouped, out, tokens))
             for node, rows in grouped.shares:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))
         self._run(plan, deadline)
-        return [WriteResult(_ungroup(grouped, out == 0)) for grouped, out in outs]
+        return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
         plan: Plan = []
@@ -233,7 +234,7 @@ class NodeStore(Store):
         return [reply for _, reply in made]
 
 
-def _ungroup(grouped: Grouped, values: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _ungroup(grouped: Grouped, values: NDArray[T]) -> NDArray[T]:
     if grouped.order is None:
         return values
     out = np.empty_like(values)

@@ -19,7 +19,7 @@ class Codec(Protocol):
         """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them."""
 
     def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
-        """Write n records; out [n] gets 0 for stored, 1 for a conflict."""
+        """Write n records; out [n] gets 0 for stored, 1 for a conflict; tokens [n] of rows stored are replaced by the new ones."""
 
     def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
         """Delete n rows; out [n] gets 0 for deleted, 1 for not there."""

@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
 from kvemb.wire.requests import Bytes, chunks, columns, decimals
+from kvemb.wire.stored_reply import StoredReply
 from kvemb.wire.token_reply import TokenReply
-
-# HD: stored. NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
-_STORE_CODES = (b"HD\r\n", b"NS\r\n", b"EX\r\n", b"NF\r\n")
 
 
 class MetaCodec:
@@ -42,7 +40,7 @@ class MetaCodec:
         return steps
 
     def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
-        """See `Codec.write_steps`; `out` must hold the rows in the order given, new rows (token 0) before the others.
+        """See `Codec.write_steps`; new rows (token 0) come before the others.
 
         Raises:
             ValueError: the tokens are not in that order, or there are none: a write without a condition is never sent.
@@ -57,9 +55,9 @@ class MetaCodec:
         for first, last in ((0, n_new), (n_new, len(keys))):
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
-                condition = [b"ME"] if last == n_new else [b"C", decimals(tokens[at])]
+                condition = [b"ME c"] if last == n_new else [b"C", decimals(tokens[at]), b" c"]
                 request = columns(at.stop - at.start, b"ms ", keys[at], size, *condition, b"\r\n", records[at], b"\r\n")
-                steps.append(Step(request.reshape(-1).data, CodeReply(_STORE_CODES, out[at])))
+                steps.append(Step(request.reshape(-1).data, StoredReply(out[at], tokens[at])))
         return steps
 
     def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:

@@ -69,7 +69,7 @@ class TokenReply:
         if len(hits):
             values = starts[hits] + len(self._head) + digits[hits] + 2
             self.out[rows] = windows(data, self.out.shape[1])[values]
-            self.tokens[rows] = _parse_digits(data, starts[hits] + len(self._head), digits[hits])
+            self.tokens[rows] = parse_digits(data, starts[hits] + len(self._head), digits[hits])
             self.found[rows] = True
         self._at += count
         return int(ends[count - 1])
@@ -125,7 +125,7 @@ def _without_inner(
     return starts[kept], lengths[kept], digits[kept]
 
 
-def _parse_digits(data: Bytes, at: NDArray[np.intp], n_digits: NDArray[np.intp]) -> NDArray[np.uint64]:
+def parse_digits(data: Bytes, at: NDArray[np.intp], n_digits: NDArray[np.intp]) -> NDArray[np.uint64]:
     """Decimal numbers of the given widths at the given positions: uint64 [n]."""
     value = np.zeros(len(at), dtype=np.uint64)
     for column in range(int(n_digits.max(initial=0))):

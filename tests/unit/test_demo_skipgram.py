@@ -125,9 +125,7 @@ def test_trainers_shares_are_disjoint_and_cover_the_pass(planted: Corpus) -> Non
     text = pass_text(planted, SMALL, pass_index=1, seed=3)
     alone = share(planted, text, 0, 1)
     shares = [share(planted, text, trainer, 3) for trainer in range(3)]
-    assert [len(part) for part in shares] == [
-        n_batches(text, SMALL, trainer=trainer, n_trainers=3) for trainer in range(3)
-    ]
+    assert [len(part) for part in shares] == [n_batches(text, SMALL, trainer=trainer, n_trainers=3) for trainer in range(3)]
     dealt = [shares[number % 3][number // 3] for number in range(len(alone))]
     assert sum(len(part) for part in shares) == len(alone)
     assert np.array_equal(np.concatenate([batch.tokens for batch in alone]), text.tokens)
@@ -199,9 +197,7 @@ def test_two_trainers_on_shared_rows_learn_the_planted_groups(planted: Corpus) -
     reports: list[Progress] = []
     losses = [evaluate.held_out_loss(rows, sample)]
     for trainer in range(2):
-        train_pass(
-            rows, planted, pass_index=0, trainer=trainer, n_trainers=2, seed=0, report=reports.append, settings=settings
-        )
+        train_pass(rows, planted, pass_index=0, trainer=trainer, n_trainers=2, seed=0, report=reports.append, settings=settings)
         losses.append(evaluate.held_out_loss(rows, sample))
     assert losses[0] == pytest.approx(6 * np.log(2), abs=1e-3)
     assert losses[0] - 1 > losses[1] > losses[2]

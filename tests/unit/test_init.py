@@ -96,20 +96,14 @@ def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
     here = hashlib.sha256(b"".join(m.tobytes() for m in made)).hexdigest()
     simd = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(simd), "PYTHONPATH": str(ROOT)}
-    plain = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
+    plain = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert plain.stdout.strip() == here
 
 
 @pytest.mark.parametrize("module", [init, normal], ids=lambda m: m.__name__)
 def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
     tree = ast.parse(Path(module.__file__).read_text())
-    called = {
-        f"{n.value.id}.{n.attr}"
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
-    }
+    called = {f"{n.value.id}.{n.attr}" for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
     elementary = {name for name in called if name.startswith(("np.", "math."))}
     portable = {
         "np.add", "np.subtract", "np.multiply", "np.divide", "np.sqrt", "math.sqrt",
@@ -199,9 +193,7 @@ DISTRIBUTIONS = [  # initializer, mean, std, cdf and its arguments
 ]
 
 
-@pytest.mark.parametrize(
-    ("initializer", "mean", "std", "cdf", "arguments"), DISTRIBUTIONS, ids=lambda p: getattr(p, "kind", "")
-)
+@pytest.mark.parametrize(("initializer", "mean", "std", "cdf", "arguments"), DISTRIBUTIONS, ids=lambda p: getattr(p, "kind", ""))
 @pytest.mark.parametrize("ids", [np.arange(10_000, dtype=np.uint64), some_ids(10_000)], ids=["consecutive", "random"])
 def test_values_follow_their_distribution(ids, initializer, mean, std, cdf, arguments):
     sample = np.sort(rows(initializer, ids, 10).ravel().astype(np.float64))

@@ -48,7 +48,7 @@ EXAMPLES: dict[str, m.Message] = {
     "CountReply": m.CountReply(2**40),
     "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),
     "IdsReply": m.IdsReply(bytes(16)),
-    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, ""),
+    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, ""),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
 }
 

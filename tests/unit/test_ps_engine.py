@@ -14,10 +14,11 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.rounding import round_nearest, to_float32
-from kvemb.stores.base import ReadPart, WritePart, WriteResult
+from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.cache import CacheBudget
 from paramserver.engine import Engine
 from paramserver.tables import Tables
 
@@ -271,3 +272,72 @@ def test_all_tables_of_a_batch_are_applied_together() -> None:
     engine = engine_on(store)
     engine.run(Batch(APPLY, (rows(SGD, [1]), rows(ADAM, [1]), rows(HALF, []))), never)
     assert read(store, SGD, [1])[1].tolist() == read(store, ADAM, [1])[1].tolist() == [make_version(1, 1)]
+
+
+# --- with the cache of records ------------------------------------------------------------------------------------------------------
+
+
+def cached_engine(store: Storage) -> Engine:
+    return Engine(store, Tables([], CacheBudget(1 << 20)), epoch=1, k=0, timeout_s=5)
+
+
+def count_reads(store: Storage) -> list[int]:
+    """How many rows each read asks for, from now on."""
+    asked: list[int] = []
+    read_rows = store.read
+
+    def counted(parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        asked.append(sum(len(part.keys) for part in parts))
+        return read_rows(parts, deadline)
+
+    store.read = counted  # type: ignore[method-assign]
+    return asked
+
+
+def test_rows_written_lately_are_not_fetched_again_and_come_out_the_same() -> None:
+    plain, cached = make_store(), make_store()
+    engines = engine_on(plain), cached_engine(cached)
+    asked = count_reads(cached)
+    for ids in ([1, 2, 3], [2, 3, 4], [1, 4]):
+        for engine in engines:
+            engine.run(Batch(APPLY, (rows(ADAM, ids, 0.5),)), never)
+    assert asked == [3, 1]  # the third batch was all cached
+    everything = [1, 2, 3, 4]
+    for got, expected in zip(read(cached, ADAM, everything), read(plain, ADAM, everything), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:
+    store = make_store()
+    engine = cached_engine(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    asked = count_reads(store)
+
+    def landed_without_a_reply(parts: Sequence[WritePart]) -> list[WriteResult]:
+        MemoryStore.write(store, parts, Deadline.after(5))
+        raise NodeUnavailableError("node x: connection reset")
+
+    store.spoil = landed_without_a_reply
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), lambda error, pause_s: None)
+    assert asked == [2]
+    np.testing.assert_allclose(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - 1.0, rtol=1e-6)
+
+
+def test_a_row_changed_behind_the_cache_is_a_lost_row_on_storage_with_tokens() -> None:
+    store = make_store()
+    engine = cached_engine(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    node, key = node_of(store, SGD, 1)
+    node.values.pop(key)  # type: ignore[attr-defined]
+    with pytest.raises(LostRowError, match="id 1"):
+        engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+
+
+def test_erased_rows_leave_the_cache() -> None:
+    store = make_store()
+    engine = cached_engine(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    engine.run(Batch(ERASE, (rows(SGD, [1], dim=0),)), never)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    weights = read(store, SGD, [1, 2])[2]
+    np.testing.assert_allclose(weights, first_rows(SGD, [1, 2]) - np.array([[0.5], [1.0]]), rtol=1e-6)

@@ -69,9 +69,7 @@ def test_every_stored_value_survives_reading_and_rounding_bit_for_bit(name):
 @pytest.mark.parametrize("name", NARROW)
 def test_nan_stays_nan_and_infinity_infinity_with_their_sign(name):
     # Quiet and signalling NaNs; payloads in the bits that are dropped too.
-    weights = as_float32(
-        [[0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7F80FFFF, 0x7FFFFFFF, 0x7F800000, 0xFF800000]]
-    )
+    weights = as_float32([[0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7F80FFFF, 0x7FFFFFFF, 0x7F800000, 0xFF800000]])
     for stored in (round_nearest(weights, name), stochastic(weights, name)):
         read = to_float32(stored, name)[0]
         assert np.isnan(read[:6]).all()
@@ -195,9 +193,7 @@ def test_seed_id_version_and_column_each_change_the_draw(name):
 def test_the_bits_of_stochastic_rounding_never_change():
     weights = np.array([[0.1, -0.2, 3e-6], [1e-7, 1 / 3, -1e3]], np.float32)
     ids, versions = np.array([1, 2**64 - 1], np.uint64), np.array([2**48 + 5, 6], np.uint64)
-    bits = {
-        n: round_stochastic(weights, n, ids=ids, versions=versions, seed=42).view(np.uint16).tolist() for n in NARROW
-    }
+    bits = {n: round_stochastic(weights, n, ids=ids, versions=versions, seed=42).view(np.uint16).tolist() for n in NARROW}
     assert bits == {
         "float16": [[11878, 45671, 51], [1, 13653, 58320]],
         "bfloat16": [[15821, 48716, 13897], [13271, 16043, 50298]],

@@ -84,11 +84,11 @@ def test_mg_without_and_with_tokens() -> None:
 def test_ms_new_rows_must_not_exist_and_others_carry_their_token() -> None:
     out = np.zeros(2, dtype=np.uint8)
     both_new = MetaCodec().write_steps(KEYS, RECORDS, np.zeros(2, dtype=np.uint64), out)
-    assert sent(both_new) == b"ms " + A + b" 5 ME\r\nabc\r\n\r\nms " + B + b" 5 ME\r\nxyz\r\n\r\n"
+    assert sent(both_new) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 ME c\r\nxyz\r\n\r\n"
     mixed = MetaCodec().write_steps(KEYS, RECORDS, np.array([0, 2**64 - 1], dtype=np.uint64), out)
-    assert sent(mixed) == b"ms " + A + b" 5 ME\r\nabc\r\n\r\nms " + B + b" 5 C18446744073709551615\r\nxyz\r\n\r\n"
+    assert sent(mixed) == b"ms " + A + b" 5 ME c\r\nabc\r\n\r\nms " + B + b" 5 C18446744073709551615 c\r\nxyz\r\n\r\n"
     known = MetaCodec().write_steps(KEYS, RECORDS, np.array([7, 120], dtype=np.uint64), out)
-    assert sent(known) == b"ms " + A + b" 5 C007\r\nabc\r\n\r\nms " + B + b" 5 C120\r\nxyz\r\n\r\n"
+    assert sent(known) == b"ms " + A + b" 5 C007 c\r\nabc\r\n\r\nms " + B + b" 5 C120 c\r\nxyz\r\n\r\n"
 
 
 def test_a_memcached_write_without_a_condition_is_never_sent() -> None:

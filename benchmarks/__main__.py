@@ -1,0 +1,56 @@
+"""`python -m benchmarks [NAME] [options]`: run one question, or all of them with their defaults."""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import pull
+from benchmarks.report import Report, as_text, this_command, write_json
+from kvemb.errors import KvembError
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One question: `run`'s docstring says what it asks and how to read the answer."""
+
+    run: Callable[[argparse.Namespace], Report]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {"pull": Benchmark(pull.pull, pull.add_arguments)}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of kvemb beside its peers, on real servers.")
+    names = parser.add_subparsers(dest="name", metavar="NAME", help="without one, all run with their defaults")
+    for name, benchmark in BENCHMARKS.items():
+        about = inspect.getdoc(benchmark.run) or ""
+        sub = names.add_parser(name, help=about.splitlines()[0], description=about)
+        benchmark.add_arguments(sub)
+        sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return the exit code."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    chosen = [options] if options.name else [parser.parse_args([name]) for name in BENCHMARKS]
+    for one in chosen:
+        try:
+            report = BENCHMARKS[one.name].run(one).to_dict(this_command())
+        except KvembError as error:
+            print(f"benchmarks {one.name}: {error}", file=sys.stderr)
+            return 1
+        if one.json:
+            write_json(one.json, report)
+        print(as_text(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

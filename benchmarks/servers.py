@@ -1,0 +1,93 @@
+"""Real servers with a table full of real records: what every benchmark starts from."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvemb
+from benchmarks.ids import row_ids
+from kvemb.cluster import Cluster
+from kvemb.errors import KvembError
+from kvemb.keys import RowKeys
+from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import NodeStats, Store, WritePart
+from kvemb.stores.registry import open_store
+from kvemb.table import Table
+from kvemb.table_def import TableDef
+
+_FILL_ROWS = 100_000
+_FILL_TIMEOUT_S = 60.0
+# Key, entry and allocator overhead of one record: at most this on any of the servers; and everything twice, for the peers' copies.
+_OVERHEAD_BYTES = 160
+_LEAST_MEMORY_MB = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """A running cluster whose table holds `weights[i]` under `row_ids(i)`, and nothing else.
+
+    Args:
+        cluster: its servers are `cluster.servers`.
+        opened: the connection that `table` belongs to.
+        table: for pulling.
+        weights: float32 [n, dim].
+    """
+
+    cluster: LocalCluster
+    opened: Cluster
+    table: Table
+    weights: NDArray[np.float32]
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows exist."""
+        return len(self.weights)
+
+    @property
+    def ports(self) -> list[int]:
+        """The storage servers' loopback ports."""
+        return [server.port for server in self.cluster.servers]
+
+    @property
+    def pids(self) -> list[int]:
+        """The storage servers' process ids."""
+        return [server.process.pid for server in self.cluster.servers]
+
+    def stats(self) -> tuple[NodeStats, ...]:
+        """What the storage servers say of themselves."""
+        return self.opened.status().nodes
+
+
+@contextmanager
+def filled(store: str, *, nodes: int, dim: int, n_rows: int) -> Iterator[Filled]:
+    """Start storage servers and one shard, and write n rows of an SGD table (a record is header + W) as a shard writes them.
+
+    The shard's index does not know these rows: for benchmarks that pull only.
+    """
+    record_bytes = 4 * dim + _OVERHEAD_BYTES
+    memory_mb = max(_LEAST_MEMORY_MB, math.ceil(4 * n_rows * record_bytes / nodes / (1 << 20)))
+    with LocalCluster(store, nodes, memory_mb=memory_mb) as cluster, kvemb.connect(cluster.url) as opened:
+        table = opened.create_table("bench", dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), id_dtype="uint64")
+        weights = np.random.default_rng(dim).standard_normal((n_rows, dim), dtype=np.float32)
+        with open_store(opened.config.storage, role="shard:bench") as writer:
+            writer.open(Deadline.after(_FILL_TIMEOUT_S))
+            _fill(writer, table.definition, weights)
+        yield Filled(cluster, opened, table, weights)
+
+
+def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> None:
+    no_slots = np.empty((_FILL_ROWS, 0), np.float32)
+    for start in range(0, len(weights), _FILL_ROWS):
+        rows = weights[start : start + _FILL_ROWS]
+        ids = row_ids(np.arange(start, start + len(rows)))
+        records = definition.record.encode(ids, make_version(1, 1), rows, no_slots[: len(rows)])
+        part = WritePart(RowKeys(definition.tag, ids), records, np.zeros(len(ids), np.uint64))
+        (result,) = writer.write([part], Deadline.after(_FILL_TIMEOUT_S))
+        if not result.stored.all():
+            raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")

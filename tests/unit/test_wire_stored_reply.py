@@ -1,0 +1,54 @@
+"""memcached's answers to conditional writes: whole, in pieces, with refusals and errors among them, and garbage."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.stored_reply import StoredReply
+
+TRAILING = b"VA 3\r\n"
+line = st.one_of(
+    st.integers(0, 2**64 - 1).map(lambda token: b"HD c%d\r\n" % token),
+    st.sampled_from([b"NS c0\r\n", b"EX c0\r\n", b"NF c0\r\n", b"SERVER_ERROR out of memory storing object\r\n"]),
+)
+
+
+def expected(lines: list[bytes]) -> tuple[list[int], list[int], list[int]]:
+    """Codes, tokens of stored rows, rows with errors: one line after the other."""
+    codes = [0 if text.startswith((b"HD", b"SERVER")) else 1 for text in lines]
+    tokens = [int(text[4:-2]) for text in lines if text.startswith(b"HD")]
+    return codes, tokens, [row for row, text in enumerate(lines) if text.startswith(b"SERVER")]
+
+
+def feed_in_pieces(reply: StoredReply, data: bytes, sizes: list[int]) -> int:
+    """Let bytes arrive piece by piece; return how many were consumed."""
+    waiting, consumed, at = b"", 0, 0
+    while at < len(data):
+        size = sizes[at % len(sizes)]
+        waiting += data[at : at + size]
+        at += size
+        taken = reply.feed(np.frombuffer(waiting, np.uint8))
+        waiting, consumed = waiting[taken:], consumed + taken
+    return consumed
+
+
+@given(st.lists(line, min_size=1, max_size=30), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_any_mix_in_any_pieces_with_trailing_bytes(lines: list[bytes], sizes: list[int]) -> None:
+    reply = StoredReply(np.zeros(len(lines), np.uint8), np.zeros(len(lines), np.uint64))
+    data = b"".join(lines)
+    assert feed_in_pieces(reply, data + TRAILING, sizes) == len(data)
+    assert reply.done
+    codes, tokens, errors = expected(lines)
+    assert reply.out.tolist() == codes
+    stored = [row for row, text in enumerate(lines) if text.startswith(b"HD")]
+    assert reply.tokens[stored].tolist() == tokens
+    assert [row for row, _ in reply.errors] == errors
+
+
+@pytest.mark.parametrize("data", [b"HD\r\n", b"HD cx1\r\n", b"OK c12\r\n", b"\r\n\r\n", b"HD x12\r\n", b"STORED\r\n"])
+def test_garbage_is_refused(data: bytes) -> None:
+    reply = StoredReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
+    with pytest.raises(ProtocolError):
+        reply.feed(np.frombuffer(b"HD c1\r\n" + data, np.uint8))
