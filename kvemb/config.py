@@ -18,7 +18,7 @@ from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.table_def import TableDef
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-3 as text, for want of a dot; everybody who writes `lr: 1e-3` means a number."""
 
 

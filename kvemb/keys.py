@@ -51,6 +51,10 @@ class RowKeys:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getitem__(self, rows: slice) -> "RowKeys":
+        """Return the keys of some rows; the ids are a view."""
+        return RowKeys(self.tag, self.ids[rows])
+
     def take(self, order: NDArray[np.intp]) -> "RowKeys":
         """Return the keys at the given positions, in that order."""
         return RowKeys(self.tag, self.ids[order])

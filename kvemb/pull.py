@@ -63,17 +63,16 @@ def pull(store: Store, requests: Sequence[PullRequest], deadline: Deadline) -> l
         StorageError: see `kvemb.errors`; every `out` is untouched then.
     """
     wanted = [request for request in requests if len(request.groups.ids)]
-    parts = [_read_part(store, request) for request in wanted]
+    parts = [_read_part(request) for request in wanted]
     results = iter(store.read(parts, deadline) if parts else [])
     nodes = ", ".join(store.addresses)
     checked = [_checked(r, next(results), nodes) if len(r.groups.ids) else None for r in requests]
     return [_gather(request, result) for request, result in zip(requests, checked, strict=True)]
 
 
-def _read_part(store: Store, request: PullRequest) -> ReadPart:
+def _read_part(request: PullRequest) -> ReadPart:
     record = request.definition.record
-    wanted_bytes = record.prefix_bytes if store.capabilities.prefix_reads else record.size_bytes
-    return ReadPart(RowKeys(request.definition.tag, request.groups.ids), record.size_bytes, wanted_bytes)
+    return ReadPart(RowKeys(request.definition.tag, request.groups.ids), record.size_bytes, record.prefix_bytes)
 
 
 def _checked(request: PullRequest, result: ReadResult, nodes: str) -> ReadResult:

@@ -27,12 +27,10 @@ class Capabilities:
 
     Args:
         cas: writes are compare-and-swap; reads for writing return tokens.
-        prefix_reads: a read may ask for the first bytes of each record only and the rest is not sent.
         max_record_bytes: the largest record a node accepts, or None when the store knows no limit.
     """
 
     cas: bool
-    prefix_reads: bool
     max_record_bytes: int | None
 
 
@@ -43,7 +41,7 @@ class ReadPart:
     Args:
         keys: n distinct keys.
         record_bytes: the size every record of this table has.
-        prefix_bytes: how many bytes of each record are wanted.
+        prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied.
         tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
     """
 

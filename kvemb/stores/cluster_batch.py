@@ -17,7 +17,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
 from kvemb.stores.batch import NodeSteps, group, server_error
 from kvemb.stores.cluster_map import SlotMap
-from kvemb.wire.codec import Codec
+from kvemb.wire.codec import Codec, Records
 from kvemb.wire.replies import Step
 
 Rows = slice | NDArray[np.intp]
@@ -65,7 +65,6 @@ class _Part:
     """One part's rows in node order, and those still to be answered."""
 
     keys: RowKeys
-    encoded: NDArray[np.uint8]
     slots: NDArray[np.int64]
     order: NDArray[np.intp] | None
     left: list[Rows]
@@ -85,7 +84,7 @@ class ClusterBatch(ABC):
         """Make the result arrays of a part, whose rows are in the order given."""
 
     @abstractmethod
-    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         """The steps for some rows, and the buffers their replies fill."""
 
     def _place(self, share: Share, good: NDArray[np.bool_]) -> None:  # noqa: B027 - most batches have nothing to place
@@ -138,7 +137,7 @@ class ClusterBatch(ABC):
             slots = keys.slots()
             grouped = group(keys, slot_map.nodes[slots])
             order = grouped.order
-            part = _Part(grouped.keys, grouped.keys.encode(), slots[order], order, [rows for _, rows in grouped.shares])
+            part = _Part(grouped.keys, slots[order], order, [rows for _, rows in grouped.shares])
             self._parts.append(part)
             self._begin(index, grouped.keys, order)
 
@@ -150,7 +149,7 @@ class ClusterBatch(ABC):
         return [self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)]
 
     def _share(self, index: int, part: _Part, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> Share:
-        steps, buffers = self._steps(index, part.encoded[rows], rows, codec)
+        steps, buffers = self._steps(index, part.keys[rows] if isinstance(rows, slice) else part.keys.take(rows), rows, codec)
         slot = int(part.slots[rows][-1])
         return Share(address, index, rows, slot, asking, NodeSteps(address, part.keys.ids[rows], steps), buffers)
 
@@ -186,7 +185,7 @@ class ReadBatch(ClusterBatch):
         records = np.empty((len(keys), self._requests[part].prefix_bytes), dtype=np.uint8)
         self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order)
 
-    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         result = self.results[part]
         if isinstance(rows, slice):
             records, found = result.records[rows], result.found[rows]
@@ -214,9 +213,9 @@ class WriteBatch(ClusterBatch):
         if order is not None:
             self._records[part] = self._requests[part].records[order]
 
-    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
-        return codec.write_steps(keys, self._records[part][rows], None, out), (out,)
+        return codec.write_steps(keys, Records(self._records[part][rows]), None, out), (out,)
 
 
 class EraseBatch(ClusterBatch):
@@ -228,7 +227,7 @@ class EraseBatch(ClusterBatch):
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         return
 
-    def _steps(self, part: int, keys: NDArray[np.uint8], rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
         return codec.erase_steps(keys, out), (out,)
 

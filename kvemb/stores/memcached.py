@@ -30,7 +30,7 @@ class MemcachedStore(NodeStore):
     @property
     def capabilities(self) -> Capabilities:
         limit = None if self._item_limit is None else self._item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
-        return Capabilities(cas=True, prefix_reads=False, max_record_bytes=limit)
+        return Capabilities(cas=True, max_record_bytes=limit)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()

@@ -72,7 +72,7 @@ class MemoryStore(Store):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=True, prefix_reads=True, max_record_bytes=1 << 20)
+        return Capabilities(cas=True, max_record_bytes=1 << 20)
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResul
 from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, unexpected_value
 from kvemb.stores.markers import MARKER_KEY, Marker, diagnose
 from kvemb.stores.topology import NodeMap
-from kvemb.wire.codec import Codec
+from kvemb.wire.codec import Codec, Records
 from kvemb.wire.replies import BlobReply, Step, UnexpectedValueError
 
 R = TypeVar("R")
@@ -109,7 +109,7 @@ class NodeStore(Store):
             grouped = group(part.keys, self._map.nodes_of(part.keys))
             result = self._empty_result(part, grouped)
             results.append(result)
-            keys = grouped.keys.encode()
+            keys = grouped.keys
             for node, rows in grouped.shares:
                 tokens = None if result.tokens is None else result.tokens[rows]
                 steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens)
@@ -126,7 +126,7 @@ class NodeStore(Store):
             grouped = group(part.keys, self._map.nodes_of(part.keys), known)
             out = np.zeros(len(part.keys), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
-            keys, records = grouped.keys.encode(), part.records[order]
+            keys, records = grouped.keys, Records(part.records, grouped.order)
             tokens = part.tokens[order].copy() if part.tokens is not None and self.capabilities.cas else None
             outs.append((grouped, out, tokens))
             for node, rows in grouped.shares:
@@ -140,7 +140,7 @@ class NodeStore(Store):
         for part in parts:
             grouped = group(part.keys, self._map.nodes_of(part.keys))
             out = np.zeros(len(part.keys), dtype=np.uint8)
-            keys = grouped.keys.encode()
+            keys = grouped.keys
             for node, rows in grouped.shares:
                 steps = self._codec.erase_steps(keys[rows], out[rows])
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))

@@ -21,7 +21,7 @@ class RedisStore(NodeStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, prefix_reads=False, max_record_bytes=MAX_VALUE_BYTES)
+        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()

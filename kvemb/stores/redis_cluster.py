@@ -49,7 +49,7 @@ class RedisClusterStore(Store):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, prefix_reads=False, max_record_bytes=MAX_VALUE_BYTES)
+        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES)
 
     @property
     def addresses(self) -> tuple[str, ...]:

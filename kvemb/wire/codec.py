@@ -1,27 +1,55 @@
 """What a protocol codec offers to the stores, and the shared shape of its results."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.keys import RowKeys
 from kvemb.wire.replies import BlobReply, CodeReply, Step
 
 Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Records to write, put in order only as their requests are built.
+
+    Args:
+        values: uint8 [m, size_bytes].
+        order: intp [n], which of them are written, in which order; None for all as they are.
+    """
+
+    values: Bytes
+    order: NDArray[np.intp] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one record."""
+        return int(self.values.shape[1])
+
+    def __getitem__(self, rows: slice) -> "Records":
+        """Return some of the n records."""
+        return Records(self.values[rows]) if self.order is None else Records(self.values, self.order[rows])
+
+    def bytes(self) -> Bytes:
+        """The records in order: uint8 [n, size_bytes]."""
+        return self.values if self.order is None else self.values[self.order]
 
 
 class Codec(Protocol):
     """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed."""
 
     def read_steps(
-        self, keys: Bytes, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
     ) -> list[Step]:
         """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them."""
 
-    def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """Write n records; out [n] gets 0 for stored, 1 for a conflict; tokens [n] of rows stored are replaced by the new ones."""
 
-    def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[Step]:
         """Delete n rows; out [n] gets 0 for deleted, 1 for not there."""
 
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:

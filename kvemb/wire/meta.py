@@ -4,9 +4,13 @@ Writes always carry a condition: a token from the read before, or "must not exis
 newer row. Tokens are sent zero-padded to one width, which keeps the stride of a batch constant.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.keys import RowKeys
+from kvemb.wire.codec import Records
 from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
 from kvemb.wire.requests import Bytes, chunks, columns, decimals
 from kvemb.wire.stored_reply import StoredReply
@@ -24,14 +28,14 @@ class MetaCodec:
         self._rows_per_step = rows_per_step
 
     def read_steps(
-        self, keys: Bytes, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
     ) -> list[Step]:
         """See `Codec.read_steps`."""
         tail = b" v\r\n" if tokens is None else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
-            request = columns(rows.stop - rows.start, b"mg ", keys[rows], tail).reshape(-1).data
+            request = partial(_key_request, b"mg ", keys[rows], tail)
             if tokens is None:
                 size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
                 steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
@@ -39,7 +43,7 @@ class MetaCodec:
                 steps.append(Step(request, TokenReply(record_bytes, out[rows], found[rows], tokens[rows])))
         return steps
 
-    def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.write_steps`; new rows (token 0) come before the others.
 
         Raises:
@@ -50,23 +54,18 @@ class MetaCodec:
         n_new = int(np.count_nonzero(tokens == 0))
         if tokens[:n_new].any():
             raise ValueError("new rows (token 0) come first")
-        size = b" %d " % records.shape[1]
         steps = []
         for first, last in ((0, n_new), (n_new, len(keys))):
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
-                condition = [b"ME c"] if last == n_new else [b"C", decimals(tokens[at]), b" c"]
-                request = columns(at.stop - at.start, b"ms ", keys[at], size, *condition, b"\r\n", records[at], b"\r\n")
-                steps.append(Step(request.reshape(-1).data, StoredReply(out[at], tokens[at])))
+                condition = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
+                steps.append(Step(partial(_store_request, keys[at], records[at], condition), StoredReply(out[at], tokens[at])))
         return steps
 
-    def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.erase_steps`."""
         return [
-            Step(
-                columns(rows.stop - rows.start, b"md ", keys[rows], b"\r\n").reshape(-1).data,
-                CodeReply((b"HD\r\n", b"NF\r\n"), out[rows]),
-            )
+            Step(partial(_key_request, b"md ", keys[rows], b"\r\n"), CodeReply((b"HD\r\n", b"NF\r\n"), out[rows]))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 
@@ -79,3 +78,14 @@ class MetaCodec:
         """See `Codec.put_step`."""
         reply = CodeReply((b"HD\r\n",), np.zeros(1, dtype=np.uint8))
         return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply
+
+
+def _key_request(verb: bytes, keys: RowKeys, tail: bytes) -> memoryview:
+    return columns(len(keys), verb, keys.encode(), tail).reshape(-1).data
+
+
+def _store_request(keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None) -> memoryview:
+    """Store under a condition: the tokens, or None for rows that must not exist."""
+    condition = [b"ME c"] if tokens is None else [b"C", decimals(tokens), b" c"]
+    size = b" %d " % records.size_bytes
+    return columns(len(keys), b"ms ", keys.encode(), size, *condition, b"\r\n", records.bytes(), b"\r\n").reshape(-1).data

@@ -6,7 +6,7 @@ break the stride; `StrideReply` then finds the rows from the positions of the mi
 neither a hit of the expected size nor a miss (a server's error) is looked at by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -45,15 +45,21 @@ class Step:
     """One request and the reply it will get.
 
     Args:
-        request: its bytes.
+        source: the request's bytes, or what builds them: it is called when the request is sent, so that the requests of a large batch are
+            built while the server works on the first ones.
         reply: reads the answer.
         reply_bytes: how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for
             more of a large answer before it looks at it.
     """
 
-    request: memoryview
+    source: memoryview | Callable[[], memoryview]
     reply: Reply
     reply_bytes: int = 0
+
+    @property
+    def request(self) -> memoryview:
+        """The request's bytes; built anew at each call where they are built."""
+        return self.source() if callable(self.source) else self.source
 
 
 def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:

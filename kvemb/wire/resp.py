@@ -1,9 +1,12 @@
 """The Redis protocol (RESP2) for batches of rows. Specification: https://redis.io/docs/latest/develop/reference/protocol-spec/"""
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.keys import KEY_SIZE
+from kvemb.keys import KEY_SIZE, RowKeys
+from kvemb.wire.codec import Records
 from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
 from kvemb.wire.requests import Bytes, chunks, columns
 
@@ -28,36 +31,29 @@ class RespCodec:
         self._rows_per_step = rows_per_step
 
     def read_steps(
-        self, keys: Bytes, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
     ) -> list[Step]:
         """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
         head, miss = self._asked + b"$%d\r\n" % record_bytes, self._asked + _MISS
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
-            request, preamble = self._get_request(keys[rows])
+            preamble = b"*%d\r\n" % (rows.stop - rows.start) if self._multi_get else b""
             reply = StrideReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
-            steps.append(Step(request, reply, len(reply.found) * (len(head) + record_bytes + 2)))
+            steps.append(Step(partial(self._get_request, keys[rows]), reply, len(reply.found) * (len(head) + record_bytes + 2)))
         return steps
 
-    def write_steps(self, keys: Bytes, records: Bytes, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.write_steps`: pipelined SETs, which never conflict."""
-        head, middle = self._ask + b"*3\r\n$3\r\nSET\r\n" + _KEY_HEAD, b"\r\n$%d\r\n" % records.shape[1]
         return [
-            Step(
-                columns(rows.stop - rows.start, head, keys[rows], middle, records[rows], b"\r\n").reshape(-1).data,
-                CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked),
-            )
+            Step(partial(self._set_request, keys[rows], records[rows]), CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 
-    def erase_steps(self, keys: Bytes, out: NDArray[np.uint8]) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.erase_steps`."""
-        head = self._ask + b"*2\r\n$3\r\nDEL\r\n" + _KEY_HEAD
+        codes = (self._asked + b":1\r\n", self._asked + b":0\r\n")
         return [
-            Step(
-                columns(rows.stop - rows.start, head, keys[rows], b"\r\n").reshape(-1).data,
-                CodeReply((self._asked + b":1\r\n", self._asked + b":0\r\n"), out[rows], self._asked),
-            )
+            Step(partial(self._del_request, keys[rows]), CodeReply(codes, out[rows], self._asked))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 
@@ -71,13 +67,20 @@ class RespCodec:
         reply = CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8))
         return Step(memoryview(command(b"SET", key, value)), reply), reply
 
-    def _get_request(self, keys: Bytes) -> tuple[memoryview, bytes]:
+    def _get_request(self, keys: RowKeys) -> memoryview:
         n = len(keys)
         if not self._multi_get:
-            return columns(n, self._ask + b"*2\r\n$3\r\nGET\r\n" + _KEY_HEAD, keys, b"\r\n").reshape(-1).data, b""
+            return columns(n, self._ask + b"*2\r\n$3\r\nGET\r\n" + _KEY_HEAD, keys.encode(), b"\r\n").reshape(-1).data
         head = b"*%d\r\n$4\r\nMGET\r\n" % (n + 1)
-        body = columns(n, _KEY_HEAD, keys, b"\r\n").reshape(-1)
-        return np.concatenate([np.frombuffer(head, dtype=np.uint8), body]).data, b"*%d\r\n" % n
+        body = columns(n, _KEY_HEAD, keys.encode(), b"\r\n").reshape(-1)
+        return np.concatenate([np.frombuffer(head, dtype=np.uint8), body]).data
+
+    def _set_request(self, keys: RowKeys, records: Records) -> memoryview:
+        head, middle = self._ask + b"*3\r\n$3\r\nSET\r\n" + _KEY_HEAD, b"\r\n$%d\r\n" % records.size_bytes
+        return columns(len(keys), head, keys.encode(), middle, records.bytes(), b"\r\n").reshape(-1).data
+
+    def _del_request(self, keys: RowKeys) -> memoryview:
+        return columns(len(keys), self._ask + b"*2\r\n$3\r\nDEL\r\n" + _KEY_HEAD, keys.encode(), b"\r\n").reshape(-1).data
 
 
 def command(*words: bytes) -> bytes:

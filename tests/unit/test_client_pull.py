@@ -90,12 +90,10 @@ def test_an_empty_pull_asks_nobody(store: CountingStore) -> None:
     assert store.reads == ()
 
 
-def test_a_pull_without_prefix_reads_takes_whole_records(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_takes_header_and_weights_and_leaves_the_slots(store: CountingStore) -> None:
     write(store, USER, np.array([1]), np.ones((1, 4)), 1)
-    whole = type(store.capabilities)(cas=True, prefix_reads=False, max_record_bytes=None)
-    monkeypatch.setattr(CountingStore, "capabilities", whole)
     assert pull_one(store, USER, [1]).tolist() == [[1, 1, 1, 1]]
-    assert store.reads[0][0].prefix_bytes == USER.record.size_bytes
+    assert store.reads[0][0].prefix_bytes == USER.record.prefix_bytes
 
 
 @pytest.mark.parametrize("strided", [False, True])

@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from kvemb.keys import RowKeys
+from kvemb.wire.codec import Records
 from kvemb.wire.meta import MetaCodec
 from kvemb.wire.replies import Step
 from kvemb.wire.requests import chunks, columns, decimals
 from kvemb.wire.resp import RespCodec, command
 
-KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64)).encode()
+KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64))
 A, B = b"tabAAAAAAAAAAB", b"tabP__________"
-RECORDS = np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5)
+RECORDS = Records(np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5))
 ASK = b"*1\r\n$6\r\nASKING\r\n"
 
 
@@ -24,7 +25,7 @@ def outputs(n: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_keys_are_what_these_goldens_assume() -> None:
-    assert KEYS.tobytes() == b"tabAAAAAAAAAAB" + b"tabP" + b"_" * 10
+    assert KEYS.encode().tobytes() == b"tabAAAAAAAAAAB" + b"tabP" + b"_" * 10
 
 
 def test_mget() -> None:
@@ -33,7 +34,7 @@ def test_mget() -> None:
 
 
 def test_mget_of_many_rows_is_cut_into_chunks_that_each_say_their_size() -> None:
-    keys = RowKeys(b"tab", np.arange(2500, dtype=np.uint64)).encode()
+    keys = RowKeys(b"tab", np.arange(2500, dtype=np.uint64))
     steps = RespCodec(multi_get=True).read_steps(keys, 5, *outputs(2500, 5), None)
     assert [bytes(step.request[: bytes(step.request).index(b"\n") + 1]) for step in steps] == [b"*1025\r\n", b"*1025\r\n", b"*453\r\n"]
 
@@ -47,6 +48,14 @@ def test_set() -> None:
     steps = RespCodec(multi_get=True).write_steps(KEYS, RECORDS, None, np.zeros(2, dtype=np.uint8))
     head = b"*3\r\n$3\r\nSET\r\n$14\r\n"
     assert sent(steps) == head + A + b"\r\n$5\r\nabc\r\n\r\n" + head + B + b"\r\n$5\r\nxyz\r\n\r\n"
+
+
+def test_records_are_put_in_order_as_they_are_sent() -> None:
+    turned = Records(RECORDS.values, np.array([1, 0]))
+    straight = Records(RECORDS.values[::-1])
+    for codec in (RespCodec(multi_get=True), RespCodec(multi_get=True, rows_per_step=1)):
+        steps = [codec.write_steps(KEYS, records, None, np.zeros(2, dtype=np.uint8)) for records in (turned, straight)]
+        assert sent(steps[0]) == sent(steps[1])
 
 
 def test_del() -> None:
@@ -115,7 +124,7 @@ def test_every_codec_makes_no_step_of_no_rows() -> None:
 
 
 def test_chunked_steps_fill_their_own_rows_of_the_outputs() -> None:
-    keys = RowKeys(b"tab", np.arange(5, dtype=np.uint64)).encode()
+    keys = RowKeys(b"tab", np.arange(5, dtype=np.uint64))
     out, found = outputs(5, 3)
     steps = RespCodec(multi_get=False, rows_per_step=2).read_steps(keys, 3, out, found, None)
     for index, step in enumerate(steps):
@@ -133,6 +142,6 @@ def test_decimals_are_padded_to_the_widest(value: int) -> None:
 
 
 def test_columns_and_chunks_of_nothing() -> None:
-    assert columns(0, b"GET ", KEYS[:0]).shape == (0, 18)
+    assert columns(0, b"GET ", KEYS[:0].encode()).shape == (0, 18)
     assert chunks(0, 7) == []
     assert decimals(np.zeros(0, dtype=np.uint64)).shape == (0, 1)
