@@ -57,7 +57,7 @@ def connect(
     config = load(source, os.environ)
     if trainer is not None and (read_only or not trainer or len(trainer) > 255):
         raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
-    deadline = Deadline.after(config.storage.timeout_s if timeout_s is None else timeout_s)
+    deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
     try:
         if read_only:
@@ -205,7 +205,10 @@ class Cluster:
         _check_names("versions", versions, tables)
         _check_names("hyper", hyper, tables)
         rows = []
-        for name, (ids, grads) in tables.items():
+        for name, batch in tables.items():
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise InvalidInputError(f"table {name!r}: got {type(batch).__name__}, expected a pair (ids, grads)")
+            ids, grads = batch
             table = self.table(name)
             values = table.pushed_hyper((hyper or {}).get(name, {}))
             rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values))

@@ -242,9 +242,10 @@ class TableReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class RowsRequest(Message):
-    """assign (rows given) or erase (dim 0): applied in order with pushes, answered once applied."""
+    """assign (rows given) or erase (dim 0): applied in order with pushes, answered once applied, or after timeout_s."""
 
     rows: TableRows
+    timeout_s: float
 
 
 @dataclass(frozen=True, eq=False)

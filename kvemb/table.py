@@ -44,7 +44,7 @@ class Access:
 
     def pull_deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a pull."""
-        return Deadline.after(self.pull_timeout_s if timeout_s is None else timeout_s)
+        return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
 
 
 class Table:

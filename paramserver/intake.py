@@ -155,7 +155,7 @@ class Intake:
         """Stop applying for good: everything pending and everything later gets ShardFailedError with this cause."""
         text = f"{type(error).__name__}: {error}"
         with self._changed:
-            self._failure = ShardFailedError(f"the shard stopped applying: {text} Mend the cause, then restart the shard.")
+            self._failure = ShardFailedError(f"the shard stopped applying: {text.rstrip('.')}. Mend the cause, then restart the shard.")
             self.last_error = text
             in_step = {id(push) for push in self._barrier.waiting()} if self._barrier and isinstance(error, BarrierError) else set()
             for item in self._pending.all():
@@ -295,5 +295,5 @@ class Intake:
             raise ShardUnavailableError(f"the shard stopped before {what}")
         if deadline.expired:
             cause = f"; last storage error: {self.last_error}" if self.last_error else ""
-            raise DeadlineExceededError(f"waited {deadline.timeout_s:g} s for {what}{cause}")
+            raise DeadlineExceededError(f"waited {deadline.timeout_s:.1f} s for {what}{cause}")
         self._changed.wait(min(_POLL_S, deadline.remaining_s()))

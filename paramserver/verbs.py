@@ -154,7 +154,8 @@ class Verbs:
 
     def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
-        return self._parts.intake.submit_rows(RowsWork(kind, rows), Deadline.after(_patience_s(remaining_s)))
+        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
+        return self._parts.intake.submit_rows(RowsWork(kind, rows), Deadline.after(patience_s))
 
 
 def _patience_s(remaining_s: float | None) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvemb.client.servers import DEFAULT_TIMEOUT_S
 from kvemb.errors import KvembError, ShardUnavailableError
+from kvemb.net.deadline import checked_timeout
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,15 @@ class Ack:
             self._on_failure(self)
 
     def _wait(self, done: Callable[[Part], bool], state: str, timeout_s: float | None) -> None:
-        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else checked_timeout(timeout_s)
         with self._changed:
             finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
             if self._error is not None:
                 self._seen = True
                 raise fresh(self._error)
-            late = {part.where: part.trouble() for part in self._parts if not done(part)}
+            late_parts = {part.where: part for part in self._parts if not done(part)}
         if not finished:
+            late = {where: part.trouble() for where, part in late_parts.items()}  # may ask the shard: not under the lock
             shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in late.items())
             raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:g} s by {shards}")
 

@@ -7,16 +7,19 @@ details (`channel`), one shard's stream (`push_stream`), validation. Thread-safe
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from kvemb.client.ack import Ack, Part, fresh
 from kvemb.client.parts import route, split
 from kvemb.client.push_stream import PushStream
 from kvemb.client.servers import Servers
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
-from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, TableRows, digest_tables
+from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, TableRows, digest_tables
 from kvemb.net.deadline import Deadline
 
 BYE_TIMEOUT_S = 2.0
+_STATUS_TIMEOUT_S = 1.0
 
 
 class Session:
@@ -62,8 +65,10 @@ class Session:
         try:
             self.raise_unseen()
             self._introduce(deadline)
-            shares = zip(*(route(rows, len(self._streams)) for rows in tables), strict=True)
-            wanted = {shard: list(share) for shard, share in enumerate(shares) if self._sync or any(len(rows.ids) for rows in share)}
+            routed = [route(rows, len(self._streams)) for rows in tables]
+            shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
+            # In sync mode every shard hears of every step, also of one that has nothing for it.
+            wanted = {shard: share for shard, share in enumerate(shares) if self._sync or any(len(rows.ids) for rows in share)}
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
             return self._send(wanted)
@@ -119,6 +124,10 @@ class Session:
         except (FencedError, ShardFailedError):
             self.raise_unseen()  # the same failure, and now its ack counts as seen
             raise
+        except ShardUnavailableError as error:
+            causes = {str(channel): self._trouble(channel.shard) for channel in self._servers.channels}
+            known = "; ".join(f"{where} says: {cause}" for where, cause in causes.items() if cause)
+            raise ShardUnavailableError(f"{error}{'. ' + known if known else ''}") from error
         self.raise_unseen()
 
     def _introduce(self, deadline: Deadline) -> None:
@@ -159,7 +168,7 @@ class Session:
                 more = index + 1 < len(messages)
                 body = self._part(first + index, message, more)
                 n_rows = sum(len(rows.ids) for rows in message)
-                parts.append((stream, body, Part(str(channel), n_rows, stream.trouble)))
+                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard))))
         ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
         for stream, body, part in parts:
             stream.send(body.sequence, body.encode(), part, ack)
@@ -175,6 +184,13 @@ class Session:
             tables=tables,
             digest=digest_tables(tables),
         )
+
+    def _trouble(self, shard: int) -> str:
+        """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is up."""
+        told = [self._streams[shard].trouble()]
+        with suppress(KvembError):  # when it does not answer, the stream's own word must do
+            told.append(self._servers.call(shard, "Status", Empty(), StatusReply, Deadline.after(_STATUS_TIMEOUT_S)).failure)
+        return "; ".join(filter(None, told))
 
     def _note_failure(self, ack: Ack) -> None:
         with self._failed_lock:

@@ -35,7 +35,7 @@ M = TypeVar("M", bound=Message)
 
 PAGE_IDS = 1 << 17
 CLOSE_TIMEOUT_S = 10.0
-_ANSWER_MARGIN_S = 1.0  # a shard that waits on our behalf gives up before we do, and says what it waited for
+_ANSWER_MARGIN_S = 1.0
 
 
 class ShardClient:
@@ -79,8 +79,7 @@ class ShardClient:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        left_s = max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)
-        self._servers.call_each("Flush", [FlushRequest(left_s)] * len(self._servers), Empty, deadline)
+        self._servers.call_each("Flush", [FlushRequest(_patience_s(deadline))] * len(self._servers), Empty, deadline)
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
         """Set rows, behind this process's own pushes.
@@ -137,8 +136,13 @@ class ShardClient:
             heads = [next(queue, None) for queue in queues]
             if all(head is None for head in heads):
                 return replies
-            requests = [None if head is None else RowsRequest(head) for head in heads]
+            requests = [None if head is None else RowsRequest(head, _patience_s(deadline)) for head in heads]
             replies += self._servers.call_each(method, requests, reply_type, deadline)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)
+
+
+def _patience_s(deadline: Deadline) -> float:
+    """How long a shard may wait on our behalf: it gives up before we do, and says what it waited for."""
+    return max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)

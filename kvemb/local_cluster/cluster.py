@@ -1,23 +1,28 @@
 """Puts a local cluster together: storage servers first, then the shards, one kvemb.yaml for all of them."""
 
+import logging
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import yaml
 
+from kvemb.config import parse
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
 from kvemb.local_cluster.servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 
-_SHARD_GRACE_S = 45.0  # a shard drains for 30 s, then joins its threads and waits for a last storage call
+_DRAIN_S = 10  # a local cluster has a person waiting for its end
+_SHARD_GRACE_S = _DRAIN_S + 15.0  # joining its threads and a last storage call come on top
+_NOT_DRAINED = 4  # exit code of a shard
 _SERVER_GRACE_S = 5.0
+log = logging.getLogger("kvemb")
 
 
 class LocalCluster:
@@ -31,6 +36,7 @@ class LocalCluster:
         trainers: number of trainers of a sync job; 0 in async mode.
         memory_mb: memory of each storage server.
         barrier_timeout_s: see kvemb.yaml; sync mode only.
+        cache_mb: of each shard, see kvemb.yaml, whose default holds unless given.
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
@@ -47,19 +53,25 @@ class LocalCluster:
         trainers: int = 0,
         memory_mb: int = 1024,
         barrier_timeout_s: float | None = None,
+        cache_mb: int | None = None,
     ) -> None:
         if store not in KINDS:
             raise ConfigError(f"store: got {store!r}, expected one of {', '.join(KINDS)}")
         least = MIN_CLUSTER_NODES if store == "redis-cluster" else 1
-        if nodes < least or shards < 1:
-            raise ConfigError(f"a local {store} cluster needs at least {least} node(s) and 1 shard; got nodes={nodes}, shards={shards}")
+        for name, value, lowest in (("nodes", nodes, least), ("shards", shards, 1), ("memory_mb", memory_mb, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise ConfigError(f"a local {store} cluster: {name} is {value!r}; give a whole number of at least {lowest}")
         self.store = store
         self._n_nodes, self._n_shards, self._memory_mb = nodes, shards, memory_mb
         self._servers_section: dict[str, object] = {"mode": mode} | ({"trainers": trainers} if trainers else {})
         if barrier_timeout_s is not None:
             self._servers_section["barrier_timeout_s"] = barrier_timeout_s
+        if cache_mb is not None:
+            self._servers_section["cache_mb"] = cache_mb
         self.servers: list[StorageServer] = []
         self.shards: list[LocalProcess] = []
+        self.folder = Path(tempfile.gettempdir()) / "kvemb-not-started"
+        parse(self._config("127.0.0.1:1", shards=["127.0.0.1:2"]), {})  # refuses a wrong mode and the like before anything is started
 
     @property
     def config_path(self) -> Path:
@@ -90,6 +102,8 @@ class LocalCluster:
             str(index),
             "--ready-file",
             str(ready),
+            "--drain-timeout",
+            str(_DRAIN_S),
         ]
         process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", python_env())
         self.shards[index : index + 1] = [process]
@@ -114,30 +128,37 @@ class LocalCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
 
+    def _kill_shards(self) -> None:
+        for shard in self.shards:
+            shard.signal(signal.SIGKILL)
+
     def _start(self) -> None:
         self.servers = start_servers(self.store, self._n_nodes, self.folder, self._memory_mb)
-        config = {
-            "cluster": self.folder.name,
-            "storage": {"kind": self.store, "nodes": [server.address for server in self.servers]},
-            "parameter_servers": {
-                "shards": [f"127.0.0.1:{port}" for port in free_ports(self._n_shards)],
-                "data_dir": str(self.folder / "shards"),
-                **self._servers_section,
-            },
-        }
+        shards = [f"127.0.0.1:{port}" for port in free_ports(self._n_shards)]
+        config = self._config(*(server.address for server in self.servers), shards=shards)
         self.config_path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for index in range(self._n_shards):
             self._launch_shard(index)
         for index in range(self._n_shards):
             self._await_shard(index)
 
+    def _config(self, *nodes: str, shards: list[str]) -> dict[str, object]:
+        """The tree of the cluster's kvemb.yaml."""
+        data_dir = str(self.folder / "shards")
+        return {
+            "cluster": self.folder.name,
+            "storage": {"kind": self.store, "nodes": list(nodes)},
+            "parameter_servers": {"shards": shards, "data_dir": data_dir, **self._servers_section},
+        }
+
     def _stop(self) -> None:
-        """End the shards, which drain into storage, then storage. A second Ctrl-C does not stop this from finishing."""
-        with _uninterrupted():
+        """End the shards, which drain into storage, then storage. A second Ctrl-C ends them at once, and this finishes all the same."""
+        with _on_interrupt(self._kill_shards):
             for shard in self.shards:
                 shard.signal(signal.SIGTERM)
             for shard in self.shards:
-                shard.stop(_SHARD_GRACE_S)
+                if shard.stop(_SHARD_GRACE_S) == _NOT_DRAINED:
+                    log.warning("%s was ended with accepted changes that it could not apply:\n%s", shard.name, shard.log_tail())
             for server in self.servers:
                 server.process.signal(signal.SIGTERM)
             for server in self.servers:
@@ -147,12 +168,19 @@ class LocalCluster:
 
 @contextmanager
 def local(
-    store: str = "valkey", *, nodes: int = 1, shards: int = 1, mode: str = "async", trainers: int = 0, memory_mb: int = 1024
+    store: str = "valkey",
+    *,
+    nodes: int = 1,
+    shards: int = 1,
+    mode: str = "async",
+    trainers: int = 0,
+    memory_mb: int = 1024,
+    cache_mb: int | None = None,
 ) -> Iterator[str]:
     """Run a real cluster on this machine for the length of a `with` block.
 
     Args:
-        store, nodes, shards, mode, trainers, memory_mb: see `LocalCluster`.
+        store, nodes, shards, mode, trainers, memory_mb, cache_mb: see `LocalCluster`.
 
     Returns:
         The URL that `kvemb.connect` takes.
@@ -160,16 +188,16 @@ def local(
     Raises:
         ConfigError, LocalProcessError: see `LocalCluster`; nothing is left running.
     """
-    cluster = LocalCluster(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
+    cluster = LocalCluster(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb, cache_mb=cache_mb)
     with cluster:
         yield cluster.url
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back where that can be done (the main thread)."""
+def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C do this instead of ending the block, where it can be caught (the main thread)."""
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.signal(signal.SIGINT, lambda *_: act())
     except ValueError:  # not the main thread: SIGINT does not come here
         yield
         return

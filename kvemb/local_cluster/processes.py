@@ -5,12 +5,15 @@ Ctrl-C reaches this process only, which then ends them in order.
 """
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO
 
@@ -27,6 +30,7 @@ if sys.platform == "linux":
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _POLL_S = 0.02
+_START_TIMEOUT_S = 30.0
 _LOG_TAIL = 20
 
 
@@ -106,14 +110,44 @@ def launch(
     extra_env: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start a child that does not outlive this process and does not hear its Ctrl-C."""
-    return subprocess.Popen(
-        [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        env={**os.environ, **(extra_env or {})},
-    )
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            env={**os.environ, **(extra_env or {})},
+        )
+
+    return _on_starter_thread(start)
+
+
+_starter: tuple[int, "queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]]"] | None = None
+_starter_lock = threading.Lock()
+
+
+def _on_starter_thread(start: Callable[[], "subprocess.Popen[bytes]"]) -> "subprocess.Popen[bytes]":
+    """Run `start` on a thread that lives as long as this process: to Linux, the end of the thread that started a child is the parent's."""
+    global _starter
+    with _starter_lock:
+        if _starter is None or _starter[0] != os.getpid():  # none yet, or left behind by a fork
+            _starter = (os.getpid(), queue.SimpleQueue())
+            threading.Thread(target=_start_forever, args=(_starter[1],), name="kvemb-process-starter", daemon=True).start()
+        jobs = _starter[1]
+    done: Future[subprocess.Popen[bytes]] = Future()
+    jobs.put((start, done))
+    return done.result(timeout=_START_TIMEOUT_S)
+
+
+def _start_forever(jobs: "queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]]") -> None:
+    while True:
+        start, done = jobs.get()
+        try:
+            done.set_result(start())
+        except BaseException as error:
+            done.set_exception(error)
 
 
 def python_env() -> dict[str, str]:

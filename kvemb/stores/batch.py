@@ -85,8 +85,8 @@ def server_error(address: str, line: bytes, row_id: int | None = None) -> Storag
     about = "" if row_id is None else f", id {row_id}"
     if text.startswith("-OOM") or "out of memory" in text:
         return NodeFullError(
-            f"node {address}{about}: has no memory left ({text}). Give it more (maxmemory, -m), or add nodes; nothing is acknowledged "
-            "until the write succeeds."
+            f"node {address}{about}: has no memory left ({text}). Give it more (maxmemory, -m). Shards "
+            "try again until the write succeeds; what they have accepted and not applied is lost if they are stopped before that."
         )
     if "object too large" in text:
         return NodeFullError(f"node {address}{about}: the record exceeds the server's item limit ({text}). Start it with a larger -I.")

@@ -114,7 +114,8 @@ def test_a_second_ctrl_c_does_not_leave_anything_behind() -> None:
 
 
 def test_a_shard_that_cannot_start_leaves_nothing_and_shows_its_log() -> None:
-    cluster = LocalCluster("valkey", mode="sync")  # a sync job of no trainers is an error of kvemb.yaml
+    cluster = LocalCluster("valkey")
+    cluster._servers_section["mode"] = "sync"  # a sync job of no trainers is an error of kvemb.yaml
     with pytest.raises(LocalProcessError, match=r"(?s)shard 0 ended with exit code \d+.*parameter_servers\.trainers"):
         cluster.__enter__()
     require_gone([server.process.pid for server in cluster.servers])

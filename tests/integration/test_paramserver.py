@@ -329,10 +329,10 @@ def test_assign_erase_and_ids(cluster: Cluster) -> None:
     shard.create()
     ids = np.array([1, 2, 2**64 - 1], np.uint64)
     rows = TableRows("user", TABLE.schema, ids, np.arange(6, dtype=np.float32).reshape(3, 2))
-    shard.call("Assign", RowsRequest(rows), Empty)
+    shard.call("Assign", RowsRequest(rows, 10.0), Empty)
     assert cluster.weights([2**64 - 1]).tolist() == [[4.0, 5.0]]
     gone = TableRows("user", TABLE.schema, np.array([2, 5], np.uint64), np.empty((2, 0), np.float32))
-    assert shard.call("Erase", RowsRequest(gone), CountReply).n_rows == 1
+    assert shard.call("Erase", RowsRequest(gone, 10.0), CountReply).n_rows == 1
     page = shard.call("Ids", IdsRequest("user", False, 1, 10), IdsReply).ids
     assert np.frombuffer(page, "<u8").tolist() == [2**64 - 1]
 

@@ -1,0 +1,125 @@
+"""What a person is told when something is down, full or foreign: the cause, not only the one who waited for it."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvemb
+from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError, DeadlineExceededError, InvalidInputError, KvembError, ShardUnavailableError, WrongNodeError
+from kvemb.keys import RowKeys
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.servers import start_servers
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import WritePart
+from kvemb.stores.markers import MARKER_KEY, Marker
+from kvemb.stores.registry import open_store
+
+
+def new_table(cluster: kvemb.Cluster) -> kvemb.Table:
+    return cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[tuple[str, kvemb.Cluster, kvemb.Table]]:
+    """A cluster on which nothing fails."""
+    with kvemb.local() as url, kvemb.connect(url) as cluster:
+        yield url, cluster, new_table(cluster)
+
+
+def test_writes_that_wait_for_a_hung_node_name_it() -> None:
+    ids = np.arange(100)
+    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(local.url) as cluster:
+        table = new_table(cluster)
+        hung = local.servers[1]
+        hung.process.signal(signal.SIGSTOP)
+        try:
+            ack = table.push(ids, np.ones((100, 2)))
+            with pytest.raises(ShardUnavailableError, match=hung.address):
+                # The shard's own storage call takes storage.timeout_s, 5 s, before it knows that the node does not answer.
+                ack.wait_applied(timeout_s=7)
+            with pytest.raises(KvembError, match=hung.address):
+                table.flush(timeout_s=2)
+            with pytest.raises(DeadlineExceededError, match=hung.address):
+                table.assign(ids, np.ones((100, 2)), timeout_s=2)
+        finally:
+            hung.process.signal(signal.SIGCONT)
+        table.flush(timeout_s=30)
+        assert (table.pull(ids) == 1).all()  # the push, then the assign, which stayed queued
+
+
+def test_an_empty_push_is_a_step_of_a_sync_job() -> None:
+    started = LocalCluster("valkey", 1, shards=2, mode="sync", trainers=2)
+    with started as local, kvemb.connect(local.url, trainer="a") as a, kvemb.connect(local.url, trainer="b") as b:
+        table = new_table(a)
+        for _ in range(2):
+            acks = [a.push({}), b.push({"t": ([1, 2, 3], np.ones((3, 2)))})]
+            for ack in acks:
+                ack.wait_applied(timeout_s=20)
+        assert (table.pull([1, 2, 3]) == -2).all()
+
+
+def test_a_local_cluster_outlives_the_thread_that_started_it() -> None:
+    cluster = LocalCluster("valkey", 1)
+    thread = threading.Thread(target=cluster.__enter__)
+    thread.start()
+    thread.join()
+    try:
+        with kvemb.connect(cluster.url) as client:
+            assert new_table(client).pull([1]).tolist() == [[0, 0]]
+    finally:
+        cluster.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "1", True])
+def test_a_timeout_without_an_end_is_refused(calm: tuple[str, kvemb.Cluster, kvemb.Table], timeout_s: object) -> None:
+    url, _, table = calm
+    calls = [
+        lambda: table.pull([1], timeout_s=timeout_s),  # type: ignore[arg-type]
+        lambda: table.flush(timeout_s=timeout_s),  # type: ignore[arg-type]
+        lambda: table.push([1], np.ones((1, 2))).wait(timeout_s=timeout_s),  # type: ignore[arg-type]
+        lambda: kvemb.connect(url, timeout_s=timeout_s),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match="timeout_s"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options", [{"nodes": "2"}, {"shards": 0}, {"mode": "foo"}, {"mode": "sync"}, {"memory_mb": 0}, {"store": "mongo"}, {"cache_mb": -1}]
+)
+def test_a_local_cluster_with_wrong_arguments_starts_nothing(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError), kvemb.local(**options):  # type: ignore[arg-type]
+        pytest.fail("started")
+
+
+@pytest.mark.parametrize("batch", [[1], 5, None, ([1], [[1.0, 1.0]], 3)])
+def test_a_push_that_is_no_pair_is_refused(calm: tuple[str, kvemb.Cluster, kvemb.Table], batch: object) -> None:
+    with pytest.raises(InvalidInputError, match="'t'"):
+        calm[1].push({"t": batch})  # type: ignore[dict-item]
+
+
+def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> None:
+    (server,) = start_servers("redis", 1, tmp_path, 64)
+    config = StorageConfig("redis", (server.address,))
+    mine, other = open_store(config, role="shard:0"), open_store(config, role="shard:1")
+    try:
+        mine.provision(b"m" * 16, b"g" * 8, Deadline.after(5))
+        (marker,) = mine.open(Deadline.after(5))
+        other.open(Deadline.after(5))
+        foreign = Marker(b"f" * 16, 0, marker.generation, marker.map_digest, marker.topology_epoch, marker.run_id)
+        other.put_meta(MARKER_KEY.decode(), foreign.encode(), Deadline.after(5))
+        mine._pool.close()  # type: ignore[attr-defined]
+        mine._pool._closed = False  # type: ignore[attr-defined]  # the next batch opens a link of its own
+        keys = RowKeys(b"tab", np.arange(10, dtype=np.uint64))
+        with pytest.raises(WrongNodeError, match="belongs to cluster"):
+            mine.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))
+        assert other.stats(Deadline.after(5))[0].n_keys == 1
+    finally:
+        mine.close()
+        other.close()
+        server.process.kill()
