@@ -51,6 +51,7 @@ class Intake:
         self._pending = Pending(limits or Limits())
         self._draining = self._stopped = False
         self._failure: ShardFailedError | None = None
+        self._lost: KvembError | None = None
         self.last_error = ""
 
     # --- trainers come and go --------------------------------------------------------------------------------------------------
@@ -128,15 +129,25 @@ class Intake:
 
         Raises:
             BarrierError: a sync step cannot be completed; the caller calls `fail`.
+            KvembError: what `lose` was told; likewise.
         """
         with self._changed:
             while not self._stopped:
+                if self._lost is not None:
+                    lost, self._lost = self._lost, None
+                    raise lost
                 self._release_steps()
                 if self._queue:
                     return self._pop()
                 due_s = self._barrier.deadline_s() if self._barrier is not None else None
                 self._changed.wait(None if due_s is None else min(_POLL_S, max(0.0, due_s - time.monotonic())))
             return None
+
+    def lose(self, error: KvembError) -> None:
+        """Let the apply thread fail with this error before its next work: told from outside that rows are lost."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
 
     def settle(self, work: Work, replies: dict[int, PushReply]) -> None:
         """Record that work was applied.

@@ -22,6 +22,7 @@ from paramserver.sessions import Sessions
 from paramserver.state_file import ShardState, TableImage, encode
 from paramserver.tables import Tables, TableState
 from paramserver.verbs import ShardParts, Verbs
+from paramserver.watch import EvictionWatch
 
 _JOIN_S = 5.0
 _GRACE_S = 0.5  # for last replies on their way; trainers keep their push streams open and would never end them
@@ -42,16 +43,23 @@ class Shard:
         sync = parts.config.servers.mode == "sync"
         self._server = Server(Verbs(parts), listen)
         self._applier = Applier(parts.intake, parts.engine, parts.tables, sync=sync, failed=self._not_serving)
+        self._watch = (
+            None if parts.config.storage.allow_row_loss else EvictionWatch(store, parts.config.storage.timeout_s, parts.intake.lose)
+        )
         self.address = self._server.address
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
         self._applier.start()
         self._server.start()
+        if self._watch is not None:
+            self._watch.start()
 
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
         self._server.set_serving(False)
+        if self._watch is not None:
+            self._watch.stop(_JOIN_S)
         drained = self._parts.intake.drain(Deadline.after(drain_timeout_s))
         ended = self._applier.stop(_JOIN_S + self._parts.config.storage.timeout_s)
         trouble = "" if drained and ended else self._trouble()

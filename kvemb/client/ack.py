@@ -104,6 +104,12 @@ class Ack:
             self._seen = True
             return self._error
 
+    @property
+    def failure_seen(self) -> bool:
+        """Whether the push failed and somebody has been told."""
+        with self._changed:
+            return self._error is not None and self._seen
+
     def part_accepted(self, part: Part) -> None:
         """A shard has accepted a part. Called by its push stream."""
         with self._changed:

@@ -40,6 +40,7 @@ class Session:
         self._introduced = False
         self._step = 0
         self._failed: list[Ack] = []
+        self._last_failed: Ack | None = None
         self._failed_lock = threading.Lock()
 
     @property
@@ -111,6 +112,10 @@ class Session:
         try:
             if deadline is not None:
                 self.wait_accepted(deadline)
+        except (FencedError, ShardFailedError):
+            # Whoever waited for a push that this failure took with it knows of it already.
+            if self._last_failed is None or not self._last_failed.failure_seen:
+                raise
         finally:
             self._say_bye()
             for stream in self._streams:
@@ -195,6 +200,7 @@ class Session:
     def _note_failure(self, ack: Ack) -> None:
         with self._failed_lock:
             self._failed.append(ack)
+            self._last_failed = ack
 
     def _say_bye(self) -> None:
         """Leave politely; a shard that is down or has fenced us forgets us without it."""

@@ -1,0 +1,58 @@
+"""A node whose settings are made unsafe while it runs: the shard notices rows that were thrown away, and stops."""
+
+import time
+
+import numpy as np
+import pytest
+import redis
+
+import kvemb
+from kvemb.config import StorageConfig
+from kvemb.errors import ShardFailedError
+from kvemb.local_cluster import LocalCluster
+from kvemb.stores.base import NodeStats
+from kvemb.stores.memory import MemoryStore
+from paramserver.watch import EvictionWatch
+
+
+class CountingStore(MemoryStore):
+    """Nodes with counters that a test sets."""
+
+    counters: tuple[int, ...] = ()
+
+    def stats(self, deadline: object) -> list[NodeStats]:
+        return [NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted) for i, evicted in enumerate(self.counters)]
+
+
+def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not() -> None:
+    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    watch = EvictionWatch(store, 1.0, lambda error: None)
+    for counters in ((5, 0), (5, 0), (0, 0)):
+        store.counters = counters
+        assert watch.look() is None
+    store.counters = (0, 3)
+    error = watch.look()
+    assert error is not None
+    assert "node node-1:1: has thrown 3 keys away" in str(error)
+
+
+def test_a_shard_stops_when_a_node_evicts() -> None:
+    with LocalCluster("redis", 1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=64, optimizer=kvemb.optim.sgd(lr=1.0))
+        table.push(np.arange(1000), np.ones((1000, 64)))
+        table.flush()
+        with redis.Redis(port=local.servers[0].port) as client:
+            # Only keys with an end are evicted: the rows and the marker stay, so that it is the counter that tells.
+            client.config_set("maxmemory-policy", "volatile-ttl")
+            client.config_set("maxmemory", "4mb")
+            for number in range(5000):
+                client.set(f"stranger:{number}", b"x" * 1000, ex=1000)
+            assert client.info("stats")["evicted_keys"] > 0
+        for _ in range(600):  # the shard looks every few seconds
+            try:
+                table.push([1], np.ones((1, 64))).wait_applied(timeout_s=20)
+            except ShardFailedError as error:
+                assert "keys away" in str(error)
+                return
+            time.sleep(0.05)
+        pytest.fail("the shard went on")
