@@ -78,6 +78,7 @@ class RecordFormat:
         versions: NDArray[np.uint64] | int,
         stored_weights: NDArray[np.generic],
         slots: NDArray[np.float32],
+        out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
         """Build n records.
 
@@ -86,11 +87,12 @@ class RecordFormat:
             versions: uint64 [n], or one version for all.
             stored_weights: [n, dim] in the storage dtype (`kvemb.rounding`).
             slots: float32 [n, slot_size].
+            out: uint8 [n, size_bytes], contiguous, to fill instead of a new array.
 
         Returns:
             uint8 [n, size_bytes], contiguous.
         """
-        records = np.empty((len(ids), self.size_bytes), dtype=np.uint8)
+        records = np.empty((len(ids), self.size_bytes), dtype=np.uint8) if out is None else out
         fields = records.view(self._layout)[:, 0]
         fields["word"] = self.header_words(ids)
         fields["version"] = versions

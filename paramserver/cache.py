@@ -69,17 +69,27 @@ class RecordCache:
         self._budget.n_hits += len(hits)
         return at
 
-    def put(self, ids: Ids, records: NDArray[np.uint8], tokens: Ids | None) -> None:
-        """Keep n distinct rows as they are now in storage: records uint8 [n, record bytes], tokens uint64 [n] or None."""
+    def put(self, ids: Ids, records: NDArray[np.uint8], tokens: Ids | None, at: NDArray[np.int64] | None = None) -> None:
+        """Keep n distinct rows as they are now in storage.
+
+        Args:
+            ids: uint64 [n].
+            records: uint8 [n, record bytes]; copied.
+            tokens: uint64 [n], or None.
+            at: what `find` said of these ids, if nothing was put or forgotten since; saves looking them up again.
+        """
         if not len(self.records):
             return
-        at = self._places.get(ids).view(np.int64) - 1
+        if at is None:
+            at = self._places.get(ids).view(np.int64) - 1
         kept = at >= 0
+        if kept.all():
+            self._set(at, records, tokens)
+            self._used[at] = True
+            return
         # Rows that are kept already come first: making room for the others may well take their places, which is fine then.
         self._set(at[kept], records[kept], None if tokens is None else tokens[kept])
         self._used[at[kept]] = True
-        if kept.all():
-            return
         new = np.flatnonzero(~kept)
         places = self._make_room(len(new))
         new = new[: len(places)]  # more rows than there is room for: the rest is not kept
@@ -125,7 +135,9 @@ class RecordCache:
         return places
 
     def _set(self, places: NDArray[np.int64], records: NDArray[np.uint8], tokens: Ids | None) -> None:
-        self.records[places] = records
+        # Whole records as items: NumPy copies each at once, where an array of bytes takes twice as long.
+        whole = f"V{self._record_bytes}"
+        self.records.view(whole)[places, 0] = np.ascontiguousarray(records).view(whole)[:, 0]
         if tokens is not None:
             self.tokens[places] = tokens
 

@@ -1,6 +1,12 @@
-"""The records of a batch before it is applied, wherever they came from. Pure."""
+"""The records of a batch before it is applied, wherever they came from, block by block. Pure.
 
+Rows from the cache are gathered only when their block is asked for: what a block needs stays in the processor's cache, and a batch needs no
+second copy of all its records.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +15,7 @@ from paramserver.cache import RecordCache
 
 
 @dataclass(frozen=True, eq=False)
-class Fetched:
+class Records:
     """Records of n rows, in the rows' order.
 
     Args:
@@ -22,23 +28,49 @@ class Fetched:
     found: NDArray[np.bool_]
     tokens: NDArray[np.uint64] | None
 
+    def take(self, which: NDArray[np.bool_] | slice) -> "Records":
+        """Return the rows where `which` (bool [n], or a slice) selects."""
+        return Records(self.records[which], self.found[which], None if self.tokens is None else self.tokens[which])
 
-def from_cache(cache: RecordCache, at: NDArray[np.int64], read: Fetched | None) -> Fetched:
-    """Join cached rows with those that were read.
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """The records of n rows. Good until the cache changes.
 
     Args:
         cache: of the table.
         at: int64 [n], place in the cache of each row, -1 for those that were read.
         read: the rows that were read, in order; None when all were cached.
     """
-    if read is None:
-        return Fetched(cache.records[at], np.ones(len(at), bool), cache.tokens[at])
-    lacking = at < 0
-    records = np.empty((len(at), cache.records.shape[1]), np.uint8)
-    found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)
-    kept = ~lacking
-    records[kept], records[lacking] = cache.records[at[kept]], read.records
-    found[lacking] = read.found
-    if read.tokens is not None:
-        tokens[kept], tokens[lacking] = cache.tokens[at[kept]], read.tokens
-    return Fetched(records, found, tokens)
+
+    cache: RecordCache
+    at: NDArray[np.int64]
+    read: Records | None
+
+    def blocks(self, n_rows: int) -> Iterator[tuple[slice, Records]]:
+        """Yield all rows, at most n_rows at a time."""
+        for low in range(0, len(self.at), n_rows):
+            block = slice(low, min(low + n_rows, len(self.at)))
+            yield block, self._block(block)
+
+    def _block(self, block: slice) -> Records:
+        at = self.at[block]
+        if self.read is None:
+            return Records(np.take(self.cache.records, at, axis=0), np.ones(len(at), bool), self.cache.tokens[at])
+        read = self.read.take(slice(int(self._n_read[block.start]), int(self._n_read[block.stop])))
+        if len(read.found) == len(at):
+            return read
+        lacking = at < 0
+        kept = ~lacking
+        records = np.empty((len(at), self.cache.records.shape[1]), np.uint8)
+        found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)
+        records[kept], records[lacking] = np.take(self.cache.records, at[kept], axis=0), read.records
+        found[lacking] = read.found
+        if read.tokens is not None:
+            tokens[kept], tokens[lacking] = self.cache.tokens[at[kept]], read.tokens
+        return Records(records, found, tokens)
+
+    @cached_property
+    def _n_read(self) -> NDArray[np.int64]:
+        """How many of the rows before each one, and of all, were read: int64 [n + 1]."""
+        return np.concatenate([[0], np.cumsum(self.at < 0)])

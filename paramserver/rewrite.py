@@ -43,14 +43,21 @@ def rows_to_write(
     if later.any():
         raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({version >> 48}): another process owns this shard now")
     raise LostRowError(
-        f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows in the batch; versions are "
-        "(epoch, k)). Nothing was written over it. A node lost writes, or another program wrote rows: bring the node's data back."
+        f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows or more in the batch; versions "
+        "are (epoch, k)). Nothing was written over it. A node lost writes, or another program wrote rows: bring the node's data back."
     )
 
 
 def new_records(
-    state: TableState, kind: str, rows: CheckedRows, records: NDArray[np.uint8], exists: NDArray[np.bool_], version: int
-) -> NDArray[np.uint8]:
+    state: TableState,
+    kind: str,
+    rows: CheckedRows,
+    records: NDArray[np.uint8],
+    exists: NDArray[np.bool_],
+    *,
+    version: int,
+    out: NDArray[np.uint8],
+) -> None:
     """Compute the records of n rows after this batch.
 
     Args:
@@ -60,16 +67,15 @@ def new_records(
         records: uint8 [n, record bytes], as read.
         exists: bool [n]; where false, the record has no meaning and the row is created.
         version: the version that the rows get.
-
-    Returns:
-        uint8 [n, record bytes].
+        out: uint8 [n, record bytes], contiguous, to be filled.
     """
     definition, optimizer = state.definition, state.optimizer
     n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
     versions = np.full(n, version, np.uint64)
     if kind == ASSIGN:
         weights, slots = round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim)
-        return definition.record.encode(rows.ids, versions, weights, slots)
+        definition.record.encode(rows.ids, versions, weights, slots, out)
+        return
     old_weights, old_slots = definition.record.weights(records), definition.record.slots(records)
     new = ~exists
     if new.any():
@@ -80,4 +86,4 @@ def new_records(
         old_slots[new] = optimizer.init_slots(int(new.sum()), dim)
     new_weights, new_slots = optimizer.update(old_weights, old_slots, rows.rows, rows.hyper, state.step + 1)
     stored = round_stochastic(new_weights, dtype, ids=rows.ids, versions=versions, seed=definition.seed)
-    return definition.record.encode(rows.ids, versions, stored, new_slots)
+    definition.record.encode(rows.ids, versions, stored, new_slots, out)

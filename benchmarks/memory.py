@@ -1,0 +1,175 @@
+"""The question `memory`: how many bytes does a server hold per row? No shard takes part: what it would write is written."""
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import redis
+from numpy.typing import NDArray
+from pymemcache.client.base import Client
+
+import kvemb
+from benchmarks.ids import row_ids
+from benchmarks.options import whole
+from benchmarks.report import Line, Report, Section
+from kvemb.config import StorageConfig
+from kvemb.errors import KvembError
+from kvemb.keys import RowKeys
+from kvemb.local_cluster.servers import StorageServer, start_servers
+from kvemb.net.deadline import Deadline
+from kvemb.optim import OptimizerSpec
+from kvemb.record import make_version
+from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.registry import open_store
+from kvemb.table_def import TableDef
+
+STORES = ("redis", "valkey", "memcached")
+OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
+    "sgd": lambda: kvemb.optim.sgd(lr=0.01),
+    "adam": lambda: kvemb.optim.adam(lr=0.01),
+}
+# What TFRA's documentation of its Redis layout comes to, per row of one tensor; W, m and v are a tensor each.
+TFRA_STATED_BYTES = {16: 136, 64: 376}
+MOST_SGD_RATIO, MOST_ADAM_RATIO = 1.2, 1.0
+_WRITE_ROWS = 50_000
+_TIMEOUT_S = 60.0
+_CALM_S, _LONGEST_CALM_S = 0.5, 15.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server holds: bytes it counts as used by items, bytes claimed for them from the system (0: not told), keys."""
+
+    used_bytes: int
+    claimed_bytes: int
+    n_keys: int
+
+
+def memory(options: argparse.Namespace) -> Report:
+    """How many bytes does a server hold per row, by layout?
+
+    Each line starts a fresh server, writes rows as a shard writes them, reads them back, and divides what the server's memory grew by.
+    Redis and Valkey: used_memory, once it has come to rest; the directory of keys doubles at powers of two, so that its share depends on
+    the number of rows. memcached: `bytes` (items with their headers); beside it, whole, the slab pages
+    claimed for them and the hash table, which is what the system sees. TFRA is not run here: its bytes per row are those that are stated of
+    its Redis layout, one tensor for SGD, three (W, m, v) for Adam; the ratio is ours divided by that, below 1 where ours is smaller.
+    Nothing here depends on what else the machine does.
+    """
+    sections = []
+    versions: dict[str, str] = {}
+    for store in options.store:
+        lines = [_line(store, dim, name, options.rows, versions) for dim in options.dim for name in options.optimizer]
+        sections.append(Section({"store": store, "layout": "one key per row", "rows": options.rows}, lines=lines))
+    return Report("memory", sections, versions)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `memory` can be asked."""
+    parser.add_argument("--store", nargs="+", choices=STORES, default=list(STORES), help="storage kinds, in turn (all)")
+    parser.add_argument("--dim", nargs="+", type=whole(1), default=[8, 16, 64], metavar="N", help="weights per row (8 16 64)")
+    parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), default=["sgd", "adam"], help="(sgd adam)")
+    parser.add_argument("--rows", type=whole(1), default=300_000, metavar="N", help="rows in the table (300000)")
+
+
+def line_of(dim: int, optimizer: str, record_bytes: int, n_rows: int, before: Held, after: Held) -> Line:
+    """Say what n rows came to.
+
+    Raises:
+        KvembError: the server holds another number of rows.
+    """
+    if after.n_keys - before.n_keys != n_rows:
+        raise KvembError(f"{n_rows} rows were written; the server holds {after.n_keys - before.n_keys}")
+    row_bytes = (after.used_bytes - before.used_bytes) / n_rows
+    claimed = after.claimed_bytes / n_rows if after.claimed_bytes else "–"
+    figures = {
+        "record bytes": float(record_bytes),
+        "bytes/row": row_bytes,
+        "/ record": row_bytes / record_bytes,
+        "claimed bytes/row": claimed,
+    }
+    n_tensors, most = (3, f"< {MOST_ADAM_RATIO:.1f}") if optimizer == "adam" else (1, f"<= {MOST_SGD_RATIO:.1f}")
+    if dim in TFRA_STATED_BYTES:
+        stated = n_tensors * TFRA_STATED_BYTES[dim]
+        figures |= {"TFRA, stated": float(stated), "/ TFRA": row_bytes / stated, "target": most}
+    return Line(f"dim {dim}, {optimizer}", figures)
+
+
+def _line(store: str, dim: int, optimizer: str, n_rows: int, versions: dict[str, str]) -> Line:
+    definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64")
+    size = definition.record.size_bytes
+    with _server(store, max(256, math.ceil(2 * n_rows * (size + 256) / (1 << 20)))) as (server, writer):
+        versions[f"{store} server"] = writer.stats(Deadline.after(_TIMEOUT_S))[0].server
+        before = _at_rest(server)
+        blocks = [(start, min(start + _WRITE_ROWS, n_rows)) for start in range(0, n_rows, _WRITE_ROWS)]
+        for start, stop in blocks:
+            _write(writer, definition, start, stop)
+        for start, stop in blocks:  # every read also moves a directory that is being resized by a step
+            _read_back(writer, definition, start, stop)
+        return line_of(dim, optimizer, size, n_rows, before, _at_rest(server))
+
+
+@contextmanager
+def _server(store: str, memory_mb: int) -> Iterator[tuple[StorageServer, Store]]:
+    with tempfile.TemporaryDirectory(prefix="kvemb-") as folder:
+        Path(folder).chmod(0o755)  # memcached gives up root for nobody
+        (server,) = start_servers(store, 1, Path(folder), memory_mb)
+        try:
+            with open_store(StorageConfig(store, (server.address,), timeout_s=_TIMEOUT_S), role="shard:0") as writer:
+                writer.provision(b"m" * 16, b"g" * 16, Deadline.after(_TIMEOUT_S))
+                writer.open(Deadline.after(_TIMEOUT_S))
+                yield server, writer
+        finally:
+            server.process.stop(_TIMEOUT_S)
+
+
+def _records(definition: TableDef, start: int, stop: int) -> tuple[RowKeys, NDArray[np.uint8]]:
+    ids, record = row_ids(np.arange(start, stop)), definition.record
+    values = np.random.default_rng(start).standard_normal((stop - start, definition.dim + record.slot_size), dtype=np.float32)
+    records = record.encode(ids, make_version(1, 1), values[:, : definition.dim], values[:, definition.dim :])
+    return RowKeys(definition.tag, ids), records
+
+
+def _write(writer: Store, definition: TableDef, start: int, stop: int) -> None:
+    keys, records = _records(definition, start, stop)
+    (result,) = writer.write([WritePart(keys, records, np.zeros(len(keys), np.uint64))], Deadline.after(_TIMEOUT_S))
+    if not result.stored.all():
+        raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")
+
+
+def _read_back(reader: Store, definition: TableDef, start: int, stop: int) -> None:
+    (keys, records), size = _records(definition, start, stop), definition.record.size_bytes
+    got = reader.read([ReadPart(keys, size, size)], Deadline.after(_TIMEOUT_S))[0].in_key_order()
+    if not got.found.all() or not np.array_equal(got.records, records):
+        raise KvembError(f"rows {start} to {stop} are not what was written")
+
+
+def _at_rest(server: StorageServer) -> Held:
+    """What it holds once that has not changed for a while."""
+    held, since = _held(server), time.monotonic()
+    deadline = Deadline.after(_LONGEST_CALM_S)
+    while time.monotonic() - since < _CALM_S and not deadline.expired:
+        time.sleep(_CALM_S / 5)
+        now = _held(server)
+        if abs(now.used_bytes - held.used_bytes) > now.n_keys:  # a client's buffers come and go: less than a byte per row
+            since = time.monotonic()
+        held = now
+    return held
+
+
+def _held(server: StorageServer) -> Held:
+    if server.kind == "memcached":
+        client = Client(("127.0.0.1", server.port), timeout=_TIMEOUT_S)
+        try:
+            stats, slabs = client.stats(), client.stats("slabs")
+        finally:
+            client.close()
+        claimed = int(slabs.get(b"total_malloced", 0)) + int(stats[b"hash_bytes"])
+        return Held(int(stats[b"bytes"]), claimed, int(stats[b"curr_items"]))
+    with redis.Redis(port=server.port) as connection:
+        return Held(int(connection.info("memory")["used_memory"]), 0, int(connection.dbsize()))

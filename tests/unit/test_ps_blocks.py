@@ -1,0 +1,131 @@
+"""Large batches are computed block by block, in memory that is used again: the result must not show it."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import LostRowError, NodeUnavailableError, StorageError
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart, WritePart
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from paramserver import engine as engine_module
+from paramserver.batch import APPLY, ASSIGN, Batch, CheckedRows
+from paramserver.cache import CacheBudget
+from paramserver.engine import Engine
+from paramserver.tables import Tables
+
+_NUMBERS = count()
+WIDE = TableDef("wide", 3, kvemb.optim.adam(lr=0.1), kvemb.init.normal(std=1.0))
+HALF = TableDef("half", 2, kvemb.optim.adagrad(), kvemb.init.uniform(), dtype="bfloat16")
+CACHE_BYTES = 1 << 20
+
+
+def make_engine(cache_bytes: int) -> tuple[Engine, MemoryStore, Tables]:
+    store = MemoryStore(StorageConfig("memory", (f"blocks-{next(_NUMBERS)}:1",)), role="shard:0")
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+    store.open(Deadline.after(5))
+    tables = Tables([], CacheBudget(cache_bytes))
+    return Engine(store, tables, epoch=1, k=0, timeout_s=5), store, tables
+
+
+def rows(definition: TableDef, ids: np.ndarray, seed: int) -> CheckedRows:
+    values = np.random.default_rng(seed).standard_normal((len(ids), definition.dim)).astype(np.float32)
+    return CheckedRows(definition, ids.astype(np.uint64), values, np.empty(0, np.uint64), definition.optimizer.check_hyper({}))
+
+
+def never(error: StorageError, pause_s: float) -> None:
+    raise error
+
+
+def stored(store: MemoryStore, definition: TableDef, n: int) -> np.ndarray:
+    size = definition.record.size_bytes
+    (read,) = store.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(5))
+    got = read.in_key_order()
+    return np.where(got.found[:, None], got.records, 0)
+
+
+def train(engine: Engine, tables: Tables) -> None:
+    """Batches of both tables: rows that are new, cached, and fetched, side by side."""
+    for step in range(6):
+        rng = np.random.default_rng(step)
+        ids = [np.sort(rng.permutation(60)[:size]) for size in (41, 23)]
+        kind = ASSIGN if step == 3 else APPLY
+        engine.run(Batch(kind, (rows(WIDE, ids[0], step), rows(HALF, ids[1], step + 10))), never)
+        tables.state(WIDE).cache.forget(np.arange(0, 60, 3, dtype=np.uint64))
+
+
+@pytest.mark.parametrize("cache_bytes", [0, CACHE_BYTES])
+@pytest.mark.parametrize("block_weights", [1, 12, 1 << 17])
+def test_blocks_of_any_size_and_any_cache_write_the_same_bytes(
+    cache_bytes: int, block_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, expected, tables = make_engine(0)
+    train(engine, tables)
+    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", block_weights)
+    engine, store, tables = make_engine(cache_bytes)
+    train(engine, tables)
+    for definition in (WIDE, HALF):
+        np.testing.assert_array_equal(stored(store, definition, 60), stored(expected, definition, 60))
+    budget = tables.cache_budget
+    assert (0 < budget.n_hits < budget.n_lookups) == (cache_bytes > 0)
+
+
+def test_memory_that_is_not_kept_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, expected, tables = make_engine(CACHE_BYTES)
+    train(engine, tables)
+    monkeypatch.setattr(engine_module, "_KEPT_BYTES", 41 * WIDE.record.size_bytes)  # for the first table only
+    engine, store, tables = make_engine(CACHE_BYTES)
+    train(engine, tables)
+    for definition in (WIDE, HALF):
+        np.testing.assert_array_equal(stored(store, definition, 60), stored(expected, definition, 60))
+
+
+def test_what_the_cache_keeps_outlives_the_memory_in_which_it_was_made() -> None:
+    engine, store, tables = make_engine(CACHE_BYTES)
+    first, second = np.arange(20), np.arange(20, 50)
+    for step, ids in enumerate((first, second, second)):
+        engine.run(Batch(APPLY, (rows(WIDE, ids, step),)), never)
+    cache = tables.state(WIDE).cache
+    kept = cache.records[cache.find(np.arange(50, dtype=np.uint64))]
+    np.testing.assert_array_equal(kept, stored(store, WIDE, 50))
+
+
+def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", 12)
+    whole, expected, _ = make_engine(CACHE_BYTES)
+    engine, store, _ = make_engine(CACHE_BYTES)
+    before, batch = Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), Batch(APPLY, (rows(WIDE, np.arange(45), 2),))
+    for one in (whole, engine):
+        one.run(before, never)
+    whole.run(batch, never)
+    write = store.write
+
+    def half(parts: list[WritePart], deadline: Deadline) -> None:
+        (part,) = parts
+        some = np.arange(len(part.keys)) % 5 < 2
+        monkeypatch.setattr(store, "write", write)
+        write([WritePart(RowKeys(part.keys.tag, part.keys.ids[some]), part.records[some], part.tokens[some])], deadline)
+        raise NodeUnavailableError("went away")
+
+    monkeypatch.setattr(store, "write", half)
+    applied = engine.run(batch, lambda error, pause_s: None)
+    assert applied.n_existed == 30
+    np.testing.assert_array_equal(stored(store, WIDE, 45), stored(expected, WIDE, 45))
+
+
+def test_a_row_lost_in_a_late_block_stops_the_batch_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", 12)
+    engine, store, _ = make_engine(0)
+    engine.run(Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), never)
+    key = bytes(RowKeys(WIDE.tag, np.array([29], np.uint64)).encode()[0])
+    memory_node(store.addresses[0]).values.pop(key)
+    before = stored(store, WIDE, 30)
+    with pytest.raises(LostRowError, match="id 29"):
+        engine.run(Batch(APPLY, (rows(WIDE, np.arange(30), 2),)), never)
+    np.testing.assert_array_equal(stored(store, WIDE, 30), before)
