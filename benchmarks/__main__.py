@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import pull
+from benchmarks import apply, deepfm, memory, pull, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -20,7 +20,14 @@ class Benchmark:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
 
-BENCHMARKS: Mapping[str, Benchmark] = {"pull": Benchmark(pull.pull, pull.add_arguments)}
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "pull": Benchmark(pull.pull, pull.add_arguments),
+    "apply": Benchmark(apply.apply, apply.add_arguments),
+    "train": Benchmark(train.train, train.add_arguments),
+    "deepfm": Benchmark(deepfm.deepfm, deepfm.add_arguments),
+    "memory": Benchmark(memory.memory, memory.add_arguments),
+    "scale": Benchmark(scale.scale, scale.add_arguments),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -70,9 +70,9 @@ def fill_benchmark_keys(port: int, value_bytes: int, n_keys: int) -> None:
 def _run_redis_benchmark(port: int, n: int, value_bytes: int, n_keys: int, missing: float) -> Turn:
     with redis.Redis(port=port) as client:
         before = client.info("stats")
-        cpu_before_s = _children_cpu_s()
+        cpu_before_s = children_cpu_s()
         done = subprocess.run(_benchmark_command(port, n, value_bytes, n_keys, missing), capture_output=True, text=True, check=False)
-        cpu_s = _children_cpu_s() - cpu_before_s
+        cpu_s = children_cpu_s() - cpu_before_s
         after = client.info("stats")
     if done.returncode:
         raise PeerError(f"redis-benchmark ended with exit code {done.returncode}: {done.stderr}")
@@ -166,6 +166,7 @@ def _check_values(record_bytes: int, n_missing: Sequence[int]) -> Callable[[int,
     return check
 
 
-def _children_cpu_s() -> float:
+def children_cpu_s() -> float:
+    """CPU time of the ended children of this process so far: seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

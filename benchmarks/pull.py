@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,7 @@ from benchmarks.ids import DISTRIBUTIONS, row_ids, sampler, with_missing
 from benchmarks.measure import Contender, repeated, run_rounds
 from benchmarks.report import Report, Section
 from benchmarks.servers import Filled, filled
+from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
 from kvemb.keys import RowKeys
 from kvemb.local_cluster.servers import KINDS
 from kvemb.pull import initial_rows
@@ -48,16 +50,17 @@ class Batch:
 def pull(options: argparse.Namespace) -> Report:
     """How many rows per second does Table.pull deliver, and what does a row cost server and client, beside other clients?
 
-    Each store's real server is filled with a table of SGD records (header + W). Then, in every round, ours pulls
-    batches of 26 x 4096 ids through the public API, and the peers have their turn on the same server: redis-benchmark (C) with pipelined
-    GETs of values of the same size, redis-py with hiredis and MGET, or pymemcache with get_many. Every row of ours is compared with
-    what was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time
-    of all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several
-    times in a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
+    Each store's real server is filled with a table of SGD records (header + W). Then, in every round, ours pulls batches of 26 x 4096 ids
+    through the public API, and the peers have their turn on the same server: redis-benchmark (C) with pipelined GETs of values of the
+    same size, redis-py with hiredis and MGET, or pymemcache with get_many; and TFRA (C++), where `make bench-peers` has set it up,
+    with as many rows of the same dim in a hash of its own, looked up with and without dedupe. Every row of ours is compared with what
+    was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time of
+    all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several times in
+    a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
     with (smallest..largest); ratios are taken within a round. Ours dedupes ids, builds requests, checks every record and returns an
-    array in the order asked for; the peers get ready-made keys and hand out unparsed values, or, in redis-benchmark's case, throw them
-    away, and it draws its keys uniformly whatever --ids says. Server and client share this machine's cores, so nothing else should be
-    running on it.
+    array in the order asked for; the peers get ready-made keys and hand out unparsed values, or, in redis-benchmark's case, throw
+    them away, and it draws its keys uniformly whatever --ids says. Server and client share this machine's cores, so nothing else
+    should be running on it.
     """
     sections = []
     versions: dict[str, str] = {}
@@ -65,7 +68,8 @@ def pull(options: argparse.Namespace) -> Report:
         for dim in options.dim:
             with filled(store, nodes=options.nodes, dim=dim, n_rows=options.rows) as target:
                 versions[f"{store} server"] = server_version(target)
-                sections.append(_measure(target, store, dim, options))
+                with ExitStack() as stack:
+                    sections.append(_measure(target, store, dim, options, stack, versions))
     return Report("pull", sections, versions)
 
 
@@ -77,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--missing", type=_fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=_whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
     parser.add_argument("--nodes", type=_whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
-    parser.add_argument("--seconds", type=_positive, default=0.7, metavar="S", help="length of one turn (0.7)")
+    parser.add_argument("--seconds", type=positive, default=0.7, metavar="S", help="length of one turn (0.7)")
     parser.add_argument("--repeats", type=_whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
 
 
@@ -108,9 +112,14 @@ def server_version(target: Filled) -> str:
     return stats.server
 
 
-def _measure(target: Filled, store: str, dim: int, options: argparse.Namespace) -> Section:
+def _measure(target: Filled, store: str, dim: int, options: argparse.Namespace, stack: ExitStack, versions: dict[str, str]) -> Section:
     batches = make_batches(target, options.ids, options.missing)
     others, notes = _peers(target, store, batches, options.missing)
+    if store in TFRA_STORES and len(target.ports) == 1:
+        try:
+            others += tfra_lookups(stack, target, batches, versions)
+        except peers.PeerAbsentError as absent:
+            notes.append(f"Peer skipped: {absent}")
     contenders = [_ours(target.table, batches), *others]
     measured = run_rounds(contenders, target.pids, seconds=options.seconds, repeats=options.repeats)
     settings = {
@@ -192,7 +201,8 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Read a number above 0, for argparse's `type`."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

