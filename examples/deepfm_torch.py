@@ -19,14 +19,17 @@ import torch
 from deepfm import metrics, synthetic
 from deepfm.clicks import Clicks, split
 from deepfm.model import DeepFM
-from deepfm.readers import read_clicks
+from deepfm.readers import format_of, read_clicks
 from deepfm.rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
 from deepfm.training import train
 
 import kvemb
+from kvemb.cli import exit_in_order
 from kvemb.errors import InvalidInputError, KvembError
 
-DEFAULT_LR = {"sgd": 0.5, "adagrad": 0.03, "adam": 0.002}
+# sgd's is for Criteo's numbers, which reach 10 after the logarithm: 13 of them all large diverge with 0.01.
+DEFAULT_LR = {"sgd": 0.005, "adagrad": 0.03, "adam": 0.002}
+SYNTHETIC = "synthetic"
 SYNTHETIC_LINES = 400_000
 STORES = ("valkey", "redis", "redis-cluster", "memcached")
 
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Returns:
-        0; 1 after an error that was told in one line on standard error; 130 after Ctrl-C.
+        0; 1 after an error that was told in one line on standard error; 130 after Ctrl-C. SIGTERM and SIGHUP raise
+        SystemExit once the servers that it started have been ended.
     """
     args = _arguments(argv)
     torch.set_num_threads(args.threads)
@@ -72,7 +76,11 @@ def _train(args: argparse.Namespace, rows: Rows, log: tuple[Clicks, Clicks]) -> 
 def _load(args: argparse.Namespace) -> tuple[Clicks, Clicks]:
     """Return lines to train on and lines to validate on, and say what they are."""
     truth = None
-    if args.data == "synthetic":
+    if isinstance(args.valid, str):
+        formats = [SYNTHETIC if args.data == SYNTHETIC else format_of(args.data), format_of(args.valid)]
+        if formats[0] != formats[1]:
+            raise InvalidInputError(f"--data {args.data} is {formats[0]} and --valid {args.valid} {formats[1]}: they have no ids in common")
+    if args.data == SYNTHETIC:
         clicks, truth = synthetic.draw(SYNTHETIC_LINES, args.seed)
     else:
         clicks = read_clicks(args.data)
@@ -81,6 +89,8 @@ def _load(args: argparse.Namespace) -> tuple[Clicks, Clicks]:
     else:
         train_lines, valid_lines = split(len(clicks), args.valid, args.seed)
         log = clicks.take(train_lines), clicks.take(valid_lines)
+    if not len(log[0]):
+        raise InvalidInputError(f"{args.data}: --valid {args.valid} takes all of its {len(clicks)} line(s); none is left to train on")
     fields = f"{clicks.n_fields} fields" if clicks.n_fields else f"{len(clicks.ids) / len(clicks):.1f} features per line"
     print(f"data: {len(log[0]):,} lines to train on, {len(log[1]):,} to validate on, {fields}")
     if truth is not None:
@@ -120,9 +130,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help="libsvm/libfm or Criteo TSV, .gz fine; or 'synthetic'")
     add("--valid", type=_valid, default=0.1, metavar="FILE|FRACTION", help="what to validate on (default 0.1)")
-    add("--store", choices=STORES, default="valkey", help="storage of a cluster started for this run (default valkey)")
+    add("--store", choices=STORES, help="storage of a cluster started for this run (default valkey)")
     add("--nodes", type=_count, help="storage nodes of that cluster (default 2; redis-cluster 3)")
-    add("--shards", type=_count, default=2, help="parameter-server shards of that cluster (default 2)")
+    add("--shards", type=_count, help="parameter-server shards of that cluster (default 2)")
     add("--config", metavar="kvemb.yaml", help="use this running cluster instead")
     add("--local", action="store_true", help="keep rows in torch's own modules instead, for comparison")
     add("--dim", type=_count, default=8, help="weights per factor (default 8)")
@@ -130,22 +140,40 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=_count, default=2, help="default 2")
     add("--batch-size", type=_count, default=1024, help="default 1024")
     add("--optimizer", choices=sorted(DEFAULT_LR), default="adam", help="of rows and dense weights (default adam)")
-    add("--lr", type=float, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.5)")
-    add("--seed", type=int, default=0, help="of data, initial weights and order of lines (default 0)")
+    add("--lr", type=_rate, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.005)")
+    add("--seed", type=_seed, default=0, help="of data, initial weights and order of lines (default 0)")
     add("--threads", type=_count, default=1, help="torch's threads (default 1: servers need cores too)")
     args = parser.parse_args(argv)
-    given = [name for name in ("config", "local") if getattr(args, name)]
-    if len(given) == 2:
+    if args.config and args.local:
         parser.error("--config and --local exclude each other")
+    if (args.config or args.local) and (args.store or args.nodes or args.shards):
+        parser.error("--store, --nodes and --shards describe a cluster to start; --config and --local start none")
+    args.store, args.shards = args.store or "valkey", args.shards or 2
     args.nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
     args.lr = DEFAULT_LR[args.optimizer] if args.lr is None else args.lr
     return args
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1e9")
+    return rate
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -164,4 +192,5 @@ def _valid(text: str) -> float | str:
 
 
 if __name__ == "__main__":
+    exit_in_order()
     sys.exit(main())

@@ -1,10 +1,14 @@
-"""The `kvemb` command. The command line and the environment are read here, and in `python -m paramserver`, and nowhere else."""
+"""The `kvemb` command. The command line and the environment are read here, and in `python -m paramserver`, and nowhere else.
+
+Little is imported above `main`: Ctrl-C before it is Python's own to report, and prints a traceback.
+"""
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 
 from kvemb.errors import ConfigError, KvembError
 
@@ -13,18 +17,24 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0 well, 1 an error (one line on standard error), 2 wrong usage, 130 Ctrl-C."""
-    args = _parser().parse_args(arguments)
+    """Run the command; return its exit code: 0 well, 1 an error (one line on standard error), 2 wrong usage, 130 Ctrl-C.
+
+    SIGTERM and SIGHUP raise SystemExit (143, 129) once the processes that it started have been ended.
+    """
+    verb = ""
     try:
+        exit_in_order()
+        args = _parser().parse_args(arguments)
+        verb = args.verb
         return int(args.run(args))
     except KeyboardInterrupt:
-        print("\ninterrupted; all processes of the cluster have been ended", file=sys.stderr)
+        print(f"\ninterrupted{'; all processes of the cluster have been ended' if verb == 'demo' else ''}", file=sys.stderr)
         return _INTERRUPTED
     except ConfigError as error:
-        print(f"kvemb {args.verb}: {error}", file=sys.stderr)
+        print(f"kvemb {verb}: {error}", file=sys.stderr)
         return 2
     except KvembError as error:
-        print(f"kvemb {args.verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"kvemb {verb}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; nothing is wrong.
@@ -32,18 +42,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def exit_in_order() -> None:
+    """Let SIGTERM and SIGHUP (a closed terminal) raise SystemExit in this program, so that what it started is ended and cleaned up.
+
+    A signal that is ignored already (nohup) stays so; after the first one the others are, lest they cut the cleaning short.
+    For the main thread only.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
-    parser.add_argument("--version", action="version", version=f"kvemb {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     demo = verbs.add_parser("demo", help="train skip-gram embeddings on a real cluster, and compare with one process")
-    demo.add_argument("--store", default="valkey", choices=("valkey", "redis", "redis-cluster", "memcached"), help="storage kind")
-    demo.add_argument("--nodes", type=_count, default=None, help="storage nodes (default 2; redis-cluster 3)")
-    demo.add_argument("--shards", type=_count, default=2, help="parameter-server shards (default 2)")
+    demo.add_argument("--store", choices=("valkey", "redis", "redis-cluster", "memcached"), help="storage kind (default valkey)")
+    demo.add_argument("--nodes", type=_count, help="storage nodes (default 2; redis-cluster 3)")
+    demo.add_argument("--shards", type=_count, help="parameter-server shards (default 2)")
     demo.add_argument("--trainers", type=_count, default=2, help="trainer processes (default 2)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
+    demo.add_argument("--seed", type=_seed, default=0, help="seed of the run (default 0)")
     demo.add_argument("--config", default="", help="kvemb.yaml of a running cluster, instead of starting one")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, refuse=demo.error)
     status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
     status.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     status.set_defaults(run=_status)
@@ -51,11 +78,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    if args.config and (args.store or args.nodes or args.shards):
+        args.refuse("--store, --nodes and --shards describe a cluster to start; --config names one that is running")
     from kvemb.demo.job import Options, run_demo
     from kvemb.demo.progress import Display
 
     nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
-    options = Options(args.store, nodes, args.shards, args.trainers, args.seed, args.config)
+    options = Options(args.store or "valkey", nodes, args.shards or 2, args.trainers, args.seed, args.config)
     return 0 if run_demo(options, Display(sys.stdout)) else 1
 
 
@@ -70,17 +99,28 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of processes")
-    return value
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
-def _version() -> str:
-    try:
-        return version("kvemb")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "(not installed)"
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
+class _Version(argparse.Action):
+    """Look the version up when it is asked for: that takes longer than all the rest of the start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"kvemb {version('kvemb')}")
+        except PackageNotFoundError:  # a source tree that was never installed
+            print("kvemb (not installed)")
+        parser.exit()
 
 
 if __name__ == "__main__":

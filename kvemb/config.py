@@ -7,7 +7,7 @@ connection (`StorageConfig.password`); they are in no repr. The environment is r
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -19,7 +19,18 @@ from kvemb.table_def import TableDef
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text, for want of a dot; everybody who writes `lr: 1e-3` means a number."""
+    """YAML 1.1 reads 1e-3 as text, for want of a dot; everybody who writes `lr: 1e-3` means a number. And a key that stands twice is
+    refused, where PyYAML takes the last one."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        """Compose a mapping; here, since later "<<" has put merged keys beside those that override them."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        known = set()
+        for key, _ in node.value:
+            if (key.tag, str(key.value)) in known:
+                raise ConfigError(f"line {key.start_mark.line + 1}: the key {key.value!r} stands twice in one mapping")
+            known.add((key.tag, str(key.value)))
+        return node
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
@@ -56,7 +67,8 @@ class ServersConfig:
         shards: "host:port" of every shard, in order; their number is part of the cluster's definition.
         mode: "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply).
         trainers: number of trainers of a sync job (0 in async mode).
-        data_dir: directory in which each shard keeps its state, in a folder of its own.
+        data_dir: directory in which each shard keeps its state, in a folder of its own; in the file, a relative one starts at the
+            folder of the file.
         barrier_timeout_s: how long a sync step waits for a missing trainer before it fails.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
     """
@@ -87,30 +99,37 @@ def load(source: str | os.PathLike[str], environ: Mapping[str, str]) -> Config:
         environ: where passwords are looked up.
 
     Raises:
-        ConfigError: the file is unreadable or a key is wrong; the message holds file and key path.
+        ConfigError: the file is unreadable, a key is wrong or stands twice; the message holds file and key path.
     """
     path = _path(source)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        config = parse(yaml.load(path.read_text(encoding="utf-8"), _Loader), environ)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a kvemb.yaml.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    try:
-        return parse(tree, environ)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    # absolute, not resolve: a mounted file may be a link into a folder that comes and goes.
+    data_dir = path.absolute().parent / config.servers.data_dir
+    return replace(config, servers=replace(config.servers, data_dir=str(data_dir)))
 
 
 def parse(tree: object, environ: Mapping[str, str]) -> Config:
-    """Validate a parsed tree; see `load`."""
+    """Validate a parsed tree; see `load`. Here a relative data_dir is left as it is."""
     top = _section(tree, "", {"cluster", "storage", "parameter_servers", "tables"}, {"cluster", "storage", "parameter_servers"})
-    return Config(
+    config = Config(
         cluster=_text(top, "cluster", ""),
         storage=_storage(top["storage"], environ),
         servers=_servers(top["parameter_servers"]),
         tables=_tables(top.get("tables") or {}),
     )
+    for index, address in enumerate(config.servers.shards):
+        if address in config.storage.nodes:
+            raise ConfigError(
+                f"parameter_servers.shards[{index}]: {address!r} stands in storage.nodes too; each server has its own address"
+            )
+    return config
 
 
 def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:

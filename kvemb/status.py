@@ -1,13 +1,21 @@
-"""Writes what `Cluster.status` saw as the tables that `kvemb status` prints. Pure."""
+"""Writes what `Cluster.status` saw as the tables that `kvemb status` prints. Pure.
+
+HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside: it may be out of room for
+rows of one size while some headroom is left.
+"""
 
 from kvemb.cluster import ClusterStatus, ShardStatus
 from kvemb.stores.base import NodeStats
 
 _MB = 1e6
+_STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; any other trouble is tried again
 
 
 def render(status: ClusterStatus) -> str:
-    """Return aligned plain text: nodes with rows and memory headroom, shards with what they have applied and how far they lag."""
+    """Return aligned plain text: nodes with rows and memory headroom, shards with what they have applied and how far they lag.
+
+    What is the matter with a shard stands below the table, on a line of its own.
+    """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
         [_node_row(node) for node in status.nodes],
@@ -18,7 +26,8 @@ def render(status: ClusterStatus) -> str:
         ("SHARD", "ADDRESS", "ROWS", "BATCHES", "ROWS APPLIED", "PENDING", "LAG", "CACHE HITS", "TRAINERS", "STATE"),
         [_shard_row(shard) for shard in status.shards],
     )
-    return "\n".join([*lines, "", *shards])
+    troubles = [f"shard {shard.shard}: {_trouble(shard)}" for shard in status.shards if _trouble(shard)]
+    return "\n".join([*lines, "", *shards, *troubles])
 
 
 def healthy(status: ClusterStatus) -> bool:
@@ -31,7 +40,7 @@ def _node_row(node: NodeStats) -> tuple[str, ...]:
     if node.error:
         return (node.address, "-", "-", "-", "-", "-", node.error)
     limit = f"{node.limit_bytes / _MB:,.0f} MB" if node.limit_bytes else "none set"
-    headroom = f"{100 * (1 - node.used_bytes / node.limit_bytes):.0f} %" if node.limit_bytes else "-"
+    headroom = f"{max(0, round(100 * (1 - node.used_bytes / node.limit_bytes)))} %" if node.limit_bytes else "-"
     used = f"{node.used_bytes / _MB:,.1f} MB"
     return (node.address, node.server, f"{node.n_keys:,}", used, limit, headroom, f"{node.evicted:,}")
 
@@ -39,11 +48,15 @@ def _node_row(node: NodeStats) -> tuple[str, ...]:
 def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
     reply = shard.reply
     if reply is None:
-        return (str(shard.shard), shard.address, "-", "-", "-", "-", "-", "-", "-", shard.error)
-    state = reply.failure or "ok"
+        return (str(shard.shard), shard.address, "-", "-", "-", "-", "-", "-", "-", "no answer")
+    state = "ok" if not reply.failure else "failed" if reply.failure.startswith(_STOPPED) else "retrying"
     counts = (f"{reply.n_rows:,}", f"{reply.k:,}", f"{reply.rows_applied:,}", f"{reply.pending_parts:,}")
     hits = f"{100 * reply.cache_hits / reply.cache_lookups:.0f} %" if reply.cache_lookups else "-"
     return (str(shard.shard), shard.address, *counts, f"{reply.lag_s:.2f} s", hits, str(reply.n_trainers), state)
+
+
+def _trouble(shard: ShardStatus) -> str:
+    return " ".join((shard.error if shard.reply is None else shard.reply.failure).split())
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

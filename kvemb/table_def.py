@@ -4,6 +4,7 @@ Two processes that disagree on a definition must not share rows, so its digest t
 every creation. No I/O here; the registry of tables is shard 0's, and storage holds a copy.
 """
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class TableDef:
 
     Args:
         name: 1 to 64 of A-Z a-z 0-9 _ . -
-        dim: weights per row.
+        dim: weights per row; any integer, NumPy's too.
         optimizer: the update method; its kind and static options are identity, its hyper-parameters defaults.
         initializer: the first value of a row.
         dtype: how weights are stored: "float32", "float16" or "bfloat16".
@@ -59,15 +60,27 @@ class TableDef:
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or not 1 <= self.dim <= MAX_DIM:
-            raise InvalidInputError(f"table {self.name!r}: dim is {self.dim!r}; give an integer in [1, {MAX_DIM}]")
+        self._settle_integer("dim", 1, MAX_DIM + 1, f"[1, {MAX_DIM}]")
+        self._settle_integer("seed", 0, 1 << 63, "[0, 2**63)")
         if self.id_dtype not in _ID_DTYPES:
             raise InvalidInputError(f"table {self.name!r}: id_dtype is {self.id_dtype!r}; give one of {', '.join(_ID_DTYPES)}")
         if self.reduce not in _REDUCES:
             raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
-            raise InvalidInputError(f"table {self.name!r}: seed is {self.seed!r}; give an integer in [0, 2**63)")
-        storage_dtype(self.dtype)
+        try:
+            storage_dtype(self.dtype)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"table {self.name!r}: {error}") from error
+
+    def _settle_integer(self, field: str, low: int, end: int, expected: str) -> None:
+        """Keep the field as a Python int in [low, end), which messages and digests need, or refuse it."""
+        given = getattr(self, field)
+        try:
+            value = low - 1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            value = low - 1
+        if not low <= value < end:
+            raise InvalidInputError(f"table {self.name!r}: {field} is {given!r}; give an integer in {expected}")
+        object.__setattr__(self, field, value)
 
     def identity(self) -> dict[str, Any]:
         """Everything that may never change, as plain values."""

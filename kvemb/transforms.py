@@ -39,9 +39,7 @@ class Value:
             0.5
         """
         if isinstance(value, bool) or not isinstance(value, Real):
-            # PyYAML reads 1e-3 as text, since YAML 1.1 wants the dot.
-            hint = "; in YAML write 1.0e-3 or 0.001, not 1e-3" if isinstance(value, str) else ""
-            raise InvalidInputError(f"{where}: {name} must be a number, got {value!r}{hint}")
+            raise InvalidInputError(f"{where}: {name} must be a number, got {value!r}")
         number = float(value)
         if math.isnan(number) or not self.low <= number < self.high or (self.open_low and number == self.low):
             bracket = "(" if self.open_low else "["

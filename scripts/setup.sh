@@ -53,6 +53,11 @@ explain_pip_failure() {
     then
         die "no package index could be reached; check the network or proxy and run it again (pip's words: .venv/setup.log)"
     fi
+    if grep -q 'No matching distribution found' "$log" && grep -q '(from versions: none)' "$log"; then
+        missing=$(sed -n 's/.*No matching distribution found for //p' "$log" | head -n 1)
+        die "no package index could be reached, or it does not have $missing; check the network, proxy or PIP_INDEX_URL" \
+            "and run it again (pip's words: .venv/setup.log)"
+    fi
     tail -n 30 "$log" >&2
     die "pip could not install $*; its last lines are above, all of them in .venv/setup.log"
 }

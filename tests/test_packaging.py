@@ -133,6 +133,12 @@ def test_setup_says_in_one_line_that_there_is_no_network(checkout: Path) -> None
     assert_one_line(setup(checkout, fake_python(checkout, pip=pip)), "no package index could be reached", ".venv/setup.log")
 
 
+def test_setup_says_in_one_line_that_no_index_has_it(checkout: Path) -> None:
+    told = "Could not find a version (from versions: none)", "No matching distribution found for setuptools>=77"
+    pip = "; ".join(f'echo "ERROR: {line}"' for line in told) + "; exit 1"
+    assert_one_line(setup(checkout, fake_python(checkout, pip=pip)), "does not have setuptools>=77", ".venv/setup.log")
+
+
 def test_setup_shows_what_pip_said_when_it_fails_otherwise(checkout: Path) -> None:
     done = setup(checkout, fake_python(checkout, pip='echo "ERROR: no such version"; exit 1'))
     assert done.returncode != 0

@@ -5,6 +5,7 @@ operations. If anything in a block is off, its lines are looked at one by one, o
 """
 
 import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -37,11 +38,32 @@ def read_clicks(path: str | Path) -> Clicks:
             if parse is not None:
                 parts.append(parse(block, str(path), n_lines + 1))
             n_lines += block.count(b"\n")
-    except (OSError, EOFError) as error:
-        raise InvalidInputError(f"{path}: cannot be read: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
     if not parts:
         raise InvalidInputError(f"{path}: holds no lines")
     return concatenate(parts)
+
+
+def format_of(path: str | Path) -> str:
+    """Return "libsvm" or "Criteo", by the first line that is not blank.
+
+    Raises:
+        InvalidInputError: no such file, no lines, or neither format.
+    """
+    n_before = 0
+    try:
+        for block in _blocks(Path(path)):
+            if block.strip():
+                return "Criteo" if _parser_of(block, path, n_before) is criteo.parse else "libsvm"
+            n_before += block.count(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    raise InvalidInputError(f"{path}: holds no lines")
+
+
+def _unreadable(path: str | Path, error: Exception) -> InvalidInputError:
+    return InvalidInputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _parser_of(block: bytes, path: str | Path, n_before: int) -> Callable[[bytes, str, int], Clicks]:

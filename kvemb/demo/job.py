@@ -52,10 +52,11 @@ def run_demo(options: Options, display: Display) -> bool:
     """
     started = time.monotonic()
     display.say("Skip-gram embeddings of the identifiers in Python's own standard library, learnt on rows in key-value storage.")
-    corpus = load()
-    display.say(f"  text: {len(corpus.tokens):,} words, {len(corpus.ids):,} distinct, of {corpus.offsets.size - 1:,} source files")
-    sample = held_out_sample(corpus, seed=options.seed)
+    # The cluster first: what is wrong with it should not be told after seconds of reading text.
     with _cluster(options, display) as url, kvemb.connect(url) as cluster:
+        corpus = load()
+        display.say(f"  text: {len(corpus.tokens):,} words, {len(corpus.ids):,} distinct, of {corpus.offsets.size - 1:,} source files")
+        sample = held_out_sample(corpus, seed=options.seed)
         create_tables(cluster, options.seed)
         losses, seconds, n_rows = _train(cluster, url, corpus, sample, options, display)
         found = neighbours(ClusterRows(cluster), corpus)
@@ -81,11 +82,12 @@ def _cluster(options: Options, display: Display) -> Iterator[str]:
         display.say(f"  cluster: {options.config}")
         yield options.config
         return
+    local = LocalCluster(options.store, options.nodes, shards=options.shards)
     display.say(
         f"  cluster: {options.nodes} {options.store} nodes, {options.shards} parameter-server shards and {options.trainers} trainers, "
         "each a process on this machine"
     )
-    with LocalCluster(options.store, options.nodes, shards=options.shards) as cluster:
+    with local as cluster:
         yield cluster.url
         display.say("  ending the cluster's processes")
 

@@ -63,7 +63,8 @@ def test_status_shows_the_other_shards_when_one_is_down() -> None:
         done = run("status", str(running.config_path))
     states = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("0 ", "1 "))}
     assert done.returncode == 1
-    assert "shard 0" in states["0"]
+    assert states["0"].endswith("no answer")
+    assert "\nshard 0: " in done.stdout
     assert states["1"].endswith("ok")
 
 
@@ -72,6 +73,45 @@ def test_a_missing_config_is_one_line_with_the_mend() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("kvemb status: no-such-file.yaml: cannot be read")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
+        (["--nodes", "x"], "argument --nodes: 'x' is no whole number above 0"),
+        (["--config", "kvemb.yaml", "--nodes", "2"], "--config names one that is running"),
+        (["--config", "kvemb.yaml", "--shards", "2"], "--config names one that is running"),
+        (["--config", "kvemb.yaml", "--store", "valkey"], "--config names one that is running"),
+    ],
+)
+def test_wrong_options_of_the_demo_are_told_in_its_last_line(words: list[str], told: str) -> None:
+    done = run("demo", *words)
+    assert done.returncode == 2
+    assert told in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--config", "/no/kvemb.yaml"], ["--store", "redis-cluster", "--nodes", "2"]])
+def test_the_demo_refuses_a_cluster_before_it_reads_text(words: list[str]) -> None:
+    done = run("demo", *words)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "distinct" not in done.stdout
+
+
+def test_ctrl_c_while_a_verb_is_imported_is_one_line() -> None:
+    code = (
+        "import builtins, sys\nfrom kvemb import cli\nimport_before = builtins.__import__\n"
+        "def interrupt(name, *rest):\n    if name.startswith(('kvemb.', 'importlib')): raise KeyboardInterrupt\n"
+        "    return import_before(name, *rest)\n"
+        "builtins.__import__ = interrupt\nsys.exit(cli.main(sys.argv[1:]))"
+    )
+    for words in (["demo"], ["status"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+        assert done.returncode == 130
+        assert done.stderr.strip().startswith("interrupted")
+        assert "Traceback" not in done.stderr
 
 
 def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> None:
@@ -84,8 +124,17 @@ def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_in_the_demo_leaves_no_process() -> None:
-    demo = subprocess.Popen(command("demo"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_folder(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        command("demo"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert demo.stdout is not None
     children: set[int] = set()
     try:
@@ -94,11 +143,13 @@ def test_ctrl_c_in_the_demo_leaves_no_process() -> None:
             if " steps  loss" in line:
                 break
         assert len(children) >= 6, "2 nodes, 2 shards, 2 trainers"
-        demo.send_signal(signal.SIGINT)
-        assert demo.wait(60) == 130
+        assert list(tmp_path.glob("kvemb-*"))
+        demo.send_signal(number)
+        assert demo.wait(60) == code
         rest = demo.stdout.read()
-        assert "interrupted" in rest
+        assert ("interrupted" in rest) == (number == signal.SIGINT)
         assert "Traceback" not in rest
+        assert not list(tmp_path.glob("kvemb-*"))
     finally:
         demo.kill()
         demo.wait()

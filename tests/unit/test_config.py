@@ -101,6 +101,7 @@ def test_every_option_has_an_effect() -> None:
         ("parameter_servers.barrier_timeout_s", 5, "parameter_servers.barrier_timeout_s"),
         ("parameter_servers.data_dir", None, "parameter_servers.data_dir"),
         ("parameter_servers.port", 1, "parameter_servers.port"),
+        ("parameter_servers.shards", ["c:1", "b:6379"], r"parameter_servers.shards\[1\].*storage.nodes"),
         ("tables", ["user"], "tables"),
         ("tables.user", 8, "tables.user"),
         ("tables.user.dim", MISSING, "tables.user.*dim"),
@@ -167,11 +168,41 @@ def test_a_file_that_is_not_text_or_not_there_names_the_file(tmp_path: Path) -> 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     file = tmp_path / "with blank & percent%41.yaml"
     file.write_text(yaml.safe_dump(TREE))
-    expected = config.parse(TREE, {})
-    assert config.load(file, {}) == config.load(str(file), {}) == config.load(file.as_uri(), {}) == expected
+    expected = config.load(file, {})
+    assert expected.storage == config.parse(TREE, {}).storage
+    assert config.load(str(file), {}) == config.load(file.as_uri(), {}) == expected
     assert config.load(file.as_uri().replace("file:///", "file://localhost/"), {}) == expected
     with pytest.raises(ConfigError, match="leave the host out"):
         config.load("file://elsewhere/kvemb.yaml", {})
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "kvemb-data"), ("state", "state"), ("/var/lib/kvemb", "/var/lib/kvemb")])
+def test_a_relative_data_dir_starts_at_the_folder_of_the_file(
+    given: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    servers = TREE["parameter_servers"] | ({"data_dir": given} if given else {})
+    (tmp_path / "conf" / "kvemb.yaml").write_text(yaml.safe_dump(tree("parameter_servers", servers)))
+    monkeypatch.chdir(tmp_path)
+    assert config.load("conf/kvemb.yaml", {}).servers.data_dir == str(tmp_path / "conf" / expected)
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "kvemb.yaml"
+    text = yaml.safe_dump(TREE, sort_keys=False)
+    n_lines = text.count("\n")
+    for line, key in (("    dim: 16", "dim"), ("cluster: other", "cluster")):
+        file.write_text(f"{text}{line}\n")
+        with pytest.raises(ConfigError, match=rf"kvemb\.yaml: line {n_lines + 1}: the key '{key}' stands twice"):
+            config.load(file, {})
+
+
+def test_a_key_may_override_a_merged_one(tmp_path: Path) -> None:
+    file = tmp_path / "kvemb.yaml"
+    text = yaml.safe_dump(tree("tables"))
+    row = "{dim: 8, optimizer: {kind: sgd, lr: 1e-3}, initializer: {kind: zeros}}"
+    file.write_text(f"{text}tables:\n  a: &a {row}\n  b: &b {{<<: *a, dim: 16}}\n  c: {{<<: *b, dim: 32}}\n")
+    assert [table.dim for table in config.load(file, {}).tables] == [8, 16, 32]
 
 
 def test_secrets_are_in_no_repr_and_no_message() -> None:

@@ -127,7 +127,7 @@ def test_momentum_may_change_but_not_begin(momentum_table: object) -> None:
         ({"lr": math.inf}, "lr must lie in"),
         ({"lr": -0.1}, "lr must lie in"),
         ({"lr": True}, "lr must be a number, got True"),
-        ({"lr": "1e-3"}, "write 1.0e-3"),
+        ({"lr": "1e-3"}, "lr must be a number, got '1e-3'$"),
         ({"lr": None}, "lr must be a number"),
         ({"beta1": 1.0}, r"beta1 must lie in \[0, 1\)"),
         ({"beta2": -0.1}, "beta2 must lie in"),

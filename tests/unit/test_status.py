@@ -1,0 +1,39 @@
+"""What `kvemb status` prints, from what a cluster answered."""
+
+from dataclasses import fields
+
+from kvemb.cluster_status import ClusterStatus, ShardStatus
+from kvemb.messages import StatusReply
+from kvemb.status import healthy, render
+from kvemb.stores.base import NodeStats
+
+LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
+
+
+def shard(number: int, failure: str = "", error: str = "") -> ShardStatus:
+    values = {field.name: 1.0 if field.type in (float, "float") else 1 for field in fields(StatusReply)}
+    return ShardStatus(number, f"h:{number}", None if error else StatusReply(**values | {"failure": failure}), error)  # type: ignore[arg-type]
+
+
+def lines(*shards: ShardStatus, used: int = 50) -> list[str]:
+    node = NodeStats("n:1", "valkey 9", n_keys=5, used_bytes=used, limit_bytes=100, evicted=0)
+    return render(ClusterStatus(shards, (node,))).splitlines()
+
+
+def test_headroom_is_never_below_nothing() -> None:
+    for used, expected in ((50, " 50 %"), (100, " 0 %"), (130, " 0 %")):
+        assert expected in lines(used=used)[1]
+        assert "-" not in lines(used=used)[1]
+
+
+def test_trouble_stands_below_the_table_and_its_kind_in_it() -> None:
+    printed = lines(shard(0), shard(1, LONG), shard(2, "OutOfMemory: node n:1"), shard(3, error="no route\nto h:3"))
+    table = [line for line in printed if line[:1].isdigit()]
+    assert [line.split("  ")[-1] for line in table] == ["ok", "failed", "retrying", "no answer"]
+    assert printed[-3:] == [f"shard 1: {LONG.strip()}", "shard 2: OutOfMemory: node n:1", "shard 3: no route to h:3"]
+
+
+def test_a_cluster_without_trouble_has_nothing_below() -> None:
+    assert lines(shard(0))[-1].endswith("ok")
+    assert healthy(ClusterStatus((shard(0),), ()))
+    assert not healthy(ClusterStatus((shard(0, "x"),), ()))
