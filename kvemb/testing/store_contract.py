@@ -36,7 +36,7 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart
 from kvemb.stores.registry import open_store
-from kvemb.wire.replies import StrideReply
+from kvemb.wire.stride_reply import StrideReply
 
 CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from kvemb.keys import RowKeys
 from kvemb.wire.codec import Records
-from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
+from kvemb.wire.replies import BlobReply, CodeReply, Step
 from kvemb.wire.requests import Bytes, chunks, columns, decimals
 from kvemb.wire.stored_reply import StoredReply
+from kvemb.wire.stride_reply import StrideReply
 from kvemb.wire.token_reply import TokenReply
 
 

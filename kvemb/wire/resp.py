@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from kvemb.keys import KEY_SIZE, RowKeys
 from kvemb.wire.codec import Records
-from kvemb.wire.replies import BlobReply, CodeReply, Step, StrideReply
+from kvemb.wire.replies import BlobReply, CodeReply, Step
 from kvemb.wire.requests import Bytes, chunks, columns
+from kvemb.wire.stride_reply import StrideReply
 
 _MISS = b"$-1\r\n"
 _KEY_HEAD = b"$%d\r\n" % KEY_SIZE

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.replies import Bytes, is_error, take_line
+from kvemb.wire.scan import Bytes, is_error, take_line
 from kvemb.wire.token_reply import parse_digits
 
 _STORED = int.from_bytes(b"HD", "little")

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.replies import Bytes, UnexpectedValueError, find, is_error, take_line, value_size, windows
+from kvemb.wire.replies import UnexpectedValueError
+from kvemb.wire.scan import Bytes, find, is_error, take_line, value_size, windows
 
 _MISS = b"EN\r\n"
 _MAX_DIGITS = 20

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Reply, StrideReply, UnexpectedValueError
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Reply, UnexpectedValueError
+from kvemb.wire.stride_reply import StrideReply
 from kvemb.wire.token_reply import TokenReply
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
