@@ -19,7 +19,7 @@ from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTabl
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.pull import prepare_pull, pull
+from kvemb.pull import Pulled, prepare_pull, pull
 from kvemb.push import prepare_push
 from kvemb.stores.registry import open_store
 from kvemb.table import Access, Table
@@ -170,7 +170,7 @@ class Cluster:
         Returns:
             float32 [*ids.shape, dim] by table name.
         """
-        return {name: rows for name, (rows, _) in self.pull_versions(ids, timeout_s=timeout_s).items()}
+        return {name: got.rows for name, got in self._pull(ids, None, timeout_s).items()}
 
     def pull_versions(
         self,
@@ -180,11 +180,7 @@ class Cluster:
         timeout_s: float | None = None,
     ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
         """The same, with the versions of the rows (uint64 [*ids.shape], 0 = does not exist), into `out` where given."""
-        definitions = {name: self.table(name).definition for name in ids}
-        _check_names("out", out, ids)
-        requests = [prepare_pull(definitions[name], ids[name], (out or {}).get(name)) for name in ids]
-        pulled = pull(self._access.store, requests, self._access.pull_deadline(timeout_s))
-        return {name: (got.rows, got.versions) for name, got in zip(ids, pulled, strict=True)}
+        return {name: (got.rows, got.versions) for name, got in self._pull(ids, out, timeout_s).items()}
 
     def push(
         self,
@@ -244,6 +240,15 @@ class Cluster:
     def __repr__(self) -> str:
         how = "closed" if self._closed else "read-only" if self.read_only else "open"
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
+
+    def _pull(
+        self, ids: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None, timeout_s: float | None
+    ) -> dict[str, Pulled]:
+        definitions = {name: self.table(name).definition for name in ids}
+        _check_names("out", out, ids)
+        requests = [prepare_pull(definitions[name], ids[name], (out or {}).get(name)) for name in ids]
+        pulled = pull(self._access.store, requests, self._access.pull_deadline(timeout_s))
+        return dict(zip(ids, pulled, strict=True))
 
     def _close(self, *, wait: bool) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ here: connections and markers (kvemb.stores), the parameter servers. Stateless, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +16,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
+from kvemb.record import RecordFormat
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.segment import Groups, group
 from kvemb.stores.base import ReadPart, ReadResult, Store
@@ -33,10 +35,29 @@ class PullRequest:
 
 @dataclass(frozen=True, eq=False)
 class Pulled:
-    """What a pull found: `rows` float32 [*shape, dim]; `versions` uint64 [*shape], 0 where the row does not exist."""
+    """What a pull found.
+
+    Args:
+        rows: float32 [*shape, dim].
+        shape: of the ids.
+        record: the table's format.
+        result: what storage answered, in order of arrival; None for no ids.
+        at: for every id asked for, where its row arrived.
+    """
 
     rows: NDArray[np.float32]
-    versions: NDArray[np.uint64]
+    shape: tuple[int, ...]
+    record: RecordFormat
+    result: ReadResult | None
+    at: NDArray[np.intp]
+
+    @cached_property
+    def versions(self) -> NDArray[np.uint64]:
+        """uint64 [*shape], 0 where the row does not exist; put together when asked for, which most pulls never are."""
+        if self.result is None:
+            return np.zeros(self.shape, np.uint64)
+        found = np.where(self.result.found, self.record.versions(self.result.records), np.uint64(0))
+        return found[self.at].reshape(self.shape)
 
 
 def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[np.float32] | None = None) -> PullRequest:
@@ -89,7 +110,7 @@ def _arrived(request: PullRequest, result: ReadResult) -> NDArray[np.uint64]:
 def _gather(request: PullRequest, result: ReadResult | None) -> Pulled:
     definition, shape = request.definition, request.shape
     rows = request.out if request.out is not None else np.empty((*shape, definition.dim), np.float32)
-    versions = np.zeros(shape, np.uint64)
+    at = np.empty(0, np.intp)
     if result is not None:
         weights = _weights(definition, _arrived(request, result), result)
         at = _positions(request.groups, result.order)
@@ -98,9 +119,7 @@ def _gather(request: PullRequest, result: ReadResult | None) -> Pulled:
         np.take(weights, at, axis=0, out=target.reshape(-1, definition.dim), mode="clip")
         if target is not rows:
             rows[...] = target
-        found_versions = np.where(result.found, definition.record.versions(result.records), np.uint64(0))
-        versions = found_versions[at].reshape(shape)
-    return Pulled(rows, versions)
+    return Pulled(rows, shape, definition.record, result, at)
 
 
 def _weights(definition: TableDef, ids: NDArray[np.uint64], result: ReadResult) -> NDArray[np.float32]:
