@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_in_order() -> None:
     """Let SIGTERM and SIGHUP (a closed terminal) raise SystemExit in this program, so that what it started is ended and cleaned up.
 
-    A signal that is ignored already (nohup) stays so; after the first one the others are, lest they cut the cleaning short.
-    For the main thread only.
+    A signal that is ignored already (nohup) stays so; while the program is on its way out another one does nothing, lest it cut the
+    cleaning short. For the main thread only.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -54,9 +54,9 @@ def exit_in_order() -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    for other in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    # Handlers run inside the `finally` and `__exit__` that they interrupt, and see what is being handled there.
+    if not isinstance(sys.exc_info()[1], (SystemExit, KeyboardInterrupt)):
+        raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

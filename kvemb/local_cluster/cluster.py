@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -195,13 +195,14 @@ def local(
 
 @contextmanager
 def _on_interrupt(act: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C do this instead of ending the block, where it can be caught (the main thread)."""
-    try:
-        before = signal.signal(signal.SIGINT, lambda *_: act())
-    except ValueError:  # not the main thread: SIGINT does not come here
-        yield
-        return
+    """Let Ctrl-C, SIGTERM and SIGHUP do this instead of ending the block, where they can be caught (the main thread)."""
+    before = {}
+    with suppress(ValueError):  # not the main thread: signals do not come here
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda *_: act())
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

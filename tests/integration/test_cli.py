@@ -145,6 +145,9 @@ def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_folder(number: sign
         assert len(children) >= 6, "2 nodes, 2 shards, 2 trainers"
         assert list(tmp_path.glob("kvemb-*"))
         demo.send_signal(number)
+        if number != signal.SIGINT:
+            time.sleep(0.1)
+            demo.send_signal(number)  # does not cut the cleaning short
         assert demo.wait(60) == code
         rest = demo.stdout.read()
         assert ("interrupted" in rest) == (number == signal.SIGINT)
