@@ -101,6 +101,38 @@ def test_many_more_steps_than_the_window_are_all_answered(link_to: Callable[...,
     run([], Deadline.after(20))
 
 
+def test_short_replies_where_long_ones_were_expected_are_read_all_the_same(link_to: Callable[..., Link]) -> None:
+    """After a full reply the kernel is asked to hold small pieces back; rows that are missing make only small ones."""
+    n, size = 180, 400
+    head = b"$400\r\n"
+    hits, misses = (head + b"x" * size + b"\r\n") * n, b"$-1\r\n" * n
+
+    def full_then_empty(sock: socket.socket) -> None:
+        for _ in range(2):
+            asked = b""
+            while asked.count(b"GET") < WINDOW_STEPS:
+                asked += sock.recv(1 << 16)
+            sock.sendall(hits)
+            sock.recv(1 << 16)  # the last request comes when the first reply has been read
+            sock.sendall(misses * WINDOW_STEPS)
+        sock.recv(1)
+
+    links = [link_to(full_then_empty, f"peer:{i}") for i in range(2)]
+    for _ in range(2):  # the second batch finds the link as the first one found it
+        batches = []
+        for _ in links:
+            replies = [
+                StrideReply(head, size, b"$-1\r\n", np.zeros((n, size), np.uint8), np.zeros(n, dtype=bool)) for _ in range(WINDOW_STEPS + 1)
+            ]
+            batches.append([Step(memoryview(b"GET\r\n"), reply, len(hits)) for reply in replies])
+        conversations = [Conversation(link, steps) for link, steps in zip(links, batches, strict=True)]
+        run(conversations, Deadline.after(20))
+        for steps in batches:
+            found = [step.reply.found for step in steps]  # type: ignore[attr-defined]
+            assert found[0].all()
+            assert not np.concatenate(found[1:]).any()
+
+
 def test_no_more_than_the_window_is_in_flight(link_to: Callable[..., Link]) -> None:
     most: list[int] = []
 
