@@ -41,7 +41,7 @@ def test_writes_that_wait_for_a_hung_node_name_it() -> None:
             ack = table.push(ids, np.ones((100, 2)))
             with pytest.raises(ShardUnavailableError, match=hung.address):
                 # The shard's own storage call takes storage.timeout_s, 5 s, before it knows that the node does not answer.
-                ack.wait_applied(timeout_s=7)
+                ack.wait_applied(timeout_s=12)
             with pytest.raises(KvembError, match=hung.address):
                 table.flush(timeout_s=2)
             with pytest.raises(DeadlineExceededError, match=hung.address):
