@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from benchmarks import peers
 from benchmarks.ids import DISTRIBUTIONS, row_ids, sampler, with_missing
 from benchmarks.measure import Contender, repeated, run_rounds
+from benchmarks.options import fraction, positive, whole
 from benchmarks.report import Report, Section
 from benchmarks.servers import Filled, filled
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
@@ -76,13 +77,13 @@ def pull(options: argparse.Namespace) -> Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `pull` can be asked."""
     parser.add_argument("--store", nargs="+", choices=KINDS, default=["redis", "valkey", "memcached"], help="storage kinds, in turn")
-    parser.add_argument("--dim", nargs="+", type=_whole(1), default=[16], metavar="N", help="weights per row (16)")
+    parser.add_argument("--dim", nargs="+", type=whole(1), default=[16], metavar="N", help="weights per row (16)")
     parser.add_argument("--ids", choices=DISTRIBUTIONS, default="uniform", help="how ids are drawn (uniform); zipf: exponent 1.05")
-    parser.add_argument("--missing", type=_fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
-    parser.add_argument("--rows", type=_whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
-    parser.add_argument("--nodes", type=_whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
+    parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
+    parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
+    parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
     parser.add_argument("--seconds", type=positive, default=0.7, metavar="S", help="length of one turn (0.7)")
-    parser.add_argument("--repeats", type=_whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
+    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
 
 
 def make_batches(target: Filled, kind: str, missing: float, n: int = _N_BATCHES, size: int = BATCH_IDS) -> list[Batch]:
@@ -181,29 +182,3 @@ def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
 def _keys(target: Filled, batch: Batch) -> list[bytes]:
     encoded = RowKeys(target.table.definition.tag, batch.ids).encode()
     return encoded.view(f"S{encoded.shape[1]}")[:, 0].tolist()  # type: ignore[no-any-return]
-
-
-def _whole(least: int) -> "partial[int]":
-    return partial(_at_least, least)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def positive(text: str) -> float:
-    """Read a number above 0, for argparse's `type`."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value

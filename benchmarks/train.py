@@ -14,8 +14,7 @@ import kvemb
 from benchmarks import peers
 from benchmarks.ids import row_ids, sampler
 from benchmarks.measure import Spread
-from benchmarks.options import whole
-from benchmarks.pull import positive
+from benchmarks.options import positive, whole
 from benchmarks.report import Line, Report, Section
 from benchmarks.tfra.peer import Tfra, started
 from benchmarks.train_loop import CommandCounter, Ours, Stretch, check_first_steps, check_trained, stretch

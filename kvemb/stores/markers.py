@@ -89,7 +89,8 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
         )
     if marker.run_id != expected.run_id:
         return NodeSuspectError(
-            f"node {node}: its marker was renewed for server process {marker.run_id or '-'}, expected {expected.run_id or '-'}. Reconnect."
+            f"node {node}: its marker names server process {marker.run_id or '-'}, expected {expected.run_id or '-'}. The server was "
+            "restarted from a snapshot or failed over, and its rows may be old; or its marker was renewed meanwhile: then reconnect."
         )
     return NodeLostError(
         f"node {node}: its data is of generation {marker.generation.hex()}, expected {expected.generation.hex()}: the node was emptied "

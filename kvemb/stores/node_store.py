@@ -77,8 +77,13 @@ class NodeStore(Store):
         markers = {}
         for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
             expected = self._marker(origin.cluster_id, index, origin.generation, run_ids[address])
+            if value is None:  # lost, whatever else differs: other nodes do hold a marker
+                raise NodeLostError(
+                    f"node {address}: holds no marker while other nodes do: it was restarted empty, flushed or replaced. Its rows are lost "
+                    "there; nothing was re-initialised."
+                )
             if value != expected.encode():
-                raise diagnose(address, self._relax(expected, value, address), value)
+                raise diagnose(address, expected, value)
             markers[address] = expected
         self._markers = markers
         return list(markers.values())
@@ -203,15 +208,6 @@ class NodeStore(Store):
 
     def _marker(self, cluster_id: bytes, node: int, generation: bytes, run_id: str) -> Marker:
         return Marker(cluster_id, node, generation, self._map.digest, self._map.epoch, run_id)
-
-    def _relax(self, expected: Marker, value: bytes | None, address: str) -> Marker:
-        """A node without a marker among nodes that have one is lost, whatever else differs."""
-        if value is None:
-            raise NodeLostError(
-                f"node {address}: holds no marker while other nodes do: it was restarted empty, flushed or replaced. Its rows are lost "
-                "there; nothing was re-initialised."
-            )
-        return expected
 
     def _blobs(self, key: bytes, deadline: Deadline) -> list[bytes | None]:
         replies = self._on_every_node(deadline, lambda index: self._codec.get_step(key))
