@@ -120,6 +120,18 @@ class BarrierError(ParameterServerError):
     """A synchronous step could not be completed: a trainer is missing past the barrier's deadline, or all seats are taken."""
 
 
+class JournalFullError(ParameterServerError):
+    """The journal could not be written (disk full, quota, failed sync). Nothing that it was asked to keep was acknowledged. Retryable."""
+
+
+class JournalDamagedError(ParameterServerError):
+    """A journal or snapshot file does not hold what was written to it. The message names file and offset; nothing behind it was used."""
+
+
+class CheckpointError(KvembError):
+    """A checkpoint is missing, unfinished, damaged, or does not fit here; the message names the file. The cluster was left as it was."""
+
+
 class MessageError(KvembError, ValueError):
     """A message is malformed, truncated, oversized or of another protocol version. Nothing of it was used."""
 

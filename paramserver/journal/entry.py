@@ -1,0 +1,234 @@
+"""One entry of the journal as bytes: a merged batch with all that its replay needs, or a change of session. Pure.
+
+    header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
+    arrays: ids '<u8' [n] | rows '<f4' [n, dim] | zeros up to a multiple of 8
+
+The header of a batch is [format, "batch", version, kind, steps, watermarks, tables], where a watermark is [trainer, incarnation, sequence]
+and a table [name, schema, n, dim, hyper]; of a session it is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
+that they can be used where they were read. The framing of `segment` has a checksum; even so decoding trusts nothing: small limits on
+every container, every type and length checked before anything is allocated for it.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServerError, UnknownTableError
+from kvemb.table_def import MAX_DIM, TableDef
+from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+
+FORMAT_VERSION = 1
+MAX_HEADER_BYTES = 16 << 20
+_MAX_ITEMS = 1 << 16
+_MAX_ITEMS_IN_ALL = 1 << 19
+_MAX_TEXT = 1 << 16
+_MAX_COUNT = 1 << 63
+_SIZE = struct.Struct("<I")
+
+Find = Callable[[str, int], TableDef]
+"""(name, schema) -> definition. Raises UnknownTableError."""
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """The last sequence of a trainer's parts that a batch contains."""
+
+    trainer: str
+    incarnation: int
+    sequence: int
+
+
+@dataclass(frozen=True, eq=False)
+class BatchEntry:
+    """One batch k.
+
+    Args:
+        version: (epoch, k) that the rows get. Replay uses it, so that stochastic rounding gives the same bits.
+        batch: rows of each table with ids (ascending for "apply"), rows and run-time values; the versions that a pull saw are not kept.
+        steps: per table of the batch the table's optimizer step before this batch.
+        watermarks: of the pushes that the batch contains.
+    """
+
+    version: int
+    batch: Batch
+    steps: tuple[int, ...]
+    watermarks: tuple[Watermark, ...]
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """A hello that issued an incarnation, or took one over."""
+
+    trainer: str
+    incarnation: int
+
+
+Entry = BatchEntry | SessionEntry
+
+
+def encode(entry: Entry) -> list[bytes | memoryview]:
+    """Return the entry's bytes in pieces. Arrays are not copied: they must not change while the pieces are in use.
+
+    Raises:
+        ParameterServerError: more names and numbers than any reader takes.
+
+    Example:
+        >>> b"".join(encode(SessionEntry("abc", 7)))
+        b'\\x0f\\x00\\x00\\x00\\x94\\x01\\xa7session\\xa3abc\\x07'
+    """
+    header: bytes = msgpack.packb(_header(entry))
+    if len(header) > MAX_HEADER_BYTES:
+        raise ParameterServerError(f"journal entry: a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are read back")
+    pieces: list[bytes | memoryview] = [_SIZE.pack(len(header)) + header]
+    if isinstance(entry, BatchEntry):
+        pieces.append(bytes(_padding(_SIZE.size + len(header))))
+        for rows in entry.batch.tables:
+            pieces += [_raw(rows.ids, "<u8"), _raw(rows.rows, "<f4"), bytes(_padding(4 * rows.rows.size))]
+    return [piece for piece in pieces if len(piece)]
+
+
+def decode(payload: bytes | memoryview, find_table: Find) -> Entry:
+    """Read an entry.
+
+    Args:
+        payload: all of it; the arrays of a batch may be views of it.
+        find_table: the definition of (name, schema).
+
+    Raises:
+        JournalDamagedError: anything is off, or the tables it names are not those of the registry; nothing of it was used.
+
+    Example:
+        >>> decode(b"".join(encode(SessionEntry("t", 7))), lambda name, schema: None)
+        SessionEntry(trainer='t', incarnation=7)
+    """
+    view = memoryview(payload).toreadonly()
+    _expect(len(view) >= _SIZE.size, "it is cut off")
+    (size,) = _SIZE.unpack_from(view)
+    start = _SIZE.size + size
+    _expect(size <= min(MAX_HEADER_BYTES, len(view) - _SIZE.size), f"a header of {size} bytes in an entry of {len(view)}")
+    items = _unpack(view[_SIZE.size : start])
+    _expect(type(items) is list and len(items) >= 2, "no list of fields")
+    _expect(items[0] is not True and items[0] == FORMAT_VERSION, f"format {items[0]!r}, expected {FORMAT_VERSION}")
+    if items[1] == "session":
+        _expect(len(items) == 4 and start == len(view), "fields of a session")
+        return SessionEntry(_text(items[2], "trainer"), _count(items[3], "incarnation"))
+    _expect(items[1] == "batch" and len(items) == 7, "fields of a batch")
+    return _batch(items, view, start, find_table)
+
+
+def _header(entry: Entry) -> list[Any]:
+    if isinstance(entry, SessionEntry):
+        return [FORMAT_VERSION, "session", entry.trainer, entry.incarnation]
+    batch = entry.batch
+    marks = [[mark.trainer, mark.incarnation, mark.sequence] for mark in entry.watermarks]
+    tables = [[t.definition.name, t.definition.schema, len(t.ids), t.rows.shape[1], dict(t.hyper)] for t in batch.tables]
+    return [FORMAT_VERSION, "batch", entry.version, batch.kind, list(entry.steps), marks, tables]
+
+
+def _batch(items: list[Any], view: memoryview, start: int, find: Find) -> BatchEntry:
+    _, _, version, kind, steps, marks, tables = items
+    _expect(type(version) is int and 0 < version < (1 << 64) - 1, "version")
+    _expect(type(kind) is str and kind in (APPLY, ASSIGN, ERASE), "kind")
+    _expect(type(steps) is list and type(tables) is list and len(steps) == len(tables), "steps and tables")
+    _expect(type(marks) is list and all(type(mark) is list and len(mark) == 3 for mark in marks), "watermarks")
+    watermarks = tuple(Watermark(_text(t, "trainer"), _count(i, "incarnation"), _count(s, "sequence")) for t, i, s in marks)
+    start += _padding(start)
+    rows = tuple(_rows(kind, fields, view, find) for fields, view in _arrays(tables, view, start))
+    names = [one.definition.name for one in rows]
+    _expect(len(set(names)) == len(names), f"a table stands twice in {names}")
+    return BatchEntry(version, Batch(kind, rows), tuple(_count(step, "step") for step in steps), watermarks)
+
+
+def _arrays(tables: list[Any], view: memoryview, start: int) -> Iterator[tuple[list[Any], memoryview]]:
+    """Check the sizes of all tables against the bytes that are there; yield each table's fields with its bytes."""
+    ends = [start]
+    for fields in tables:
+        _expect(type(fields) is list and len(fields) == 5, "fields of a table")
+        n, dim = _count(fields[2], "number of rows"), _count(fields[3], "dim")
+        _expect(dim <= MAX_DIM, f"dim {dim}")
+        ends.append(ends[-1] + 8 * n + 4 * n * dim + _padding(4 * n * dim))
+    _expect(ends[-1] == len(view), f"{len(view)} bytes, expected {ends[-1]} by its header")
+    for fields, (low, high) in zip(tables, pairwise(ends), strict=True):
+        yield fields, view[low:high]
+
+
+def _rows(kind: str, fields: list[Any], view: memoryview, find: Find) -> CheckedRows:
+    name, schema, n, dim, hyper = fields
+    _expect(type(schema) is int and 0 <= schema < 256, "schema")
+    _expect(type(hyper) is dict and all(type(k) is str and type(v) is float for k, v in hyper.items()), "run-time values")
+    try:
+        definition = find(_text(name, "table"), schema)
+        hyper = definition.optimizer.check_hyper(hyper)
+    except (UnknownTableError, InvalidInputError) as error:
+        raise _damaged(f"table {name!r}: {error}") from error
+    expected = 0 if kind == ERASE else definition.dim
+    _expect(definition.schema == schema, f"table {name!r}: schema {schema}, the registry's is {definition.schema}")
+    _expect(dim == expected, f"table {name!r}: dim {dim}, expected {expected}")
+    ids = np.frombuffer(view, "<u8", n).astype(np.uint64, copy=False)
+    rows = np.frombuffer(view, "<f4", n * dim, 8 * n).astype(np.float32, copy=False).reshape(n, dim)
+    ordered = ids if kind == APPLY else np.sort(ids)
+    _expect(bool((ordered[1:] > ordered[:-1]).all()), f"table {name!r}: ids that are not distinct, or out of order")
+    return CheckedRows(definition, ids, rows, np.empty(0, np.uint64), hyper)
+
+
+class _Budget:
+    """Counts items while they are unpacked: with limits on single containers alone, a small header could become gigabytes of maps."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_ITEMS_IN_ALL
+
+    def spend(self, container: Any) -> Any:
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {_MAX_ITEMS_IN_ALL} items")
+        return container
+
+
+def _unpack(header: memoryview) -> Any:
+    budget = _Budget()
+    try:
+        return msgpack.unpackb(
+            header,
+            list_hook=budget.spend,
+            object_hook=budget.spend,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=_MAX_ITEMS,
+            max_str_len=_MAX_TEXT,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack raises ValueError, UnpackException, TypeError, RecursionError: all mean bad bytes
+        raise _damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _raw(array: NDArray[Any], dtype: str) -> memoryview:
+    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
+
+
+def _padding(size: int) -> int:
+    return -size % 8
+
+
+def _text(value: object, what: str) -> str:
+    _expect(type(value) is str, what)
+    return str(value)
+
+
+def _count(value: Any, what: str) -> int:
+    _expect(type(value) is int and 0 <= value < _MAX_COUNT, what)
+    return int(value)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise _damaged(what)
+
+
+def _damaged(what: str) -> JournalDamagedError:
+    return JournalDamagedError(f"journal entry: {what}")
