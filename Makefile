@@ -3,22 +3,27 @@
 #   PYTHON=python3.12    interpreter for .venv (default: the first python3* that is new enough)
 #   TORCH_SPEC=          the torch to install for the tests; empty: none, its tests are skipped
 #   PEER_PYTHON=python3.11    interpreter for TFRA, a peer of the benchmarks (Python 3.9 to 3.11)
-#   ARGS="--store redis" handed to `kvemb demo`, pytest, or the benchmarks
+#   ARGS="--store redis" handed to `kvemb demo`, pytest, the benchmarks, or chaos
+#   SECONDS=180 SEED= STORE=redis    of chaos: how long, which schedule (drawn unless given), which storage kind
 
 # One version rather than a range: on Linux a newer default wheel may bring gigabytes of CUDA.
 TORCH_SPEC ?= torch==2.13.0
 PYTHON ?=
 ARGS ?=
 PEER_PYTHON ?=
+SECONDS ?= 180
+SEED ?=
+STORE ?= redis
 export TORCH_SPEC PYTHON PEER_PYTHON
 
 PY := .venv/bin/python
 
-.PHONY: help demo test lint format types bench bench-peers setup clean
+.PHONY: help demo test chaos lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
 	@echo 'make test     the whole test suite against real Valkey, Redis, Redis Cluster and memcached'
+	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
 	@echo 'make bench-peers   set up TFRA beside this checkout, for its lines in the benchmarks (about 1 GB)'
@@ -31,6 +36,10 @@ demo:
 test: setup
 	@sh scripts/servers.sh
 	@$(PY) -m pytest $(ARGS)
+
+chaos: setup
+	@sh scripts/servers.sh
+	@$(PY) -m kvemb.testing.faults.chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

@@ -74,7 +74,54 @@ def _parser() -> argparse.ArgumentParser:
     status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
     status.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     status.set_defaults(run=_status)
+    repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
+    repair.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
+    repair.add_argument("--all", action="store_true", help="compare every node row by row")
+    repair.add_argument("--timeout", type=_count, default=3600, metavar="S", help="seconds to wait for the end (default 3600)")
+    repair.set_defaults(run=_repair)
+    _add_checkpoint_verbs(verbs)
     return parser
+
+
+def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    save = _checkpoint_verb(verbs, "save", "save every table while training goes on", "path or URL of the new checkpoint")
+    save.add_argument("--base", default="", metavar="URL", help="a checkpoint beside it: save only what has changed since")
+    save.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out, for serving")
+    save.add_argument("--extra", default="", metavar="JSON", help="an object to keep in the manifest")
+    save.add_argument("--resume", action="store_true", help="go on with a save to this URL that was broken off")
+    save.add_argument("--keep", type=_count, metavar="N", help="afterwards delete all checkpoints beside it but the newest N")
+    load = _checkpoint_verb(verbs, "load", "make the cluster what a checkpoint says", "path or URL of the checkpoint")
+    load.add_argument("--offline", action="store_true", help="shards are down: let them load it when they are started")
+    verify = _checkpoint_verb(verbs, "verify", "check every byte of a checkpoint", "path or URL of the checkpoint")
+    verify.add_argument("--against-storage", action="store_true", help="compare every row with the cluster's too")
+    _checkpoint_verb(verbs, "ls", "list checkpoints", "of one checkpoint, or of the folder that holds them", config=False)
+    prune = _checkpoint_verb(verbs, "prune", "delete old checkpoints; no chain is broken", "of the folder that holds them", config=False)
+    prune.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, and their bases")
+
+
+def _checkpoint_verb(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, url: str, *, config: bool = True
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text)
+    verb.add_argument("url", help=url)
+    if config:
+        verb.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    verb.set_defaults(run=_checkpoint)
+    return verb
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from kvemb.checkpoint import commands
+
+    run = {
+        "save": commands.save_command,
+        "load": commands.load_command,
+        "ls": commands.ls_command,
+        "verify": commands.verify_command,
+        "prune": commands.prune_command,
+    }
+    return run[args.verb](args)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -96,6 +143,16 @@ def _status(args: argparse.Namespace) -> int:
     status = survey(load(args.config, os.environ))
     print(render(status))
     return 0 if healthy(status) else 1
+
+
+def _repair(args: argparse.Namespace) -> int:
+    from kvemb.client.repair import repair
+    from kvemb.config import load
+    from kvemb.status import render_repair
+
+    replies = repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)
+    print(render_repair(replies))
+    return 0
 
 
 def _count(text: str) -> int:

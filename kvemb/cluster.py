@@ -21,12 +21,18 @@ from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.pull import Pulled, prepare_pull, pull
 from kvemb.push import prepare_push
+from kvemb.row_cache import RowCache, RowCacheStats, check_options
+from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
 from kvemb.table import Access, Table
 from kvemb.table_def import TableDef, check_table_name
 from kvemb.table_registry import META_NAME, newest_registry
 
 if TYPE_CHECKING:
+    from kvemb.checkpoint.load import LoadResult
+    from kvemb.checkpoint.load import Progress as LoadProgress
+    from kvemb.checkpoint.save import Progress as SaveProgress
+    from kvemb.checkpoint.save import SaveResult
     from kvemb.client.ack import Ack
 
 __all__ = ["Cluster", "ClusterStatus", "ShardStatus", "connect"]
@@ -38,6 +44,8 @@ def connect(
     read_only: bool = False,
     trainer: str | None = None,
     timeout_s: float | None = None,
+    max_staleness: int = 0,
+    row_cache_mb: int | None = None,
 ) -> "Cluster":
     """Open a cluster.
 
@@ -47,8 +55,13 @@ def connect(
         trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
             from host, process and chance unless given; in a sync job give it, so that a restarted trainer gets its seat again.
         timeout_s: of connecting; storage.timeout_s unless given.
+        max_staleness: above 0, acks of pushes bring the updated rows back, and pulls take them from this process's memory
+            while at most so many batches of their shard are known to have changed rows for anybody else since
+            (`kvemb.row_cache` has the exact terms). 0: every pull reads storage.
+        row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
 
     Raises:
+        InvalidInputError: an option is out of range, or would have no effect.
         ConfigError: kvemb.yaml is wrong, or the servers were started with another one.
         ShardUnavailableError, StorageError: naming the shard or node, within the timeout.
 
@@ -57,6 +70,9 @@ def connect(
     config = load(source, os.environ)
     if trainer is not None and (read_only or not trainer or len(trainer) > 255):
         raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
+    cache_bytes = check_options(max_staleness, row_cache_mb)
+    if cache_bytes and read_only:
+        raise InvalidInputError("max_staleness has no effect with read_only=True: what is kept are the rows of own pushes")
     deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
     try:
@@ -65,7 +81,8 @@ def connect(
             return Cluster(config, Access(store, None, config.storage.timeout_s))
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
-        shards = open_shards(config, trainer, store, deadline)
+        row_cache = RowCache(cache_bytes, max_staleness, len(config.servers.shards)) if cache_bytes else None
+        shards = open_shards(config, trainer, store, deadline, row_cache)
         return Cluster(config, Access(store, shards, config.storage.timeout_s))
     except BaseException:
         store.close()
@@ -87,6 +104,17 @@ class Cluster:
         return self._config
 
     @property
+    def store(self) -> Store:
+        """The storage nodes."""
+        return self._access.store
+
+    @property
+    def cluster_id(self) -> bytes:
+        """The cluster's id as its shards know it: 16 bytes."""
+        servers = self._access.require_shards("cluster_id").servers
+        return servers.describe(self._config, Deadline.of_caller(self._config.storage.timeout_s)).cluster_id
+
+    @property
     def mode(self) -> str:
         """How the parameter servers apply pushes: "async" or "sync"."""
         return self._config.servers.mode
@@ -95,6 +123,11 @@ class Cluster:
     def read_only(self) -> bool:
         """Whether it was opened without the parameter servers."""
         return self._access.shards is None
+
+    @property
+    def row_cache(self) -> RowCacheStats | None:
+        """How many ids of pulls were looked up among the rows of own pushes, and how many found; None without `max_staleness`."""
+        return None if self._access.row_cache is None else self._access.row_cache.stats
 
     def create_table(
         self,
@@ -107,6 +140,7 @@ class Cluster:
         id_dtype: str = "int64",
         seed: int = 0,
         reduce: str = "sum",
+        num_ids: int | None = None,
         exist_ok: bool = False,
     ) -> Table:
         """Create a table, or open it where it exists with `exist_ok` and the same identity.
@@ -115,7 +149,8 @@ class Cluster:
         for this client's pushes, as if by `Table.set_hyper`.
 
         Args:
-            name, dim, optimizer, dtype, id_dtype, seed, reduce: see `kvemb.table_def.TableDef`; they are its identity.
+            name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.table_def.TableDef`; they are its identity. Give
+                num_ids where ids are 0 to num_ids - 1: on Redis and Valkey such a table needs less memory and is read faster.
             initializer: the first value of a row; `kvemb.init.uniform()` unless given.
             exist_ok: whether it may exist already.
 
@@ -130,7 +165,7 @@ class Cluster:
         for given, kind, at in ((optimizer, OptimizerSpec, "kvemb.optim"), (first, Initializer, "kvemb.init")):
             if not isinstance(given, kind):
                 raise InvalidInputError(f"table {name!r}: got {given!r} where one of {at}'s functions is expected to be called")
-        definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce)
+        definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce, num_ids=num_ids)
         self._check_size(definition)
         table = self._remember(shards.create_table(definition, exist_ok, None))
         asked = optimizer.defaults()
@@ -170,7 +205,7 @@ class Cluster:
         Returns:
             float32 [*ids.shape, dim] by table name.
         """
-        return {name: got.rows for name, got in self._pull(ids, None, timeout_s).items()}
+        return {name: got.rows for name, got in self._pull(ids, None, timeout_s, versions=False).items()}
 
     def pull_versions(
         self,
@@ -180,7 +215,7 @@ class Cluster:
         timeout_s: float | None = None,
     ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
         """The same, with the versions of the rows (uint64 [*ids.shape], 0 = does not exist), into `out` where given."""
-        return {name: (got.rows, got.versions) for name, got in self._pull(ids, out, timeout_s).items()}
+        return {name: (got.rows, got.versions) for name, got in self._pull(ids, out, timeout_s, versions=True).items()}
 
     def push(
         self,
@@ -207,7 +242,7 @@ class Cluster:
             ids, grads = batch
             table = self.table(name)
             values = table.pushed_hyper((hyper or {}).get(name, {}))
-            rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values))
+            rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values, table.wire_dtype))
         return shards.push(rows, timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -218,6 +253,68 @@ class Cluster:
         """Ask every shard and node how it is. What does not answer is reported as such, not raised."""
         self._check_open()
         return read_status(self._access, timeout_s)
+
+    def save(
+        self,
+        url: str,
+        *,
+        base: str | None = None,
+        weights_only: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        resume: bool = False,
+        timeout_s: float = 600.0,
+        progress: "SaveProgress | None" = None,
+    ) -> "SaveResult":
+        """Save every table while training goes on; see docs/checkpoints.md.
+
+        Each shard is cut between two batches: everything acknowledged before this call is in the checkpoint.
+
+        Args:
+            url: of the new checkpoint: a path, or any fsspec URL that all shards reach.
+            base: URL of a checkpoint beside it: only rows that changed since are saved.
+            weights_only: leave the optimizer's slots out: for serving.
+            extra: JSON values of yours, kept in the manifest.
+            resume: go on with a save to this URL that was broken off, with the options it was begun with.
+            timeout_s: of the cut; saving the rows takes as long as it takes.
+            progress: called now and then with (rows done, rows in all, bytes written).
+
+        Raises:
+            CheckpointError: there is a checkpoint already, storage or a shard failed; what was written is no checkpoint.
+            InvalidInputError: base or extra cannot be used; nothing was written.
+        """
+        from kvemb.checkpoint.save import Saving, save
+
+        servers = self._access.require_shards("save").servers
+        return save(
+            Saving(servers, self._config.cluster, self.cluster_id.hex()),
+            url,
+            base=base,
+            weights_only=weights_only,
+            extra=extra,
+            resume=resume,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+
+    def load(self, url: str, *, stall_timeout_s: float = 600.0, progress: "LoadProgress | None" = None) -> "LoadResult":
+        """Make the cluster what a checkpoint says: its rows, all of them and no others; see docs/checkpoints.md.
+
+        The checkpoint is verified first. The shards stop for the time of the load; trainers' pushes wait and are retried.
+
+        Args:
+            url: of the checkpoint; of a cluster with any number of shards, on any storage.
+            stall_timeout_s: give up watching when no shard has come any further for so long.
+            progress: called now and then with (what is being done, how much is done, how much there is).
+
+        Raises:
+            CheckpointError: it is missing, damaged, or not one that fits: the cluster is as it was. Or a shard failed on the way.
+            TableMismatchError: a table exists with another identity; nothing was changed.
+        """
+        from kvemb.checkpoint.load import Loading, load
+
+        servers = self._access.require_shards("load").servers
+        loading = Loading(servers, self._access.store, self._stored_tables(), self._config.storage.timeout_s)
+        return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
         """Wait until what was pushed is accepted, say goodbye to the shards, drop every connection. Idempotent.
@@ -242,12 +339,13 @@ class Cluster:
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
 
     def _pull(
-        self, ids: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None, timeout_s: float | None
+        self, ids: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None, timeout_s: float | None, *, versions: bool
     ) -> dict[str, Pulled]:
         definitions = {name: self.table(name).definition for name in ids}
         _check_names("out", out, ids)
         requests = [prepare_pull(definitions[name], ids[name], (out or {}).get(name)) for name in ids]
-        pulled = pull(self._access.store, requests, self._access.pull_deadline(timeout_s))
+        access = self._access
+        pulled = pull(access.store, requests, access.pull_deadline(timeout_s), versions=versions, cache=access.row_cache)
         return dict(zip(ids, pulled, strict=True))
 
     def _close(self, *, wait: bool) -> None:
@@ -266,6 +364,8 @@ class Cluster:
             raise ClosedError("this cluster was closed")
 
     def _remember(self, definition: TableDef) -> Table:
+        if self._access.row_cache is not None:
+            self._access.row_cache.add_table(definition)
         with self._lock:
             return self._tables.setdefault(definition.name, Table(definition, self._access, self))
 

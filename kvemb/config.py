@@ -36,6 +36,9 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789"))
 
 MODES = ("async", "sync")
+ON_LOST_NODE = ("wait", "fail")
+ON_LOST_TRAINER = ("abort", "wait", "drop")
+DURABILITIES = ("fsync", "os", "none")
 _LOOPBACK_NAME = "localhost"
 
 
@@ -49,6 +52,8 @@ class StorageConfig:
         timeout_s: deadline of one batch over all nodes.
         username, password: of Redis; resolved from the environment.
         allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are still errors.
+        on_lost_node: what a trainer's pull does while a node is down or the parameter servers bring its rows back: "wait" for it within
+            the pull's timeout, or "fail" at once.
     """
 
     kind: str
@@ -57,6 +62,7 @@ class StorageConfig:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     allow_row_loss: bool = False
+    on_lost_node: str = "wait"
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,19 @@ class ServersConfig:
         trainers: number of trainers of a sync job (0 in async mode).
         data_dir: directory in which each shard keeps its state, in a folder of its own; in the file, a relative one starts at the
             folder of the file.
-        barrier_timeout_s: how long a sync step waits for a missing trainer before it fails.
+        barrier_timeout_s: how long a trainer of a sync job may be silent while a step waits for it; longer than any trainer's longest step.
+        on_lost_trainer: what a shard does with a trainer that is silent for longer: "abort" (the step fails and the shard stops), "wait"
+            (until a trainer of that name is back), "drop" (steps go on without it; it may connect again). Each shard decides alone, so the
+            last step of a trainer that died may have reached some shards only. Those that never joined are not dropped.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
+        durability: when a push counts as accepted: "fsync" (its journal entry is on disk), "os" (the operating system has it: it
+            survives the death of the shard, not of the machine), "none" (no journal: a shard that is killed refuses to start again).
+        write_behind_batches: how many applied batches storage may lag behind for rows in the shard's cache, so that a row that many
+            batches change is written once for all of them; 0 writes every row at every apply. Pulls see such a row that much later,
+            also after `Ack.wait_applied`; after `flush` they see all of it. Needs a journal, by which rows are made anew that a
+            shard had not written; not in sync mode, where the next pull must see the step.
+        write_behind_ms: ... and for how long at most.
+        journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
     """
 
     shards: tuple[str, ...]
@@ -79,6 +96,11 @@ class ServersConfig:
     data_dir: str = "kvemb-data"
     barrier_timeout_s: float = 60.0
     cache_mb: int = 256
+    durability: str = "fsync"
+    journal_max_mb: int = 4096
+    on_lost_trainer: str = "abort"
+    write_behind_batches: int = 0
+    write_behind_ms: int = 100
 
 
 @dataclass(frozen=True)
@@ -134,12 +156,15 @@ def parse(tree: object, environ: Mapping[str, str]) -> Config:
 
 def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
     at = "storage."
-    keys = {"kind", "nodes", "timeout_s", "username_env", "password_env", "allow_row_loss"}
+    keys = {"kind", "nodes", "timeout_s", "username_env", "password_env", "allow_row_loss", "on_lost_node"}
     fields = _section(tree, "storage", keys, {"kind", "nodes"})
     kind = _text(fields, "kind", at)
     nodes = _addresses(fields, "nodes", at)
     if kind == "memcached" and {"username_env", "password_env"} & set(fields):
         raise ConfigError("storage.password_env: memcached nodes take no credentials; keep them on a private network")
+    on_lost_node = fields.get("on_lost_node", "wait")
+    if on_lost_node not in ON_LOST_NODE:
+        raise ConfigError(f"storage.on_lost_node: got {on_lost_node!r}, expected one of {', '.join(ON_LOST_NODE)}")
     return StorageConfig(
         kind=kind,
         nodes=nodes,
@@ -147,12 +172,14 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
         username=_secret(fields, "username_env", at, environ),
         password=_secret(fields, "password_env", at, environ),
         allow_row_loss=_flag(fields, "allow_row_loss", at),
+        on_lost_node=on_lost_node,
     )
 
 
 def _servers(tree: object) -> ServersConfig:
     at = "parameter_servers."
-    keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb"}
+    keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
+    keys |= {"write_behind_batches", "write_behind_ms"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -165,8 +192,21 @@ def _servers(tree: object) -> ServersConfig:
     cache_mb = fields.get("cache_mb", 256)
     if isinstance(cache_mb, bool) or not isinstance(cache_mb, int) or not 0 <= cache_mb < 1 << 24:
         raise ConfigError(f"parameter_servers.cache_mb: got {cache_mb!r}, expected a whole number of megabytes, 0 for none")
-    if mode == "async" and "barrier_timeout_s" in fields:
-        raise ConfigError("parameter_servers.barrier_timeout_s: has an effect in sync mode only")
+    durability = fields.get("durability", "fsync")
+    if durability not in DURABILITIES:
+        raise ConfigError(f"parameter_servers.durability: got {durability!r}, expected one of {', '.join(DURABILITIES)}")
+    journal_max_mb = fields.get("journal_max_mb", 4096)
+    if isinstance(journal_max_mb, bool) or not isinstance(journal_max_mb, int) or not 1 <= journal_max_mb < 1 << 24:
+        raise ConfigError(f"parameter_servers.journal_max_mb: got {journal_max_mb!r}, expected a whole number of megabytes of at least 1")
+    if durability == "none" and "journal_max_mb" in fields:
+        raise ConfigError("parameter_servers.journal_max_mb: has no effect with durability none, which keeps no journal")
+    on_lost_trainer = fields.get("on_lost_trainer", "abort")
+    if on_lost_trainer not in ON_LOST_TRAINER:
+        raise ConfigError(f"parameter_servers.on_lost_trainer: got {on_lost_trainer!r}, expected one of {', '.join(ON_LOST_TRAINER)}")
+    for name in ("barrier_timeout_s", "on_lost_trainer"):
+        if mode == "async" and name in fields:
+            raise ConfigError(f"parameter_servers.{name}: has an effect in sync mode only")
+    write_behind_batches, write_behind_ms = _write_behind(fields, mode, durability, cache_mb)
     return ServersConfig(
         shards=_addresses(fields, "shards", at),
         mode=mode,
@@ -174,7 +214,35 @@ def _servers(tree: object) -> ServersConfig:
         data_dir=_text(fields, "data_dir", at) if "data_dir" in fields else "kvemb-data",
         barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
         cache_mb=cache_mb,
+        durability=durability,
+        journal_max_mb=journal_max_mb,
+        on_lost_trainer=on_lost_trainer,
+        write_behind_batches=write_behind_batches,
+        write_behind_ms=write_behind_ms,
     )
+
+
+def _write_behind(fields: Mapping[str, Any], mode: str, durability: str, cache_mb: int) -> tuple[int, int]:
+    """Return write_behind_batches and write_behind_ms."""
+    at = "parameter_servers."
+    batches, longest_ms = fields.get("write_behind_batches", 0), fields.get("write_behind_ms", 100)
+    for name, value, lowest in (("write_behind_batches", batches, 0), ("write_behind_ms", longest_ms, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= 60_000:
+            raise ConfigError(f"{at}{name}: got {value!r}, expected a whole number from {lowest} to 60000")
+    if not batches:
+        if "write_behind_ms" in fields:
+            raise ConfigError(f"{at}write_behind_ms: has an effect only with write_behind_batches of at least 1")
+        return batches, longest_ms
+    if mode == "sync":
+        raise ConfigError(f"{at}write_behind_batches: not in sync mode, where every trainer's next pull must see the step before it")
+    if durability == "none":
+        raise ConfigError(
+            f"{at}write_behind_batches: needs a journal (durability fsync or os), from which rows are made anew that the shard had not "
+            "written to storage"
+        )
+    if not cache_mb:
+        raise ConfigError(f"{at}write_behind_batches: needs cache_mb of at least 1: rows that are not written yet are kept there")
+    return batches, longest_ms
 
 
 def _tables(tree: object) -> tuple[TableDef, ...]:

@@ -15,19 +15,21 @@ from kvemb.errors import InvalidInputError
 _RANGES = {"int64": "-2**63 to 2**63-1", "uint64": "0 to 2**64-1"}
 
 
-def normalize(ids: ArrayLike, id_dtype: str, table: str) -> tuple[NDArray[np.uint64], tuple[int, ...]]:
+def normalize(ids: ArrayLike, id_dtype: str, table: str, num_ids: int | None = None) -> tuple[NDArray[np.uint64], tuple[int, ...]]:
     """Check ids and return their 64 bits.
 
     Args:
         ids: any integer array (any shape, strides and byte order, not changed), number, or nested list of integers.
         id_dtype: the table's: "int64" or "uint64".
         table: its name, for messages.
+        num_ids: of a table whose ids lie in [0, num_ids); None for the whole domain.
 
     Returns:
         (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
 
     Raises:
-        InvalidInputError: bool or float ids, text, ragged lists, ids outside the table's domain (the first is named).
+        InvalidInputError: bool or float ids, text, ragged lists, ids outside the table's domain or not below its num_ids (the first
+            is named).
 
     Example:
         >>> normalize([[1, -1]], "int64", "user")
@@ -40,7 +42,26 @@ def normalize(ids: ArrayLike, id_dtype: str, table: str) -> tuple[NDArray[np.uin
     elif flat.dtype == np.uint64 and id_dtype == "int64":
         _refuse(flat, flat > np.uint64((1 << 63) - 1), id_dtype, table)
     wide = flat.astype(np.uint64 if flat.dtype.kind == "u" else np.int64, copy=False)
-    return np.ascontiguousarray(wide).view(np.uint64), array.shape
+    bits = np.ascontiguousarray(wide).view(np.uint64)
+    at = first_outside(bits, num_ids)
+    if at is not None:
+        raise InvalidInputError(
+            f"table {table!r}: id {int(flat[at])} at position {at} is outside 0 to {num_ids} - 1, the ids of this table (its num_ids is "
+            f"{num_ids}). Map ids into range, or use a table created without num_ids."
+        )
+    return bits, array.shape
+
+
+def first_outside(ids: NDArray[np.uint64], num_ids: int | None) -> int | None:
+    """Return the position of the first id that is not below num_ids, None when all are or num_ids is None.
+
+    Example:
+        >>> first_outside(np.array([3, 9, 4], np.uint64), 9)
+        1
+    """
+    if num_ids is None or not len(ids) or int(ids.max()) < num_ids:
+        return None
+    return int(np.argmax(ids >= np.uint64(num_ids)))  # an id is at most 2**64 - 1, so num_ids fits here
 
 
 def to_caller(ids: NDArray[np.uint64], id_dtype: str) -> NDArray[Any]:

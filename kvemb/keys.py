@@ -82,6 +82,10 @@ class RowKeys:
             crc ^= table[digit]
         return (crc & np.uint16(N_SLOTS - 1)).astype(np.int64)
 
+    def near(self) -> NDArray[np.uint16] | None:
+        """Return a number that rows share which lie near each other in a server's memory: uint16 [n]; None when order does not matter."""
+        return None
+
 
 def text_slot(key: bytes) -> int:
     """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it.

@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.errors import MessageError
+from kvemb.errors import InvalidInputError, MessageError
+from kvemb.rounding import storage_dtype
 from kvemb.table_def import MAX_DIM
 
 MAGIC = "kvemb"
@@ -34,36 +35,38 @@ class TableRows:
         table: name.
         schema: the sender's 8-bit digest of the table's definition.
         ids: uint64 [n], distinct.
-        rows: float32 [n, dim] (dim 0 where the message carries no rows).
+        rows: [n, dim] of `kvemb.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows).
         versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
         hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
+        dtype: how the rows travel: "float32", "float16" or "bfloat16". Whoever receives them computes in float32.
     """
 
     table: str
     schema: int
     ids: NDArray[np.uint64]
-    rows: NDArray[np.float32]
+    rows: NDArray[Any]
     versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     hyper: dict[str, float] = field(default_factory=dict)
+    dtype: str = "float32"
 
     def to_list(self) -> list[Any]:
         dim = self.rows.shape[1] if self.rows.ndim == 2 else 0
-        arrays = [_raw(self.ids, "<u8"), dim, _raw(self.rows, "<f4"), _raw(self.versions, "<u8")]
-        return [self.table, self.schema, *arrays, self.hyper]
+        rows = _raw(self.rows, storage_dtype(self.dtype).str)
+        return [self.table, self.schema, _raw(self.ids, "<u8"), dim, self.dtype, rows, _raw(self.versions, "<u8"), self.hyper]
 
     @staticmethod
     def from_list(items: object) -> "TableRows":
-        if not isinstance(items, list) or len(items) != 7:
-            raise MessageError("rows of a table: expected a list of 7 fields")
-        table, schema, ids, dim, rows, versions, hyper = items
+        if not isinstance(items, list) or len(items) != 8:
+            raise MessageError("rows of a table: expected a list of 8 fields")
+        table, schema, ids, dim, dtype, rows, versions, hyper = items
         _expect(isinstance(table, str) and type(schema) is int and 0 <= schema < 256, "table and schema")
         _expect(type(dim) is int and 0 <= dim <= MAX_DIM and isinstance(hyper, dict), "dim and hyper")
         _expect(all(isinstance(k, str) and isinstance(v, float) for k, v in hyper.items()), "hyper values")
         id_array, version_array = _array(ids, "<u8"), _array(versions, "<u8")
-        row_array = _array(rows, "<f4")
+        row_array = _array(rows, _wire_dtype(dtype))
         _expect(len(row_array) == len(id_array) * dim, f"{len(id_array)} ids of dim {dim} with {len(row_array)} row values")
         _expect(len(version_array) in (0, len(id_array)), f"{len(id_array)} ids with {len(version_array)} versions")
-        return TableRows(table, schema, id_array, row_array.reshape(len(id_array), dim), version_array, hyper)
+        return TableRows(table, schema, id_array, row_array.reshape(len(id_array), dim), version_array, hyper, dtype)
 
     @property
     def size_bytes(self) -> int:
@@ -157,11 +160,15 @@ class HelloRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class HelloReply(Message):
-    """The incarnation in force and the last sequence this shard has accepted from it (0 = none)."""
+    """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
+
+    first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while nobody knows.
+    """
 
     incarnation: int
     last_sequence: int
     mode: str
+    first_step: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +181,7 @@ class PushPart(Message):
         more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
         tables: rows of each table (a table without rows here still counts as a step of its optimizer).
         digest: xxh3-64 over the tables' arrays; tells other data under a used sequence.
+        return_rows: whether the reply is to carry the updated rows.
     """
 
     trainer: str
@@ -183,6 +191,7 @@ class PushPart(Message):
     more: bool
     tables: list[TableRows]
     digest: int
+    return_rows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +203,10 @@ class PushReply(Message):
         changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
         elapsed: how many of this shard's batches had touched the most-changed row since the pull: max over rows of current k - pulled k.
         error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
+        epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
+        others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
+        rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype; [] when
+            they were not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
     """
 
     sequence: int
@@ -202,6 +215,9 @@ class PushReply(Message):
     changed: float = -1.0
     elapsed: int = 0
     error: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+    others: int = 0
+    rows: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +304,7 @@ class IdsReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class StatusReply(Message):
-    """One shard as operators see it; the cache's figures count rows since the shard started."""
+    """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start."""
 
     shard: int
     epoch: int
@@ -302,6 +318,32 @@ class StatusReply(Message):
     cache_lookups: int
     cache_hits: int
     failure: str
+    journal_bytes: int = 0
+    recovered_rows: int = 0
+    recovery_s: float = 0.0
+    dirty_rows: int = 0
+    repair: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class RepairRequest(Message):
+    """Restore this shard's rows on every lost node, and compare them row by row on these nodes (`all_nodes`: on every node).
+
+    Answered when it is done, or after timeout_s. No repair ends before every shard has done its part: ask them all at once.
+    """
+
+    addresses: list[str]
+    all_nodes: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class RepairReply(Message):
+    """How many nodes took part, how many rows of this shard were rewritten there, and how long that took, waiting included."""
+
+    nodes: int
+    rows: int
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,12 +354,51 @@ class ByeRequest(Message):
     incarnation: int
 
 
+@dataclass(frozen=True, eq=False)
+class SaveRequest(Message):
+    """Cut the shard and save it; told twice under one id, it is one save. `base_version`: the shard's cut in the base, 0 without one."""
+
+    save_id: str
+    url: str
+    base_version: int
+    weights_only: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class SaveStatusRequest(Message):
+    """How far is a save?"""
+
+    save_id: str
+
+
+@dataclass(frozen=True, eq=False)
+class SaveReply(Message):
+    """How far a save is: state "running", "done", "failed" (with the error) or "unknown"."""
+
+    state: str
+    error: str
+    rows_done: int
+    rows: int
+    bytes_done: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadRequest(Message):
+    """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes."""
+
+    load_id: str
+    url: str
+    save_id: str
+    begin: bool
+
+
 def digest_tables(tables: list[TableRows]) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()
     for rows in tables:
         # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
-        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {len(rows.versions)} ".encode())
+        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
         for array in (rows.ids, rows.rows, rows.versions):
             state.update(np.ascontiguousarray(array).data)
         state.update(repr(sorted(rows.hyper.items())).encode())
@@ -331,6 +412,13 @@ def _raw(array: NDArray[Any], dtype: str) -> memoryview:
 def _array(data: object, dtype: str) -> NDArray[Any]:
     _expect(isinstance(data, bytes) and len(data) % np.dtype(dtype).itemsize == 0, f"array of {dtype}")
     return np.frombuffer(data, dtype=dtype)  # type: ignore[call-overload,no-any-return]
+
+
+def _wire_dtype(name: object) -> str:
+    try:
+        return storage_dtype(name).str  # type: ignore[arg-type]  # refuses what is no text, too
+    except InvalidInputError as error:
+        raise MessageError(f"malformed message: rows: {error}") from error
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -351,6 +439,12 @@ def _checked(at: str, annotation: Any, value: Any) -> Any:
     if annotation == list[TableRows]:
         _expect(isinstance(value, list), f"{at}: expected a list")
         return [TableRows.from_list(item) for item in value]
+    if annotation == list[bytes]:
+        _expect(isinstance(value, list) and all(isinstance(v, bytes) for v in value), f"{at}: expected a list of bytes")
+        return value
+    if annotation == list[str]:
+        _expect(isinstance(value, list) and all(isinstance(v, str) for v in value), f"{at}: expected a list of texts")
+        return value
     if annotation == list[dict[str, Any]]:
         _expect(isinstance(value, list) and all(isinstance(v, dict) for v in value), f"{at}: expected a list of maps")
         return value

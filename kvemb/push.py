@@ -5,6 +5,7 @@ must not live here: routing to shards and streams (kvemb.client). Stateless, hen
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize, to_caller
 from kvemb.messages import TableRows
+from kvemb.rounding import LARGEST, round_nearest
 from kvemb.segment import Groups, group
 from kvemb.table_def import TableDef
 
@@ -22,8 +24,9 @@ def prepare_push(
     grads: ArrayLike,
     versions: ArrayLike | None = None,
     hyper: Mapping[str, float] | None = None,
+    wire_dtype: str = "float32",
 ) -> TableRows:
-    """Check a push of one table and sum the gradients of duplicate ids.
+    """Check a push of one table, sum the gradients of duplicate ids, and round the sums to what travels.
 
     Args:
         definition: the table.
@@ -31,15 +34,16 @@ def prepare_push(
         grads: floats [*ids.shape, dim]; rounded to float32.
         versions: as the pull returned them, [*ids.shape], or None. Of duplicates the oldest counts.
         hyper: run-time values for these gradients, or None for the table's defaults.
+        wire_dtype: "float32", "float16" or "bfloat16"; sums are rounded to the nearest value, ties to even.
 
     Returns:
         Rows with distinct ids; its arrays may be views of the arguments.
 
     Raises:
-        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), or a run-time value
-            that the table's optimizer does not take.
+        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), sums beyond the
+            largest value of `wire_dtype`, or a run-time value that the table's optimizer does not take.
     """
-    flat, shape = normalize(ids, definition.id_dtype, definition.name)
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     rows = _float_rows(definition, grads, shape, "grads")
     groups = group(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
@@ -48,7 +52,8 @@ def prepare_push(
         raise _not_finite(definition, flat, rows, groups, sums)
     seen = groups.minimum(_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
     in_force = definition.optimizer.check_hyper(hyper) if hyper else {}
-    return TableRows(definition.name, definition.schema, groups.ids, sums, seen, in_force)
+    sent = _to_wire(definition, groups.ids, sums, wire_dtype)
+    return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype)
 
 
 def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> TableRows:
@@ -57,7 +62,7 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> Tab
     Raises:
         InvalidInputError: otherwise.
     """
-    flat, shape = normalize(ids, definition.id_dtype, definition.name)
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     values = _float_rows(definition, rows, shape, "rows")
     groups = group(flat)
     if len(groups.ids) < len(flat):
@@ -75,7 +80,7 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
     Raises:
         InvalidInputError: wrong ids.
     """
-    flat, _ = normalize(ids, definition.id_dtype, definition.name)
+    flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     distinct = group(flat).ids
     return TableRows(definition.name, definition.schema, distinct, np.empty((len(distinct), 0), np.float32))
 
@@ -96,6 +101,26 @@ def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], n
         raise InvalidInputError(f"table {definition.name!r}: {name} have dtype {array.dtype}, expected floats")
     with np.errstate(over="ignore"):  # becomes infinity, which is refused by name
         return array.astype(np.float32, copy=False).reshape(-1, definition.dim)
+
+
+def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:
+    """Round gradients to what travels.
+
+    To the nearest, not stochastically: the error is relative to each gradient (2**-9 of it for bfloat16) and the shard adds
+    in float32, so nothing small is swallowed by something large, which is what stochastic rounding is for. It costs half as
+    much, and sending again needs no key to give the same bits.
+    """
+    if wire_dtype != "float32":
+        largest = LARGEST[wire_dtype]
+        if sums.size and max(float(sums.max()), -float(sums.min())) > largest:
+            beyond = (np.abs(sums) > largest).any(axis=1)
+            first, value = _shown(definition, ids[np.argmax(beyond)]), float(np.abs(sums[np.argmax(beyond)]).max())
+            raise InvalidInputError(
+                f"table {definition.name!r}, id {first}: a gradient of {value:g} does not fit wire_dtype {wire_dtype}, which ends at "
+                f"{largest:g} ({int(beyond.sum())} such rows); nothing was sent. Scale the loss down"
+                + (', or use set_wire_dtype("bfloat16").' if wire_dtype == "float16" else ".")
+            )
+    return round_nearest(sums, wire_dtype)
 
 
 def _versions(definition: TableDef, versions: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.uint64]:

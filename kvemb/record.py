@@ -113,7 +113,7 @@ class RecordFormat:
         Raises:
             RecordError: naming table and first wrong id.
         """
-        words = np.ascontiguousarray(records[:, :4]).view("<u4")[:, 0]
+        words = records[:, :4].view("<u4")[:, 0]  # where they lie: no copy, byte by byte, of every header
         wrong = (words != self.header_words(ids)) & found
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -125,7 +125,7 @@ class RecordFormat:
 
     def versions(self, records: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """Return the packed versions of n records: uint64 [n]."""
-        return np.ascontiguousarray(records[:, 4:HEADER_SIZE]).view("<u8")[:, 0]
+        return records[:, 4:HEADER_SIZE].view("<u8")[:, 0].astype(np.uint64)
 
     def weights(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the weights of n records: float32 [n, dim]; may be a view of `records`."""

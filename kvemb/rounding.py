@@ -27,6 +27,8 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
 }
+LARGEST: Final[dict[str, float]] = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+"""The largest finite value of each storage dtype."""
 _HALF: Final = np.uint32(16)  # Typed, so that shifts of uint32 arrays stay uint32 in the type checker's eyes too.
 _INF_32: Final = np.uint32(0x7F800000)
 _SIGN_32: Final = np.uint32(0x80000000)

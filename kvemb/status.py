@@ -4,7 +4,10 @@ HEADROOM counts what a node says it stores. memcached counts stored bytes, not t
 rows of one size while some headroom is left.
 """
 
+from collections.abc import Sequence
+
 from kvemb.cluster import ClusterStatus, ShardStatus
+from kvemb.messages import RepairReply
 from kvemb.stores.base import NodeStats
 
 _MB = 1e6
@@ -14,7 +17,7 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with rows and memory headroom, shards with what they have applied and how far they lag.
 
-    What is the matter with a shard stands below the table, on a line of its own.
+    What is the matter with a shard, and what it repairs, stands below the table, on a line of its own.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
@@ -27,7 +30,31 @@ def render(status: ClusterStatus) -> str:
         [_shard_row(shard) for shard in status.shards],
     )
     troubles = [f"shard {shard.shard}: {_trouble(shard)}" for shard in status.shards if _trouble(shard)]
-    return "\n".join([*lines, "", *shards, *troubles])
+    repairs = [f"shard {s.shard} repairs: {s.reply.repair}" for s in status.shards if s.reply is not None and s.reply.repair]
+    return "\n".join([*lines, "", *shards, *troubles, *repairs])
+
+
+def render_repair(replies: Sequence[RepairReply]) -> str:
+    """Return what a repair did, shard by shard and in all.
+
+    Example:
+        >>> print(render_repair([RepairReply(1, 4000, 0.5), RepairReply(1, 2000, 0.25)]))
+        shard 0: 4,000 rows rewritten on 1 node in 0.5 s (8,000 rows/s)
+        shard 1: 2,000 rows rewritten on 1 node in 0.2 s (8,000 rows/s)
+        in all: 6,000 rows in 0.5 s (12,000 rows/s)
+    """
+    if not any(reply.nodes for reply in replies):
+        return "no node has lost its rows; give --node or --all to compare nodes row by row"
+    lines = []
+    for shard, reply in enumerate(replies):
+        nodes = f"{reply.nodes} node{'s' if reply.nodes != 1 else ''}"
+        lines.append(f"shard {shard}: {reply.rows:,} rows rewritten on {nodes} in {_rate(reply.rows, reply.seconds)}")
+    n_rows, seconds = sum(reply.rows for reply in replies), max(reply.seconds for reply in replies)
+    return "\n".join([*lines, f"in all: {n_rows:,} rows in {_rate(n_rows, seconds)}"])
+
+
+def _rate(n_rows: int, seconds: float) -> str:
+    return f"{seconds:.1f} s ({n_rows / max(seconds, 1e-9):,.0f} rows/s)"
 
 
 def healthy(status: ClusterStatus) -> bool:

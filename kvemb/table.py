@@ -16,6 +16,8 @@ from kvemb.ids import to_caller
 from kvemb.net.deadline import Deadline
 from kvemb.pull import prepare_pull, pull
 from kvemb.push import prepare_assign, prepare_erase, prepare_push
+from kvemb.rounding import storage_dtype
+from kvemb.row_cache import RowCache
 from kvemb.stores.base import Store
 from kvemb.table_def import TableDef
 
@@ -42,6 +44,11 @@ class Access:
             )
         return self.shards
 
+    @property
+    def row_cache(self) -> RowCache | None:
+        """The rows that came back with acks, where this connection keeps them."""
+        return None if self.shards is None else self.shards.row_cache
+
     def pull_deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a pull."""
         return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
@@ -53,6 +60,7 @@ class Table:
     def __init__(self, definition: TableDef, access: Access, cluster: "Cluster") -> None:
         self._definition, self._access, self._cluster = definition, access, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
+        self._wire_dtype = "float32"
 
     @property
     def name(self) -> str:
@@ -104,6 +112,9 @@ class Table:
     ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.uint64]]:
         """Read rows straight from storage. Writes nothing: a row that does not exist yet is what its first push will find.
 
+        On a connection with `max_staleness` rows of this trainer's own pushes come from its memory while that allows it;
+        `kvemb.row_cache` says what they may lack. Storage's nodes are asked, and checked, for the other rows only.
+
         Args:
             ids: any integer array, any shape, duplicates fine, empty fine.
             out: float32 [*ids.shape, dim] to fill instead of a new array.
@@ -119,7 +130,8 @@ class Table:
             StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
         """
         request = prepare_pull(self._definition, ids, out)
-        pulled = pull(self._access.store, [request], self._access.pull_deadline(timeout_s))[0]
+        access = self._access
+        pulled = pull(access.store, [request], access.pull_deadline(timeout_s), versions=return_versions, cache=access.row_cache)[0]
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> "Ack":
@@ -141,7 +153,7 @@ class Table:
             ClosedError: this process is a fork of the one that connected.
         """
         shards = self._access.require_shards("push")
-        return shards.push([prepare_push(self._definition, ids, grads, versions, self._hyper)], timeout_s)
+        return shards.push([prepare_push(self._definition, ids, grads, versions, self._hyper, self._wire_dtype)], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes are applied: visible to every client's pulls. Concerns all tables.
@@ -166,6 +178,25 @@ class Table:
             InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
         """
         self._hyper = self.pushed_hyper(values)
+
+    @property
+    def wire_dtype(self) -> str:
+        """How this client's next gradients travel: "float32" unless `set_wire_dtype` said otherwise."""
+        return self._wire_dtype
+
+    def set_wire_dtype(self, name: str) -> None:
+        """Choose how gradients travel in every later push of this client: "float32", or half the bytes for less precision.
+
+        Gradients of duplicate ids are summed in float32 first; then each sum is rounded to the nearest value, ties to even,
+        always to the same bits. The shard computes in float32. "bfloat16" keeps float32's range and 8 bits of precision
+        (an error of at most 2**-9 of each gradient). "float16" keeps 11 bits between 6e-5 and 65504: a larger gradient is
+        refused, a smaller one loses bits, and below 3e-8 it becomes 0; use it where gradients are known to lie in between.
+
+        Raises:
+            InvalidInputError: another name; nothing changed.
+        """
+        storage_dtype(name)
+        self._wire_dtype = name
 
     def pushed_hyper(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Return the run-time values of a push that gives these: empty while there are no others than the table's defaults."""

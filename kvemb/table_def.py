@@ -12,13 +12,16 @@ from functools import cached_property
 from typing import Any
 
 import msgpack
+import numpy as np
+from numpy.typing import NDArray
 
 from kvemb import init as initializers
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.hashing import digest64
 from kvemb.init import Initializer
-from kvemb.keys import table_tag
+from kvemb.keys import RowKeys, table_tag
 from kvemb.optim import OptimizerSpec
+from kvemb.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.record import RecordFormat
 from kvemb.rounding import storage_dtype
 
@@ -26,7 +29,7 @@ MAX_DIM = 65536
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
-_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce", "tag_attempt"}
+_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce", "tag_attempt", "num_ids"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class TableDef:
         seed: of the initializer and of stochastic rounding.
         reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
         tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
+        num_ids: of a dense table: its ids are 0 to num_ids - 1, and where storage can (Redis, Valkey), its records lie side by side in
+            pages (`kvemb.pages`). None: ids of the whole domain, and a key for every row.
 
     Raises:
         InvalidInputError: on any value out of range; nothing was created.
@@ -57,6 +62,7 @@ class TableDef:
     seed: int = 0
     reduce: str = "sum"
     tag_attempt: int = 0
+    num_ids: int | None = None
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
@@ -64,6 +70,9 @@ class TableDef:
         self._settle_integer("seed", 0, 1 << 63, "[0, 2**63)")
         if self.id_dtype not in _ID_DTYPES:
             raise InvalidInputError(f"table {self.name!r}: id_dtype is {self.id_dtype!r}; give one of {', '.join(_ID_DTYPES)}")
+        if self.num_ids is not None:
+            most, shown = (1 << 63, "2**63") if self.id_dtype == "int64" else ((1 << 64) - 1, "2**64 - 1")  # what msgpack can carry
+            self._settle_integer("num_ids", 1, most + 1, f"[1, {shown}], or None")
         if self.reduce not in _REDUCES:
             raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
         try:
@@ -93,7 +102,7 @@ class TableDef:
             "initializer": self.initializer.to_dict() | {"algorithm": initializers.ALGORITHM_VERSION},
             "seed": self.seed,
             "reduce": self.reduce,
-        }
+        } | ({} if self.num_ids is None else {"num_ids": self.num_ids, "page_layout": LAYOUT_VERSION})
 
     @cached_property
     def schema(self) -> int:
@@ -110,6 +119,36 @@ class TableDef:
         """How this table's records are laid out."""
         return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.slot_size(self.dim), self.schema)
 
+    @cached_property
+    def pages(self) -> PageLayout | None:
+        """Where rows lie on storage that has pages; None for a table without num_ids."""
+        return None if self.num_ids is None else page_layout(self.record.size_bytes)
+
+    def keys(self, ids: NDArray[np.uint64], *, pages: bool, new: NDArray[np.bool_] | None = None) -> RowKeys:
+        """Return the keys of rows.
+
+        Args:
+            ids: uint64 [n], distinct.
+            pages: whether the storage takes rows in pages (`Capabilities.pages`).
+            new: bool [n], for writes: rows that may not exist yet; None = any.
+        """
+        if self.pages is None or not pages:
+            return RowKeys(self.tag, ids)
+        return paged_keys(self.tag, ids, self.pages, new)
+
+    def rows_under(self, found: RowKeys, *, pages: bool) -> RowKeys:
+        """Return the keys of every row that may lie under keys of this table that were found on a node (`Store.keys_on`).
+
+        Where rows lie in pages, the keys found are the pages', and each stands for all rows of its page, whether they exist or not.
+        """
+        if self.pages is None or self.num_ids is None or not pages:
+            return found
+        n = self.pages.rows_per_page
+        firsts = found.ids[found.ids <= np.uint64((self.num_ids - 1) // n)] * np.uint64(n)
+        rows: NDArray[np.uint64] = np.add.outer(firsts, np.arange(n, dtype=np.uint64)).reshape(-1)
+        inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end behind 64 bits
+        return self.keys(rows[inside], pages=True)
+
     def require_same(self, other: "TableDef") -> None:
         """Refuse a definition with another identity than this existing one.
 
@@ -117,9 +156,9 @@ class TableDef:
             TableMismatchError: showing the values that differ, existing against asked for.
         """
         mine, theirs = self.identity(), other.identity()
-        different = [key for key in mine if mine[key] != theirs[key]]
+        different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
-            lines = [f"  {key}: exists with {mine[key]!r}, asked for {theirs[key]!r}" for key in different]
+            lines = [f"  {key}: exists with {mine.get(key)!r}, asked for {theirs.get(key)!r}" for key in different]
             raise TableMismatchError(
                 f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + "\n"
                 f"existing: {mine}\nasked:    {theirs}\nOpen it with its own definition, or choose another name."
@@ -141,7 +180,7 @@ class TableDef:
             "seed": self.seed,
             "reduce": self.reduce,
             "tag_attempt": self.tag_attempt,
-        }
+        } | ({} if self.num_ids is None else {"num_ids": self.num_ids})
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":

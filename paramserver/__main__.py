@@ -1,6 +1,7 @@
 """The process of one shard: `python -m paramserver --config kvemb.yaml --shard 0`.
 
-Exit codes: 0 stopped after draining, 2 wrong configuration or options, 3 could not start, 4 stopped with accepted changes not applied.
+Exit codes: 0 stopped after draining, 2 wrong configuration or options, 3 could not start, 4 stopped with accepted changes not applied,
+5 another process has taken the shard over.
 The environment and the command line are read here only.
 """
 
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from kvemb.config import load
 from kvemb.errors import ConfigError, KvembError
-from paramserver.shard import start
+from paramserver.start import start
 
-_CONFIG, _START, _NOT_DRAINED = 2, 3, 4
+_CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
+_POLL_S = 0.1
 
 
 class _StoppedError(Exception):
@@ -52,13 +54,32 @@ def _run(args: argparse.Namespace, stop: threading.Event) -> int:
         if stop.wait(pause_s):
             raise _StoppedError
 
-    listen = args.listen or config.servers.shards[args.shard]
-    shard = start(config, args.shard, listen=listen, start_timeout_s=args.start_timeout, wait=wait)
-    if args.ready_file:
-        _write_ready(Path(args.ready_file), shard.address)
-    stop.wait()
-    logging.getLogger("paramserver").info("stopping: draining for at most %g s", args.drain_timeout)
-    trouble = shard.stop(args.drain_timeout)
+    listen, take_over = args.listen or config.servers.shards[args.shard], args.take_over
+    while True:
+        again = threading.Event()
+        shard = start(
+            config,
+            args.shard,
+            listen=listen,
+            start_timeout_s=args.start_timeout,
+            wait=wait,
+            take_over=take_over,
+            on_fenced=stop.set,
+            on_load=again.set,
+        )
+        listen, take_over = shard.address, False
+        if args.ready_file:
+            _write_ready(Path(args.ready_file), shard.address)
+        while not stop.wait(_POLL_S) and not again.is_set():
+            pass
+        if shard.fenced:
+            print(f"FencedError: {_one_line(shard.stop(0.0))}", file=sys.stderr)
+            return _FENCED
+        logging.getLogger("paramserver").info("stopping: draining for at most %g s", args.drain_timeout)
+        trouble = shard.stop(args.drain_timeout)
+        if stop.is_set():
+            break
+        logging.getLogger("paramserver").info("starting anew, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
     if trouble:
         print(f"not drained: {_one_line(trouble)} The state was not saved.", file=sys.stderr)
         return _NOT_DRAINED
@@ -73,6 +94,11 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
     parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage (default 60)")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="run the shard although another process seems to run it (one that hangs, or on a host that is lost): that one is shut out",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The apply thread: takes work from the intake, has the engine apply it, and answers. The only thread that changes rows."""
+"""The apply thread: takes committed batches, has the engine apply them, and answers. The only thread that changes rows."""
 
 import logging
 import threading
@@ -6,36 +6,49 @@ from collections.abc import Callable
 
 from kvemb.errors import KvembError, StorageError
 from kvemb.messages import PushReply
-from paramserver.aggregate import merge
-from paramserver.batch import Batch, Part, RowsWork
+from kvemb.record import split_version
+from paramserver.batch import Part, RefusedStep, RowsWork
+from paramserver.chores import Chores
+from paramserver.committer import AbandonedError, Committed, Handover
 from paramserver.engine import Engine
-from paramserver.intake import Intake, Work
+from paramserver.intake import Intake
+from paramserver.journal import START, Position
+from paramserver.returned import OthersCount, returned_rows
 from paramserver.staleness import staleness
 from paramserver.tables import Tables
 
 log = logging.getLogger("paramserver")
 
 
-class AbandonedError(Exception):
-    """The shard was told to stop while a batch waited for storage; the batch is not applied."""
-
-
 class Applier:
     """Owns the apply thread.
 
     Args:
-        intake: where work comes from.
-        engine: what applies it.
+        intake: which hears of the outcomes.
+        engine: what applies batches.
         tables: for staleness.
-        sync: whether lists of pushes are steps of a sync job.
-        failed: called once when the shard stops applying for good.
+        handover: where batches come from.
+        applied: behind the entry of the last batch applied before this process began.
+        failed: called with the cause when the shard stops applying for good.
     """
 
-    def __init__(self, intake: Intake, engine: Engine, tables: Tables, *, sync: bool, failed: Callable[[], None] = lambda: None) -> None:
-        self._intake, self._engine, self._tables, self._sync = intake, engine, tables, sync
+    def __init__(
+        self,
+        intake: Intake,
+        engine: Engine,
+        tables: Tables,
+        handover: Handover,
+        *,
+        applied: Position = START,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
         self._failed = failed
+        self._others = OthersCount()
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
+        self.applied = applied
+        self.chores: Chores | None = None  # what is done between batches
 
     def start(self) -> None:
         """Start applying."""
@@ -44,43 +57,75 @@ class Applier:
     def stop(self, timeout_s: float) -> bool:
         """Give up the batch that waits for storage, if any, and end the thread; return whether it ended in time."""
         self._intake.stop()
+        self._handover.close()
         self._abandon.set()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
+        busy = False
+        while not self._handover.closed:
+            batch = self._handover.get(timeout_s=0.0 if busy else self._patience_s())
+            busy = False
+            if self._intake.failure:
+                continue  # its pushes have their answer
             try:
-                work = self._intake.take()
-                if work is None:
-                    return
-                self._intake.settle(work, self._apply(work))
+                if batch is not None:
+                    replies = self._apply(batch)
+                    self.applied = batch.end
+                    self._intake.settle(batch.work, replies)
+                elif self._patience_s() == 0:
+                    self._engine.write_dirty(self.pause)
+                    self._intake.written()
+                if self.chores is not None:
+                    busy = self.chores.step(self.pause)
             except AbandonedError:
                 return
             except Exception as error:
                 log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
                 self._intake.fail(error)
-                self._failed()
+                self._failed(error)
 
-    def _apply(self, work: Work) -> dict[int, PushReply]:
+    def _patience_s(self) -> float | None:
+        """How long dirty rows may wait for another batch."""
+        behind = self._engine.behind
+        return None if behind is None or self._intake.failure else behind.due_in_s()
+
+    def _apply(self, batch: Committed) -> dict[int, PushReply]:
         """Apply one batch; return the reply of each part, by id() of its ticket."""
+        work = batch.work
         if isinstance(work, RowsWork):
-            work.n_existed = self._engine.run(Batch(work.kind, (work.rows,)), self._pause).n_existed
+            work.n_existed = self._engine.run(batch.batch, batch.version, self.pause).n_existed
             work.applied = True
+            self._others.add([])
             return {}
-        parts = [part for push in work for part in push.parts]
-        stale = [self._staleness(part) for part in parts]
-        k = self._engine.run(merge(work, sync=self._sync), self._pause).k
-        return {
-            id(part.ticket): PushReply(part.ticket.sequence, "applied", k, changed, elapsed)
-            for part, (changed, elapsed) in zip(parts, stale, strict=True)
-        }
+        pushes = work.pushes if isinstance(work, RefusedStep) else work
+        parts = [(push, part) for push in pushes for part in push.parts]
+        stale = [self._staleness(part) for _, part in parts]
+        keep_rows = any(part.ticket.return_rows for _, part in parts)
+        applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows)
+        self._others.add(pushes)
+        if isinstance(work, RefusedStep):
+            return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
+        epoch = split_version(batch.version)[0]
+        replies = {}
+        for (push, part), (changed, elapsed) in zip(parts, stale, strict=True):
+            rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
+            ticket, others = part.ticket, self._others.of(push)
+            replies[id(ticket)] = PushReply(ticket.sequence, "applied", applied.k, changed, elapsed, {}, epoch, others, rows)
+        return replies
 
     def _staleness(self, part: Part) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]
         return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids)) for rows in seen)
 
-    def _pause(self, error: StorageError, pause_s: float) -> None:
+    def pause(self, error: StorageError, pause_s: float) -> None:
+        """Wait between tries of what storage did not take, and let everybody know why; apply thread only.
+
+        Raises:
+            AbandonedError: the shard is to stop.
+        """
         text = f"{type(error).__name__}: {error}"
         if text != self._intake.last_error:
             log.warning("retrying because %s", text)

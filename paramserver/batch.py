@@ -1,7 +1,7 @@
 """The values that travel inside a shard: checked rows, parts, pushes, and batches. No behaviour beyond arithmetic."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,25 +46,42 @@ class CheckedRows:
 
 @dataclass(eq=False)
 class Ticket:
-    """An accepted part and what became of it. Used under the intake's lock only."""
+    """A part that was taken and what became of it. Used under the intake's lock only.
+
+    Args:
+        sequence, digest, size_bytes: of the part.
+        final: its outcome, once it has one.
+        accepted: whether its push is in the journal.
+        sinks: who waits for the outcome.
+        return_rows: whether the trainer wants the updated rows with the outcome.
+    """
 
     sequence: int
     digest: int
     size_bytes: int
     final: PushReply | None = None
+    accepted: bool = False
     sinks: list[Sink] = field(default_factory=list)
+    return_rows: bool = False
 
     def answer(self, sink: Sink) -> None:
-        """Say "accepted" now, and the outcome once it is known (or at once, for a duplicate of an old part)."""
-        sink(PushReply(self.sequence, "accepted"))
+        """Say what is known now, and the rest as it comes: "accepted" when the push is in the journal, then the outcome."""
+        if self.accepted:
+            sink(PushReply(self.sequence, "accepted"))
         if self.final is None:
             self.sinks.append(sink)
         else:
             sink(self.final)
 
+    def accept(self) -> None:
+        """Record that the push is in the journal and tell everybody who asked."""
+        self.accepted = True
+        for sink in self.sinks:
+            sink(PushReply(self.sequence, "accepted"))
+
     def finish(self, reply: PushReply) -> None:
         """Record the outcome and tell everybody who asked."""
-        self.final = reply
+        self.final = replace(reply, rows=[]) if reply.rows else reply  # who asks again does without
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink(reply)
@@ -99,6 +116,19 @@ class Push:
         return sum(part.ticket.size_bytes for part in self.parts)
 
 
+@dataclass(frozen=True, eq=False)
+class RefusedStep:
+    """A sync step whose pushes do not fit each other: nothing of it is applied, and its sequences are used up.
+
+    Args:
+        pushes: all of the step.
+        error: why, as it travels.
+    """
+
+    pushes: tuple[Push, ...]
+    error: Mapping[str, str]
+
+
 @dataclass(eq=False)
 class RowsWork:
     """An assign or erase, applied in order with pushes."""
@@ -113,6 +143,17 @@ class RowsWork:
     def size_bytes(self) -> int:
         """Bytes of the rows."""
         return self.rows.size_bytes
+
+
+Work = list[Push] | RowsWork | RefusedStep
+"""What becomes one batch: pushes to merge, an assign or erase, or a refused step, which changes no row."""
+
+
+def items_of(work: Work) -> Sequence[Push | RowsWork]:
+    """Return what work is made of, as the intake counts it."""
+    if isinstance(work, RowsWork):
+        return [work]
+    return work.pushes if isinstance(work, RefusedStep) else work
 
 
 @dataclass(frozen=True, eq=False)

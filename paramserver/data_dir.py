@@ -2,11 +2,12 @@
 
 import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
 from kvemb.errors import ParameterServerError
+from paramserver.whole_file import replace_whole, sweep
 
 
 class DataDir:
@@ -15,23 +16,31 @@ class DataDir:
     Args:
         root: the cluster's data_dir.
         shard: number.
+        take_over: take the folder away from a process that holds it, with a lock file of its own; the caller fences that process.
 
     Raises:
         ParameterServerError: it cannot be made or written, or another process of this host holds it.
     """
 
-    def __init__(self, root: Path, shard: int) -> None:
+    def __init__(self, root: Path, shard: int, *, take_over: bool = False) -> None:
         self.path = root / f"shard-{shard}"
+        lock = self.path / "lock"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = open(self.path / "lock", "a")  # noqa: SIM115 (held as long as the process lives)
+            if take_over:
+                lock.unlink(missing_ok=True)
+            self._lock: IO[str] = open(lock, "a")  # noqa: SIM115 (held as long as the process lives)
         except OSError as error:
             raise ParameterServerError(f"{self.path}: {error.strerror}; set parameter_servers.data_dir to a writable folder") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._lock.fileno()).st_ino != os.stat(lock).st_ino:
+                raise OSError("the lock file was replaced")
         except OSError as error:
             self._lock.close()
-            raise ParameterServerError(f"{self.path}: another process runs shard {shard} from this folder; stop it first") from error
+            raise ParameterServerError(
+                f"{self.path}: another process runs shard {shard} from this folder; stop it first, or give --take-over if it hangs"
+            ) from error
 
     def read(self, name: str) -> bytes | None:
         """Return a file's bytes, or None when there is none."""
@@ -40,24 +49,32 @@ class DataDir:
         except FileNotFoundError:
             return None
 
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+    def write(self, name: str, chunks: Iterable[bytes | memoryview], check: Callable[[], None] = lambda: None) -> None:
         """Write a file durably: after a crash it is either the old one or the new one, whole.
+
+        Args:
+            name: in this folder.
+            chunks: the file's bytes.
+            check: called right before the new file takes the old one's place; may raise.
 
         Raises:
             OSError: the old file is untouched.
         """
-        temporary = self.path / f"{name}.tmp"
-        with open(temporary, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
+        replace_whole(self.path / name, chunks, check)
         self._sync()
+
+    def sweep(self) -> None:
+        """Delete what earlier processes have begun to write; call it when they can be told that the folder is not theirs any more."""
+        sweep(self.path)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file durably, replacing what is there."""
         os.replace(self.path / old, self.path / new)
+        self._sync()
+
+    def remove(self, name: str) -> None:
+        """Remove a file durably; fine when there is none."""
+        (self.path / name).unlink(missing_ok=True)
         self._sync()
 
     def close(self) -> None:

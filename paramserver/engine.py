@@ -2,44 +2,56 @@
 
 A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is left alone. So every
 retryable storage error is answered by the same batch again, and a batch that was written by half is completed. The index learns of a batch
-only when all of it is stored.
+only when all of it is stored. Replay after a crash is the same code with the batches' old versions and the rules of `rewrite.Replay`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import DeadlineExceededError, NodeFullError, NodeUnavailableError, StorageError
+from kvemb.errors import LostRowError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
+from kvemb.record import split_version
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
+from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
+from paramserver.erasing import erase_as_read, not_newer
 from paramserver.fetched import Fetched, Records
-from paramserver.rewrite import new_records, rows_to_write
+from paramserver.gate import Gate
+from paramserver.patience import MAX_CONFLICT_ROUNDS, MEDDLED, RETRYABLE, pauses
+from paramserver.prepared import Prepared
+from paramserver.rescue import Ahead, Pause, Rescue
+from paramserver.rewrite import Replay, new_records, rows_to_write
+from paramserver.scratch import Scratch
 from paramserver.tables import Tables, TableState
+from paramserver.witness import Witness
+from paramserver.write_behind import WriteBehind
 
-RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_MAX_CONFLICT_ROUNDS = 16
+_MAX_MENDED = 8  # times in a row that rows of one batch may be found lost
 # Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
 # optimizers take blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
-# New records of a batch are built in memory that the last batch used: the system clears fresh memory first, at half the price of using it.
-_KEPT_BYTES = 128 << 20
-
-Pause = Callable[[StorageError, float], None]
-"""Called with a retryable error before the next try: waits so many seconds, or raises to give the batch up."""
 
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """What a batch did: its k, and the number of its rows that existed before (of an erase: that were erased)."""
+    """What a batch did.
+
+    Args:
+        k: its number.
+        n_existed: rows of it that existed before (of an erase: that were erased).
+        rows: where asked for, the updated weights of the tables that were written in one round: uint8 [n, row bytes], in the storage
+            dtype and the order of the batch's ids.
+    """
 
     k: int
     n_existed: int
+    rows: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
 
 class Engine:
@@ -49,7 +61,7 @@ class Engine:
         store: open.
         tables: the shard's tables.
         epoch: of this process's versions.
-        k: batches before this one.
+        k: of the last batch applied.
         timeout_s: deadline of one storage call.
     """
 
@@ -57,66 +69,131 @@ class Engine:
         self._store = store
         self._tables = tables
         self._timeout_s = timeout_s
-        self._memory = np.empty(0, np.uint8)
-        self._memory_used = 0
+        self._scratch = Scratch()
+        self._prepared: list[Prepared] = []  # in the last round
         self.epoch = epoch
         self.k = k
         self.rows_applied = 0
+        self.gate = Gate()
+        self.witness: Witness | None = None
+        self.rescue: Rescue | None = None
+        self.behind: WriteBehind | None = None  # None: every row is written at every apply
 
-    def run(self, batch: Batch, pause: Pause) -> Applied:
-        """Apply one batch: returns when every row of it is stored.
+    def run(self, batch: Batch, version: int, pause: Pause, replay: Replay | None = None, *, keep_rows: bool = False) -> Applied:
+        """Apply one batch: returns when every row of it is stored, or held back by write-behind within its bound.
+
+        Args:
+            batch: the rows.
+            version: (epoch, k), packed, that its rows get; above that of every batch before.
+            pause: called between tries.
+            replay: when the batch was journaled by an earlier process, which may have stored it and others behind it.
+            keep_rows: whether the updated weights are wanted.
 
         Raises:
             StorageError: not retryable, or `pause` raised; rows of the batch may have been written, the index has not changed.
         """
-        version = make_version(self.epoch, self.k + 1)
-        pauses = _pauses()
-        while True:
-            try:
-                self._store_all(batch, version)
-                break
-            except RETRYABLE as error:
-                # Which rows were written is not known now: fetch them all, and let their versions tell.
-                for rows in batch.tables:
-                    self._tables.state(rows.definition).cache.forget(rows.ids)
-                pause(error, next(pauses))
+        with self.gate.batch():
+            self._prepared = []
+            if self.behind is not None and batch.kind != APPLY and batch.tables:
+                self.behind.write(pause, self.rescue)
+            applied = self._run(batch, version, pause, replay)
+            if keep_rows:
+                applied = replace(applied, rows=self._rows(batch))
+            if self.behind is not None and self.behind.due(self.k):
+                self.behind.write(pause, self.rescue)
+            return applied
+
+    def write_dirty(self, pause: Pause) -> None:
+        """Write what write-behind holds back; between batches, apply thread only.
+
+        Raises:
+            StorageError: as `run`.
+        """
+        if self.behind is not None:
+            with self.gate.batch():
+                self.behind.write(pause, self.rescue)
+
+    def _run(self, batch: Batch, version: int, pause: Pause, replay: Replay | None) -> Applied:
+        self._until_stored(batch, version, pause, replay)
         n_existed = sum(self._commit(batch.kind, rows, version) for rows in batch.tables)
-        self.k += 1
+        self.k = split_version(version)[1]
         self.rows_applied += batch.n_rows
         return Applied(self.k, n_existed)
 
-    def _store_all(self, batch: Batch, version: int) -> None:
-        todo = [rows for rows in batch.tables if len(rows.ids)]
+    def _until_stored(self, batch: Batch, version: int, pause: Pause, replay: Replay | None) -> None:
+        """Try until every row is stored; what is found lost meanwhile is restored first."""
+        waits, ahead = pauses(), Ahead(version, version) if replay is None else Ahead(version, replay.newest, replay)
+        rows_lost, n_lost = False, 0
+        while True:
+            try:
+                if rows_lost and self.rescue is not None:
+                    self.rescue.rows(batch, ahead)
+                    rows_lost = False
+                self._store_all(batch, version, replay)
+                return
+            except RETRYABLE as error:
+                n_lost = 0
+                self._forget(batch)
+                pause(error, next(waits))
+            except (NodeLostError, NodeSuspectError) as error:
+                if self.rescue is None:
+                    raise
+                self._forget(batch)
+                if not self.rescue.nodes(ahead, pause):
+                    pause(error, next(waits))
+            except LostRowError:
+                n_lost += 1
+                if self.rescue is None or rows_lost or n_lost > _MAX_MENDED:  # rows_lost: it is the rescue that found no way
+                    raise
+                rows_lost = True
+
+    def _forget(self, batch: Batch) -> None:
+        """Which rows were written is not known now: fetch them all, and let their versions tell. Dirty rows were not to be written."""
+        for rows in batch.tables:
+            self._tables.state(rows.definition).cache.forget(rows.ids, pinned=False)
+
+    def _store_all(self, batch: Batch, version: int, replay: Replay | None) -> None:
+        tables = batch.tables if replay is None else [replay.still_wanted(rows, version) for rows in batch.tables]
+        todo = [rows for rows in tables if len(rows.ids)]
         if batch.kind == ERASE:
-            self._erase(todo)
+            todo = todo if replay is None else [self._not_newer(rows, version) for rows in todo]
+            self._erase([rows for rows in todo if len(rows.ids)], version, version if replay is None else replay.newest)
             return
-        for _ in range(_MAX_CONFLICT_ROUNDS):
+        self._scratch.reset()
+        behind = self.behind if batch.kind == APPLY and replay is None else None
+        with nullcontext() if behind is None else behind.batch(split_version(version)[1]):
+            self._rounds(batch.kind, todo, version, version if replay is None else replay.newest, behind)
+
+    def _rounds(self, kind: str, todo: list[CheckedRows], version: int, newest: int, behind: WriteBehind | None) -> None:
+        for _ in range(MAX_CONFLICT_ROUNDS):
             if not todo:
                 return
-            todo = self._round(batch.kind, todo, version)
+            todo = self._round(kind, todo, version, newest, behind)
         rows = todo[0]
-        raise StorageError(
-            f"table {rows.definition.name!r}: {len(rows.ids)} rows were changed between every read and write of {_MAX_CONFLICT_ROUNDS} "
-            "tries; is another program writing to these nodes?"
-        )
+        raise StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {MEDDLED}")
 
-    def _round(self, kind: str, todo: Sequence[CheckedRows], version: int) -> list[CheckedRows]:
+    def _round(self, kind: str, todo: Sequence[CheckedRows], version: int, newest: int, behind: WriteBehind | None) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
-        self._memory_used = 0
+        self._prepared = []
         fetched = self._fetch(todo)
-        prepared = [self._prepare(kind, rows, got, version) for rows, got in zip(todo, fetched, strict=True)]
-        prepared = [one for one in prepared if len(one.rows.ids)]
-        if not prepared:
-            return []
-        written = self._store.write([one.part for one in prepared], Deadline.after(self._timeout_s))
-        conflicts = [self._settle(one, result) for one, result in zip(prepared, written, strict=True)]
+        prepared = [self._prepare(kind, rows, got, version, newest) for rows, got in zip(todo, fetched, strict=True)]
+        now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
+        written = self._store.write([one.part for one in now], Deadline.after(self._timeout_s)) if now else []
+        conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
+        self._prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
+
+    def _rows(self, batch: Batch) -> dict[str, NDArray[np.uint8]]:
+        """The updated weights of the tables that the last round made whole: copies, uint8 [n, row bytes] in the batch's order."""
+        n_rows = {rows.definition.name: len(rows.ids) for rows in batch.tables}
+        whole = [one for one in self._prepared if len(one.rows.ids) == n_rows[one.rows.definition.name] > 0]
+        return {one.rows.definition.name: one.weights for one in whole}
 
     def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
         """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
         cached = [self._tables.state(rows.definition).cache.find(rows.ids) for rows in todo]
         missing = [rows.take(at < 0) if (at >= 0).any() else rows for rows, at in zip(todo, cached, strict=True)]
-        reads = [_read_part(rows) for rows in missing if len(rows.ids)]
+        reads = [self._read_part(rows) for rows in missing if len(rows.ids)]
         results = iter(self._store.read(reads, Deadline.after(self._timeout_s)) if reads else ())
         return [
             Fetched(self._tables.state(rows.definition).cache, at, self._checked(lacking, next(results)) if len(lacking.ids) else None)
@@ -128,7 +205,7 @@ class Engine:
         record.check(got.records, rows.ids, got.found, ", ".join(self._store.addresses))
         return Records(got.records, got.found, got.tokens)
 
-    def _settle(self, prepared: "_Prepared", result: WriteResult) -> CheckedRows:
+    def _settle(self, prepared: Prepared, result: WriteResult) -> CheckedRows:
         """Keep what was stored; return the rows that met a conflict."""
         rows, part = prepared.rows, prepared.part
         cache = self._tables.state(rows.definition).cache
@@ -141,76 +218,90 @@ class Engine:
         cache.put(rows.ids[result.stored], part.records[result.stored], tokens)
         return conflict
 
-    def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int) -> "_Prepared":
+    def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int, newest: int) -> Prepared:
         """Compare versions with the index; return the rows still to write and their new records."""
         definition, state = rows.definition, self._tables.state(rows.definition)
-        records = self._new_array(len(rows.ids), definition.record.size_bytes)
-        tokens, write = np.zeros(len(rows.ids), np.uint64), np.ones(len(rows.ids), bool)
+        records = self._scratch.take(len(rows.ids), definition.record.size_bytes)
+        tokens, write, new = np.zeros(len(rows.ids), np.uint64), np.ones(len(rows.ids), bool), np.ones(len(rows.ids), bool)
         stop = 0
         for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
             these = rows.take(block)
             stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
-            todo = rows_to_write(definition, these.ids, state.versions(these.ids), stored, version)
+            known = state.versions(these.ids)
+            todo = rows_to_write(definition, these.ids, known, stored, version=version, newest=newest, epoch=self.epoch)
             if not todo.all():
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)
+            if self.witness is not None:
+                self._tell(definition, these.ids, old)
             start, stop = stop, stop + len(these.ids)
             new_records(state, kind, these, old.records, old.found, version=version, out=records[start:stop])
+            new[start:stop] = ~old.found
             if old.tokens is not None:
                 tokens[start:stop] = np.where(old.found, old.tokens, np.uint64(0))
         at = got.at
         if stop < len(write):
             rows, at = rows.take(write), at[write]
-        return _Prepared(rows, WritePart(_keys(rows), records[:stop], tokens[:stop]), at)
+        return Prepared(rows, WritePart(self._keys(rows, new[:stop]), records[:stop], tokens[:stop]), at)
 
-    def _new_array(self, n: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Return uint8 [n, size_bytes] that is good until the next round."""
-        start, stop = self._memory_used, self._memory_used + n * size_bytes
-        if stop > _KEPT_BYTES:
-            return np.empty((n, size_bytes), np.uint8)
-        if stop > len(self._memory):
-            self._memory = np.empty(stop, np.uint8)  # earlier tables of this round go on using the old one
-        self._memory_used = stop
-        return self._memory[start:stop].reshape(n, size_bytes)
+    def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: Records) -> None:
+        """Let the witness hear of rows about to change, those that exist."""
+        assert self.witness is not None
+        if not old.found.all():
+            ids, old = ids[old.found], old.take(old.found)
+        if len(ids):
+            self.witness.overwriting(definition, ids, definition.record.versions(old.records), old.records)
 
-    def _erase(self, todo: Sequence[CheckedRows]) -> None:
+    def _erase(self, todo: Sequence[CheckedRows], version: int, newest: int) -> None:
         empty = np.empty((0, 0), np.uint8)
+        if self.witness is not None and self.witness.wants_erased:
+            for rows in todo:
+                for block, old in self._fetch([rows])[0].blocks(max(1, _BLOCK_WEIGHTS // rows.definition.dim)):
+                    self._tell(rows.definition, rows.ids[block], old)
         for rows in todo:
             self._tables.state(rows.definition).cache.forget(rows.ids)
+        if self._store.capabilities.cas:
+            for rows in todo:
+                self._erase_as_read(rows, version, newest)
+            return
+        if self._store.capabilities.pages:  # where a row lies in a page, erasing one that does not exist would make its page
+            todo = [rows.take(self._tables.state(rows.definition).versions(rows.ids) != 0) for rows in todo]
+            todo = [rows for rows in todo if len(rows.ids)]
         if todo:
-            self._store.erase([WritePart(_keys(rows), empty) for rows in todo], Deadline.after(self._timeout_s))
+            self._store.erase([WritePart(self._keys(rows), empty) for rows in todo], Deadline.after(self._timeout_s))
+
+    def _erase_as_read(self, rows: CheckedRows, version: int, newest: int) -> None:
+        ids, may = rows.ids, partial(not_newer, rows.definition, version=version, newest=newest, epoch=self.epoch)
+        store, pages = self._store, self._store.capabilities.pages
+        for _ in range(MAX_CONFLICT_ROUNDS):
+            deadline = Deadline.after(self._timeout_s)
+            ids = erase_as_read(rows.definition, ids, deadline, read=store.read, erase=store.erase, pages=pages, may=may)
+            if not len(ids):
+                return
+        raise StorageError(f"table {rows.definition.name!r}: {len(ids)} rows {MEDDLED}")
+
+    def _keys(self, rows: CheckedRows, new: NDArray[np.bool_] | None = None) -> RowKeys:
+        return rows.definition.keys(rows.ids, pages=self._store.capabilities.pages, new=new)
+
+    def _read_part(self, rows: CheckedRows) -> ReadPart:
+        size = rows.definition.record.size_bytes
+        return ReadPart(self._keys(rows), size, size, tokens=True)
+
+    def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
+        """The rows that an erase may still take away: those created again behind it have a version above its own."""
+        self._tables.state(rows.definition).cache.forget(rows.ids)
+        got = self._fetch([rows])[0].read
+        assert got is not None
+        return rows.take(got.found & (rows.definition.record.versions(got.records) < np.uint64(version)))
 
     def _commit(self, kind: str, rows: CheckedRows, version: int) -> int:
         state: TableState = self._tables.state(rows.definition)
         if kind == ERASE:
+            if self.witness is not None:
+                self.witness.erased(rows.definition, rows.ids, version)
             return state.erased(rows.ids)
         n_rows = state.n_rows
         state.applied(rows.ids, version)
         if kind == APPLY:
             state.step += 1
         return len(rows.ids) - (state.n_rows - n_rows)
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """Rows to write, what to write, and their places in the cache as they were when they were fetched."""
-
-    rows: CheckedRows
-    part: WritePart
-    at: NDArray[np.int64]
-
-
-def _keys(rows: CheckedRows) -> RowKeys:
-    return RowKeys(rows.definition.tag, rows.ids)
-
-
-def _read_part(rows: CheckedRows) -> ReadPart:
-    size = rows.definition.record.size_bytes
-    return ReadPart(_keys(rows), size, size, tokens=True)
-
-
-def _pauses() -> Iterator[float]:
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,37 +1,42 @@
-"""The intake: everything between "a message came in" and "the apply thread takes it", under one lock.
+"""The intake: everything between "a message came in" and "the committer takes it", under one lock.
 
-It accepts parts in order, bounds what waits (a stream that finds no room is simply not read any further: HTTP/2 flow control is the
-backpressure), hands work to the one apply thread and tells every waiter the outcome. What is decided is decided in pure code beside
-(sessions, barrier, aggregate); no I/O here.
+It takes parts in order, bounds what waits (a stream that finds no room is simply not read any further: HTTP/2 flow control is the
+backpressure), hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What is
+decided is decided in pure code beside (sessions, barrier, aggregate); no I/O here.
 """
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvemb.errors import (
     BarrierError,
     DeadlineExceededError,
+    FencedError,
+    JournalFullError,
     KvembError,
-    PushRejectedError,
     ShardFailedError,
     ShardUnavailableError,
     to_wire,
 )
 from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
-from paramserver.aggregate import hyper_by_table, n_mergeable
+from paramserver.aggregate import hyper_by_table
 from paramserver.barrier import Barrier
-from paramserver.batch import CheckedRows, Part, Push, RowsWork, Sink, Ticket
+from paramserver.batch import CheckedRows, Part, Push, RowsWork, Sink, Ticket, Work, items_of
 from paramserver.pending import Limits, Pending
 from paramserver.sessions import Session, Sessions
+from paramserver.work_queue import WorkQueue
+from paramserver.write_behind import WriteBehind
 
 _POLL_S = 1.0  # of waits that have nothing to wake them but a notification that cannot be missed: only a belt to the braces
 
+log = logging.getLogger("paramserver")
 
-Work = list[Push] | RowsWork
-"""What the apply thread takes: pushes to apply as one batch, or an assign or erase."""
+Record = Callable[[str, int], None]
+"""(trainer, incarnation, or 0 for a goodbye): makes it durable. Raises JournalFullError, FencedError."""
 
 
 class Intake:
@@ -41,34 +46,75 @@ class Intake:
         sessions: of this shard.
         barrier: in sync mode; None applies as pushes come.
         limits: bounds.
+        record: keeps hellos and goodbyes.
+        clock: monotonic.
     """
 
-    def __init__(self, sessions: Sessions, barrier: Barrier | None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        barrier: Barrier | None,
+        limits: Limits | None = None,
+        record: Record = lambda trainer, incarnation: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.sessions = sessions
         self._barrier = barrier
+        self._record, self._clock = record, clock
+        self._dropping: set[str] = set()  # decided, and not in the journal yet
         self._changed = threading.Condition()
-        self._queue: deque[Work] = deque()
+        self._queue = WorkQueue(barrier)
         self._pending = Pending(limits or Limits())
         self._draining = self._stopped = False
-        self._failure: ShardFailedError | None = None
+        self._failure: ShardFailedError | ShardUnavailableError | None = None
         self._lost: KvembError | None = None
-        self.last_error = ""
+        self.behind: WriteBehind | None = None
+        self.last_error = ""  # of storage, while a batch is tried again
+        self.journal_error = ""  # of the disk, while nothing can be acknowledged
 
     # --- trainers come and go --------------------------------------------------------------------------------------------------
 
     def hello(self, trainer: str, incarnation: int) -> tuple[int, int]:
-        """Grant a hello; return (incarnation, last accepted sequence). Raises what `Sessions.check_hello` and `Barrier` raise."""
+        """Grant a hello and make it durable; return (incarnation, last sequence taken).
+
+        Raises:
+            KvembError: what `Sessions.check_hello`, `Barrier` and `Record` raise; the trainer may say hello again.
+        """
         with self._changed:
             self._refuse_if_closed()
+            while trainer in self._dropping:  # the journal must have that before it has this hello
+                if self.journal_error:
+                    raise ShardUnavailableError(f"a hello cannot be answered now: {self.journal_error}")
+                self._changed.wait(_POLL_S)
+                self._refuse_if_closed()
             self.sessions.check_hello(trainer, incarnation)
             if self._barrier is not None:
-                self._barrier.join(trainer)
+                self._barrier.check_join(trainer)
             session = self.sessions.hello(trainer, incarnation)
+            if self._barrier is not None:
+                for push in self._barrier.join(trainer, session.incarnation, self._clock()):
+                    self._give_up(push, self.sessions.fenced(trainer, push.incarnation))
             self._changed.notify_all()
-            return session.incarnation, session.last_sequence
+            granted, recorded = (session.incarnation, session.last_sequence), session.recorded
+        if not recorded:
+            try:
+                self._record(trainer, granted[0])
+            except JournalFullError as error:
+                raise ShardUnavailableError(f"a hello cannot be answered now: {error}") from error
+            session.recorded = True
+        return granted
+
+    def first_step(self, trainer: str) -> int:
+        """Return the number of the sync step that a trainer's next push is for; 0 in async mode, and while nobody knows."""
+        with self._changed:
+            return 0 if self._barrier is None else self._barrier.first_step(trainer)
 
     def bye(self, trainer: str, incarnation: int) -> None:
-        """Let a trainer go."""
+        """Let a trainer go; durable first, since a sync step without it may follow at once (or not, when the disk is full)."""
+        with self._changed:
+            self.sessions.find(trainer, incarnation)
+        with suppress(JournalFullError):
+            self._record(trainer, 0)
         with self._changed:
             self.sessions.bye(trainer, incarnation)
             if self._barrier is not None:
@@ -78,26 +124,36 @@ class Intake:
     # --- work comes in ---------------------------------------------------------------------------------------------------------
 
     def submit(self, part: PushPart, tables: tuple[CheckedRows, ...], sink: Sink, cancelled: Callable[[], bool]) -> None:
-        """Accept a checked part, waiting for room; the sink hears "accepted" before this returns, and the outcome later.
+        """Take a checked part, waiting for room; the sink hears "accepted" when its push is in the journal, and the outcome later.
 
         Raises:
-            PushRejectedError, FencedError: nothing was accepted; the sequence may be used again.
+            PushRejectedError, FencedError: nothing was taken; the sequence may be used again.
             ShardUnavailableError, ShardFailedError: the shard takes no pushes.
         """
         size = sum(rows.size_bytes for rows in tables)
         with self._changed:
             session = self._wait_for_room(part, cancelled)
+            if self._barrier is not None:
+                self._barrier.heard(part.trainer, self._clock())
             ticket = session.known(part.sequence, part.digest)
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = Part(tables, Ticket(part.sequence, part.digest, size))
+            new = Part(tables, Ticket(part.sequence, part.digest, size, return_rows=part.return_rows))
             self._pending.check_size(session, new)
             hyper_by_table([*(session.held if session.held_step == part.step else ()), new])
             session.accept(new, part.step)
             new.ticket.answer(sink)
             if not part.more:
-                self._enqueue(session.complete(part.step))
+                self._enqueue(session.complete(part.step, self._clock()))
+
+    def give_up(self, part: PushPart, error: KvembError) -> None:
+        """Give up the push of a part that was refused: the parts of it taken before fail too, and leave their sequences free."""
+        with self._changed:
+            if self.sessions.is_live(part.trainer, part.incarnation):
+                session = self.sessions.find(part.trainer, part.incarnation)
+                if session.held and session.held_step == part.step and part.sequence == session.last_sequence + 1:
+                    session.give_up_held(to_wire(error))
 
     def submit_rows(self, work: RowsWork, deadline: Deadline) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
@@ -122,29 +178,84 @@ class Intake:
         with self._changed:
             self._changed.notify_all()
 
-    # --- the apply thread ------------------------------------------------------------------------------------------------------
+    # --- the committer and the apply thread ------------------------------------------------------------------------------------
 
-    def take(self) -> Work | None:
-        """Return the next work, waiting for it; None when the shard stops.
+    def take(self, limit: int = 1) -> list[Work]:
+        """Return at most `limit` pieces of work, waiting for the first; none when the shard stops.
 
         Raises:
             BarrierError: a sync step cannot be completed; the caller calls `fail`.
             KvembError: what `lose` was told; likewise.
         """
+        while True:
+            with self._changed:
+                group = self._take(limit)
+                late = {} if group or self._barrier is None else self._fence_late(self._barrier)
+            if not late:
+                return group
+            self._drop(late)
+
+    def _take(self, limit: int) -> list[Work]:
+        """The same; also returns with nothing when there are members to drop."""
+        while not self._stopped:
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                raise lost
+            if self._failure is None:
+                group = self._queue.take(limit, self._clock())
+                if group or (self._barrier is not None and self._barrier.lost(self._clock())):
+                    return group
+            due_s = self._queue.due_s()
+            self._changed.wait(None if due_s is None else min(_POLL_S, max(0.0, due_s - self._clock())))
+        return []
+
+    def _fence_late(self, barrier: Barrier) -> dict[str, int]:
+        """Let in nothing more from the members that a step has waited for too long; return their fences."""
+        if self._stopped:
+            return {}
+        now_s = self._clock()
+        late, why = barrier.lost(now_s), barrier.waits_for(now_s)
+        self._dropping.update(late)
+        for trainer in late:
+            log.warning("trainer %s is dropped: %s", trainer, why)
+        return {trainer: self.sessions.fence(trainer, why) for trainer in late}
+
+    def _drop(self, late: dict[str, int]) -> None:
+        """Go on without members: first durable, so that a restart knows them no more, then the step that waits for them."""
+        recorded = all(self._record_for_sure(trainer, number) for trainer, fence in late.items() for number in (fence, 0))
         with self._changed:
-            while not self._stopped:
-                if self._lost is not None:
-                    lost, self._lost = self._lost, None
-                    raise lost
-                self._release_steps()
-                if self._queue:
-                    return self._pop()
-                due_s = self._barrier.deadline_s() if self._barrier is not None else None
-                self._changed.wait(None if due_s is None else min(_POLL_S, max(0.0, due_s - time.monotonic())))
-            return None
+            if self._barrier is not None and recorded:
+                for trainer in late:
+                    self._barrier.drop(trainer)
+            self._dropping.difference_update(late)
+            self._changed.notify_all()
+
+    def _record_for_sure(self, trainer: str, incarnation: int) -> bool:
+        """Record, again and again while the disk is full; return whether it was possible before the shard was stopped."""
+        while True:
+            try:
+                self._record(trainer, incarnation)
+                self.journal_error = ""
+                return True
+            except JournalFullError as error:
+                self.journal_error = f"{type(error).__name__}: {error}"
+            with self._changed:
+                if self._stopped:
+                    return False
+                self._changed.wait(_POLL_S)
+
+    def journaled(self, group: Sequence[Work]) -> None:
+        """Tell everybody that these pushes are in the journal: they will be applied, whatever happens."""
+        with self._changed:
+            if self._failure is not None:
+                return  # they have their answer; the journal may know better, as after any lost reply
+            for push in [item for work in group for item in items_of(work) if isinstance(item, Push)]:
+                self.sessions.journaled(push)
+                for part in push.parts:
+                    part.ticket.accept()
 
     def lose(self, error: KvembError) -> None:
-        """Let the apply thread fail with this error before its next work: told from outside that rows are lost."""
+        """Let the committer fail with this error before it takes more: told from outside that rows are lost."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
@@ -157,31 +268,47 @@ class Intake:
             replies: outcome of each part, by id() of its ticket.
         """
         with self._changed:
-            for item in work if isinstance(work, list) else [work]:
+            if self._failure is not None:
+                return  # everything had its answer then
+            for item in items_of(work):
                 self._forget(item, lambda ticket: replies[id(ticket)])
             self.last_error = ""
             self._changed.notify_all()
 
+    def written(self) -> None:
+        """Record that storage holds what is applied."""
+        with self._changed:
+            self.last_error = ""
+            self._changed.notify_all()
+
     def fail(self, error: BaseException) -> None:
-        """Stop applying for good: everything pending and everything later gets ShardFailedError with this cause."""
+        """Stop applying for good: everything pending and everything later gets ShardFailedError with this cause.
+
+        After a FencedError it is ShardUnavailableError: whoever took the shard over answers for it, so trainers are to ask again.
+        """
         text = f"{type(error).__name__}: {error}"
         with self._changed:
-            self._failure = ShardFailedError(f"the shard stopped applying: {text.rstrip('.')}. Mend the cause, then restart the shard.")
+            if self._failure is not None:
+                return
+            if isinstance(error, FencedError):
+                self._failure = ShardUnavailableError(f"this process has lost the shard: {error}")
+            else:
+                self._failure = ShardFailedError(f"the shard stopped applying: {text.rstrip('.')}. Mend the cause, then restart the shard.")
             self.last_error = text
-            in_step = {id(push) for push in self._barrier.waiting()} if self._barrier and isinstance(error, BarrierError) else set()
+            in_step = {id(push) for push in self._queue.in_unfinished_steps()} if isinstance(error, BarrierError) else set()
             for item in self._pending.all():
                 cause = to_wire(error if id(item) in in_step else self._failure)
                 self._forget(item, lambda ticket, cause=cause: PushReply(ticket.sequence, "failed", error=cause))  # type: ignore[misc]
             self.sessions.drop_all_held(to_wire(self._failure))
             self._queue.clear()
-            if self._barrier is not None:
-                self._barrier.clear()
             self._changed.notify_all()
 
     # --- waiting and asking ----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until everything accepted before this call is applied; pushes whose last part is still to come are not waited for.
+        """Wait until every push taken before this call is applied, and its rows are in storage.
+
+        Pushes whose last part is still to come are not waited for.
 
         Raises:
             DeadlineExceededError: with the last storage error, or what a sync step waits for.
@@ -193,18 +320,34 @@ class Intake:
                 self._wait(deadline, f"{len(self._pending)} pushes to be applied")
             if self._failure is not None:
                 raise self._failure
+            newest_k = 0 if self.behind is None else self.behind.newest_k
+            while self._owes_rows(newest_k):
+                self._wait(deadline, "rows of applied pushes to be written to storage")
 
     def drain(self, deadline: Deadline) -> bool:
-        """Take nothing new from now on and wait until everything accepted is applied; return whether it is."""
+        """Take nothing new from now on and wait until everything accepted is applied and written; return whether it is.
+
+        Pushes that wait for the others of their sync step were not accepted; their trainers send them again after the restart.
+        """
         with self._changed:
             self._draining = True
             self._changed.notify_all()
-            while len(self._pending) and self._failure is None and not deadline.expired:
+            while (self._n_owed() or self._owes_rows()) and self._failure is None and not deadline.expired:
                 self._changed.wait(min(_POLL_S, deadline.remaining_s()))
-            return not len(self._pending) and self._failure is None
+            return not self._n_owed() and not self._owes_rows() and self._failure is None
+
+    def _owes_rows(self, newest_k: int | None = None) -> bool:
+        """Whether rows of batches up to this one (None: of any) are still to be written; has that done then."""
+        if self.behind is None or not self.behind.owes(self.behind.newest_k if newest_k is None else newest_k):
+            return False
+        self.behind.ask()
+        return True
+
+    def _n_owed(self) -> int:
+        return len(self._pending) - len(self._queue.in_unfinished_steps())
 
     def stop(self) -> None:
-        """Let the apply thread end after what it is doing."""
+        """Let the committer end after what it is doing."""
         with self._changed:
             self._draining = self._stopped = True
             self._changed.notify_all()
@@ -212,13 +355,29 @@ class Intake:
     def pending(self) -> tuple[int, float]:
         """Return (pushes and row changes that wait, age of the oldest in seconds)."""
         with self._changed:
-            return len(self._pending), self._pending.age_s(time.monotonic())
+            return len(self._pending), self._pending.age_s(self._clock())
 
     def describe_pending(self) -> str:
         """Say what is not applied, for the last words of a shard that could not drain."""
         with self._changed:
             text = self._pending.describe()
-            return text + (f"; last error: {self.last_error}" if self.last_error else "")
+            if self.behind is not None and self.behind.n_rows:
+                text += f"; {self.behind.n_rows} applied rows are not written to storage"
+            return text + (f"; last error: {self.trouble}" if self.trouble else "")
+
+    @property
+    def trouble(self) -> str:
+        """What pushes wait for at the moment, disk, storage or a trainer, or ""."""
+        with self._changed:
+            late = "" if self._barrier is None else self._barrier.waits_for(self._clock())
+        return "; ".join(filter(None, (self.journal_error, self.last_error, late)))
+
+    def kept(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
+        """Return what a restart needs to know of trainers: sessions, members of a sync job, whether that was complete."""
+        with self._changed:
+            if self._barrier is None:
+                return self.sessions.kept(), (), False
+            return self.sessions.kept(), self._barrier.membership.members, self._barrier.membership.complete
 
     @property
     def failure(self) -> str:
@@ -240,56 +399,24 @@ class Intake:
             if session.known(part.sequence, part.digest) is not None or self._pending.has_room(session):
                 return session
             if cancelled():
-                raise ShardUnavailableError("the stream was closed while its part waited for room; nothing of the part was accepted")
+                raise ShardUnavailableError("the stream was closed while its part waited for room; nothing of the part was taken")
             self._changed.wait(_POLL_S)
 
     def _enqueue(self, item: Push | RowsWork) -> int:
         number = self._pending.add(item)
-        if isinstance(item, RowsWork):
-            self._queue.append(item)
-        elif self._barrier is None:
-            self._queue.append([item])
-        else:
-            self._barrier.add(item)
+        self._queue.add(item)
         self._changed.notify_all()
         return number
 
-    def _release_steps(self) -> None:
-        """Move complete steps from the barrier to the queue."""
-        if self._barrier is None or self._failure is not None:
-            return
-        while step := self._barrier.next_step():
-            try:
-                hyper_by_table(part for push in step for part in push.parts)
-                self._queue.append(step)
-            except PushRejectedError as error:
-                self._reject(step, error)
-        if not self._queue:
-            self._barrier.check_overdue(time.monotonic())
-
-    def _reject(self, step: list[Push], error: KvembError) -> None:
-        for push in step:
-            self._forget(push, lambda ticket: PushReply(ticket.sequence, "failed", error=to_wire(error)))
-        self._changed.notify_all()
-
-    def _pop(self) -> Work:
-        first = self._queue.popleft()
-        if isinstance(first, RowsWork) or self._barrier is not None:
-            return first
-        pushes = list(first)
-        for item in self._queue:
-            if isinstance(item, RowsWork):
-                break
-            pushes += item
-        n = n_mergeable(pushes)
-        for _ in range(n - 1):
-            self._queue.popleft()
-        return pushes[:n]
+    def _give_up(self, push: Push, error: KvembError) -> None:
+        self._forget(push, lambda ticket: PushReply(ticket.sequence, "failed", error=to_wire(error)))
 
     def _forget(self, item: Push | RowsWork, reply: Callable[[Ticket], PushReply]) -> None:
         self._pending.remove(item)
         if isinstance(item, Push):
             self.sessions.settled(item)
+            if self._barrier is not None:
+                self._barrier.settled(item, self._clock())
             for part in item.parts:
                 part.ticket.finish(reply(part.ticket))
 
@@ -305,6 +432,6 @@ class Intake:
         if self._stopped:
             raise ShardUnavailableError(f"the shard stopped before {what}")
         if deadline.expired:
-            cause = f"; last storage error: {self.last_error}" if self.last_error else ""
+            cause = f"; last error: {self.trouble}" if self.trouble else ""
             raise DeadlineExceededError(f"waited {deadline.timeout_s:.1f} s for {what}{cause}")
         self._changed.wait(min(_POLL_S, deadline.remaining_s()))

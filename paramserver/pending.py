@@ -1,4 +1,4 @@
-"""What was accepted and is not applied yet, oldest first, and how much of it there may be. Pure; the intake locks."""
+"""What was taken and is not applied yet, oldest first, and how much of it there may be. Pure; the intake locks."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Limits:
 
 
 class Pending:
-    """Complete pushes and row changes in the order of their acceptance, numbered from 1."""
+    """Complete pushes and row changes in the order in which they came, numbered from 1."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -65,7 +65,7 @@ class Pending:
         return 0.0 if oldest is None else now_s - oldest.arrived_s
 
     def has_room(self, session: Session | None = None) -> bool:
-        """Whether one more part of this trainer, or one more row change, may be accepted."""
+        """Whether one more part of this trainer, or one more row change, may be taken."""
         limits = self._limits
         room = len(self._items) < limits.total_items and self._bytes < limits.total_bytes
         if session is None:
@@ -74,7 +74,7 @@ class Pending:
 
     def check_size(self, session: Session, new: Part) -> None:
         """Refuse the part that makes a push too large to hold."""
-        parts = [*session.held, new]  # of an abandoned push too: they leave when this part is accepted
+        parts = [*session.held, new]  # of an abandoned push too: they leave when this part is taken
         if len(parts) > self._limits.push_parts or sum(part.ticket.size_bytes for part in parts) > self._limits.push_bytes:
             raise PushRejectedError(
                 f"trainer {session.trainer!r}: a push of more than {self._limits.push_parts} parts or {self._limits.push_bytes} bytes; "

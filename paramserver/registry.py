@@ -1,19 +1,22 @@
 """The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
 
 The copy is written to every node before a creation is answered; its form is `kvemb.table_registry`. The highest serial is the truth, so a
-write that was broken off counts as soon as one node has it, and is completed before the next one.
+write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in its data
+folder too: when all nodes have lost theirs, the shards must still know what to restore.
 """
 
 import logging
 import threading
 
-from kvemb.errors import InvalidInputError, ParameterServerError, UnknownTableError
+from kvemb.errors import InvalidInputError, NodeLostError, NodeSuspectError, ParameterServerError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import Store
 from kvemb.table_def import TableDef
 from kvemb.table_registry import META_NAME, encode_registry, newest_registry
+from paramserver.data_dir import DataDir
 
 MAX_TABLES = 1024
+KEPT = "tables"  # file in the data folder
 log = logging.getLogger("paramserver")
 
 
@@ -24,10 +27,11 @@ class Registry:
         store: open.
         shard: number.
         timeout_s: deadline of one storage call.
+        data: where a copy is kept; None for none.
     """
 
-    def __init__(self, store: Store, shard: int, timeout_s: float) -> None:
-        self._store, self._shard, self._timeout_s = store, shard, timeout_s
+    def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir | None = None) -> None:
+        self._store, self._shard, self._timeout_s, self._data = store, shard, timeout_s, data
         self._lock = threading.Lock()
         self._tables: dict[str, TableDef] = {}
         self._serial = 0
@@ -38,10 +42,20 @@ class Registry:
         """Every known table, by name."""
         return [table for _, table in sorted(self._tables.items())]
 
+    @property
+    def encoded(self) -> bytes:
+        """The registry as nodes hold it."""
+        return encode_registry(self._serial, self.tables)
+
     def load(self) -> None:
         """Read the registry; shard 0 also completes a write that was broken off."""
         with self._lock:
             self._read()
+
+    def reloaded(self) -> list[TableDef]:
+        """Return every table, by name, as of now."""
+        self.load()
+        return self.tables
 
     def find(self, name: str, schema: int | None = None) -> TableDef:
         """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once.
@@ -99,14 +113,27 @@ class Registry:
             raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
 
     def _read(self) -> None:
-        copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
-        serial, found = newest_registry(copies)
-        if self._shard == 0 and found and len(set(copies)) > 1:
+        kept = self._data.read(KEPT) if self._data is not None else None
+        try:
+            copies, whole = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s)), True
+        except (NodeLostError, NodeSuspectError):  # to be repaired, with what we know
+            if kept is None:
+                raise
+            copies, whole = [], False
+        serial, found = newest_registry([*copies, kept])
+        if self._shard == 0 and found and whole and len(set(copies)) > 1:
             self._write(serial, found)
-        self._serial, self._tables, self._behind = serial, found, False
+        self._remember(serial, found, kept)
+        self._behind = not whole
 
     def _write(self, serial: int, tables: dict[str, TableDef]) -> None:
         self._behind = True
         data = encode_registry(serial, [table for _, table in sorted(tables.items())])
         self._store.put_meta(META_NAME, data, Deadline.after(self._timeout_s))
-        self._serial, self._tables, self._behind = serial, tables, False
+        self._remember(serial, tables, None)
+        self._behind = False
+
+    def _remember(self, serial: int, tables: dict[str, TableDef], kept: bytes | None) -> None:
+        self._serial, self._tables = serial, tables
+        if self._data is not None and tables and kept != self.encoded:
+            self._data.write(KEPT, [self.encoded])

@@ -2,7 +2,12 @@
 
 A found row must have the version that the index holds, or this very batch's version, which means that an earlier try of the batch wrote it
 already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
+
+In a replay a row may also have the version of a later batch of the journal: the process that crashed had come further. And a row that a
+later batch of the journal erases is left alone until then: it may be gone already, and nothing of it will be left in any case.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +17,67 @@ from kvemb.record import split_version
 from kvemb.rounding import round_nearest, round_stochastic, to_float32
 from kvemb.table_def import TableDef
 from paramserver.batch import ASSIGN, CheckedRows
+from paramserver.index import RowIndex
 from paramserver.tables import TableState
 from paramserver.validate import shown_id
 
+_AHEAD = (
+    "Storage is ahead of this shard's journal, which has lost its end (a power cut with durability os?) or is an older copy: put the data "
+    "folder of the shard's last owner back."
+)
+_BEHIND = "A node lost writes, or another program wrote rows: bring the node's data back."
+
+
+class Replay:
+    """What a replay knows of the batches that it has still before it.
+
+    Args:
+        newest: version of the last one.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self._erased: dict[str, RowIndex] = {}
+        self._written: dict[str, tuple[TableDef, RowIndex]] = {}
+
+    def will_write(self, rows: CheckedRows, version: int) -> None:
+        """Note an apply or assign; in the order of the batches."""
+        if len(rows.ids):
+            _, index = self._written.setdefault(rows.definition.name, (rows.definition, RowIndex()))
+            index.put(rows.ids, np.full(len(rows.ids), version, np.uint64))
+
+    def will_erase(self, rows: CheckedRows, version: int) -> None:
+        """Note an erase; in the order of the batches."""
+        if len(rows.ids):
+            self._erased.setdefault(rows.definition.name, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
+
+    def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """See `paramserver.rescue.Tail`."""
+        none = np.zeros(len(ids), np.uint64)
+        written = self._written[definition.name][1].get(ids) if definition.name in self._written else none
+        erased = self._erased[definition.name].get(ids) if definition.name in self._erased else none
+        return np.where(erased > written, none, np.where(written > 0, written, known))
+
+    def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
+        """See `paramserver.rescue.Tail`."""
+        for definition, index in self._written.values():
+            yield definition, index.arrays()[0]
+
+    def still_wanted(self, rows: CheckedRows, version: int) -> CheckedRows:
+        """Return the rows that no batch behind this version erases."""
+        erased = self._erased.get(rows.definition.name)
+        return rows if erased is None else rows.take(erased.get(rows.ids) <= np.uint64(version))
+
 
 def rows_to_write(
-    definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64], stored: NDArray[np.uint64], version: int
+    definition: TableDef,
+    ids: NDArray[np.uint64],
+    known: NDArray[np.uint64],
+    stored: NDArray[np.uint64],
+    *,
+    version: int,
+    newest: int,
+    epoch: int,
 ) -> NDArray[np.bool_]:
     """Compare the versions in storage with the index; return which rows this batch must still write: bool [n].
 
@@ -27,24 +87,26 @@ def rows_to_write(
         known: uint64 [n], versions of the index (0 = does not exist).
         stored: uint64 [n], versions in storage (0 = not found).
         version: the batch's own.
+        newest: in a replay that of the last batch in the journal; otherwise the batch's own.
+        epoch: of this process.
 
     Raises:
         FencedError: a row was written in a later epoch: this shard has another owner now.
         LostRowError: a row is missing or has another version.
     """
-    done: NDArray[np.bool_] = stored == np.uint64(version)
+    done: NDArray[np.bool_] = (stored >= np.uint64(version)) & (stored <= np.uint64(newest))
     wrong = ~done & (stored != known)
     if not wrong.any():
         return ~done
-    later = wrong & (stored >> np.uint64(48) > np.uint64(version >> 48))
+    later = wrong & (stored >> np.uint64(48) > np.uint64(epoch))
     at = int(np.argmax(later if later.any() else wrong))
     row = f"table {definition.name!r}, id {shown_id(definition, int(ids[at]))}"
     got, expected = (f"version {split_version(int(v))}" if v else "no row" for v in (stored[at], known[at]))
     if later.any():
-        raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({version >> 48}): another process owns this shard now")
+        raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({epoch}): another process owns this shard now")
     raise LostRowError(
         f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows or more in the batch; versions "
-        "are (epoch, k)). Nothing was written over it. A node lost writes, or another program wrote rows: bring the node's data back."
+        f"are (epoch, k)). Nothing was written over it. {_AHEAD if stored[at] > known[at] else _BEHIND}"
     )
 
 

@@ -22,9 +22,13 @@ from kvemb.messages import (
     FlushRequest,
     HelloRequest,
     IdsRequest,
+    LoadRequest,
     Message,
+    RepairRequest,
     Reply,
     RowsRequest,
+    SaveRequest,
+    SaveStatusRequest,
     TableRequest,
 )
 from paramserver.verbs import Verbs
@@ -100,6 +104,10 @@ class Server:
             "Ids": self._unary(IdsRequest, verbs.ids),
             "Status": self._unary(Empty, verbs.status),
             "Bye": self._unary(ByeRequest, verbs.bye),
+            "Save": self._unary(SaveRequest, verbs.save, waits=True),
+            "SaveStatus": self._unary(SaveStatusRequest, verbs.save_status),
+            "Load": self._unary(LoadRequest, verbs.load, waits=True),
+            "Repair": self._unary(RepairRequest, verbs.repair, waits=True),
         }
         handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
         return {**handlers, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
@@ -123,7 +131,7 @@ class Server:
 
     def _bounded(self, verb: Callable[[Any, float], Message], request: Message, remaining_s: float) -> Message:
         if not self._waiting.acquire(blocking=False):
-            raise ShardUnavailableError(f"{MAX_WAITING_CALLS} flushes, assigns and erases are waiting already; try again")
+            raise ShardUnavailableError(f"{MAX_WAITING_CALLS} flushes, assigns, erases, saves and repairs are waiting already; try again")
         try:
             return verb(request, remaining_s)
         finally:

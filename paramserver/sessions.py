@@ -1,4 +1,4 @@
-"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has accepted. Pure; the intake locks.
+"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; the intake locks.
 
 Shard 0 issues incarnations, one counter for the whole cluster, so that they order trainers; the other shards take over higher ones. Parts
 of one session are numbered 1, 2, 3, …: the next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
@@ -8,7 +8,7 @@ gap.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from kvemb.errors import FencedError, PushRejectedError
+from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError, to_wire
 from kvemb.messages import PushReply
 from paramserver.batch import Part, Push, Ticket
 
@@ -24,31 +24,36 @@ class Session:
     Args:
         trainer: its name.
         incarnation: the one in force.
-        last_sequence: of the last accepted part.
+        last_sequence: of the last part that was taken.
+        journaled_sequence: of the last part whose push is in the journal: a restart goes on from there.
         live: said hello to this process and not yet goodbye.
-        held: accepted parts of a push whose last part is still to come.
+        restored: known from before this process began, and not heard of since.
+        recorded: its last hello is in the journal.
+        held: parts of a push whose last part is still to come.
         held_step: the step of that push.
         answers: tickets of recent parts by sequence, oldest first; every part that has no outcome yet is among them.
         n_waiting, bytes_waiting: complete pushes that are not applied yet.
+        refused: sequences of refused steps that a journal told of.
+        dropped: why the predecessor lost its place in a sync job, where this is but a number that nobody has: a fence.
     """
 
     trainer: str
     incarnation: int
     last_sequence: int = 0
+    journaled_sequence: int = 0
     live: bool = True
+    restored: bool = False
+    recorded: bool = False
     held: list[Part] = field(default_factory=list)
     held_step: int = 0
     answers: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     n_waiting: int = 0
     bytes_waiting: int = 0
-
-    @property
-    def complete_sequence(self) -> int:
-        """The last sequence whose push is complete: held parts are not kept over a restart."""
-        return self.last_sequence - len(self.held)
+    refused: set[int] = field(default_factory=set)
+    dropped: str = ""
 
     def known(self, sequence: int, digest: int) -> Ticket | None:
-        """Return the ticket of a part that was accepted before, or None for the next new one.
+        """Return the ticket of a part that was taken before, or None for the next new one.
 
         Raises:
             PushRejectedError: a gap, or other data under a used sequence.
@@ -62,13 +67,19 @@ class Session:
             )
         ticket = self.answers.get(sequence)
         if ticket is None:  # long since applied, or applied before a restart
-            return Ticket(sequence, digest, 0, final=PushReply(sequence, "applied"))
+            return Ticket(sequence, digest, 0, final=self._first_outcome(sequence), accepted=True)
         if ticket.digest != digest:
             raise PushRejectedError(
-                f"trainer {self.trainer!r}: other data under sequence {sequence}, which was accepted before (digest {digest:016x}, "
-                f"accepted {ticket.digest:016x}); a restarted trainer must say hello with incarnation 0"
+                f"trainer {self.trainer!r}: other data under sequence {sequence}, which was taken before (digest {digest:016x}, "
+                f"taken {ticket.digest:016x}); a restarted trainer must say hello with incarnation 0"
             )
         return ticket
+
+    def _first_outcome(self, sequence: int) -> PushReply:
+        if sequence not in self.refused:
+            return PushReply(sequence, "applied")
+        text = f"trainer {self.trainer!r}: part {sequence} was in a step that was refused before the shard was restarted"
+        return PushReply(sequence, "failed", error={"type": "PushRejectedError", "message": text})
 
     def accept(self, part: Part, step: int) -> None:
         """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
@@ -81,13 +92,20 @@ class Session:
         while len(self.answers) > KEPT_ANSWERS and next(iter(self.answers.values())).final is not None:
             self.answers.popitem(last=False)
 
-    def complete(self, step: int) -> Push:
+    def complete(self, step: int, now_s: float = 0.0) -> Push:
         """Return the push that the last part completed."""
-        push = Push(self.trainer, self.incarnation, step, tuple(self.held))
+        push = Push(self.trainer, self.incarnation, step, tuple(self.held), now_s)
         self.held = []
         self.n_waiting += 1
         self.bytes_waiting += push.size_bytes
         return push
+
+    def give_up_held(self, reason: dict[str, str]) -> None:
+        """Give up an incomplete push whose trainer will number its next parts anew."""
+        self.last_sequence -= len(self.held)
+        for part in self.held:
+            self.answers.pop(part.ticket.sequence, None)
+        self.drop_held(reason)
 
     def drop_held(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push: nothing of it is applied."""
@@ -102,13 +120,13 @@ class Sessions:
     Args:
         issues: whether this shard issues incarnations (shard 0).
         next_incarnation: the first it may issue.
-        kept: (trainer, incarnation, last sequence) from a clean stop.
+        kept: (trainer, incarnation, last sequence) from the saved state.
     """
 
     def __init__(self, issues: bool, next_incarnation: int = 1, kept: list[tuple[str, int, int]] | None = None) -> None:
         self._issues = issues
         self.next_incarnation = next_incarnation
-        self._sessions = {name: Session(name, number, last, live=False) for name, number, last in kept or []}
+        self._sessions = {name: Session(name, number, last, last, live=False, restored=True) for name, number, last in kept or []}
 
     @property
     def live(self) -> list[Session]:
@@ -116,8 +134,19 @@ class Sessions:
         return [session for session in self._sessions.values() if session.live]
 
     def kept(self) -> list[tuple[str, int, int]]:
-        """Return what a restart needs: (trainer, incarnation, last sequence of a complete push)."""
-        return [(s.trainer, s.incarnation, s.complete_sequence) for s in self._sessions.values()]
+        """Return what a restart needs: (trainer, incarnation, last sequence in the journal)."""
+        return [(s.trainer, s.incarnation, s.journaled_sequence) for s in self._sessions.values()]
+
+    def restore(self, trainer: str, incarnation: int, sequence: int = 0, *, refused: bool = False) -> None:
+        """Take over what an entry of the journal says: a hello, or the last sequence of a push; older news changes nothing."""
+        self.next_incarnation = max(self.next_incarnation, incarnation + 1)
+        session = self._sessions.get(trainer)
+        if session is None or incarnation > session.incarnation:
+            self._make_room(trainer)
+            session = self._sessions[trainer] = Session(trainer, incarnation, live=False, restored=True)
+        if incarnation == session.incarnation and sequence > session.journaled_sequence:
+            session.last_sequence = session.journaled_sequence = sequence
+            session.refused |= {sequence} if refused else set()
 
     def check_hello(self, trainer: str, incarnation: int) -> None:
         """Refuse a hello that could not be granted; changes nothing."""
@@ -132,7 +161,7 @@ class Sessions:
             if not self._issues:
                 raise PushRejectedError("incarnations are issued by shard 0; say hello there first and bring its number here")
         elif old is not None and incarnation < old.incarnation:
-            raise _fenced(trainer, incarnation, old.incarnation)
+            raise _fenced(incarnation, old)
         elif self._issues and (old is None or incarnation > old.incarnation):
             raise PushRejectedError(f"trainer {trainer!r}: incarnation {incarnation} was not issued to it by this shard")
 
@@ -142,14 +171,41 @@ class Sessions:
         if incarnation == 0:
             incarnation, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
         if old is not None and old.incarnation == incarnation:
-            old.live = True
+            old.live, old.restored, old.dropped = True, False, ""
             return old
-        if old is not None:
-            old.drop_held({"type": "FencedError", "message": str(_fenced(trainer, old.incarnation, incarnation))})
-        elif len(self._sessions) >= MAX_SESSIONS:
-            del self._sessions[next(s.trainer for s in self._sessions.values() if not s.live)]
+        self._make_room(trainer)
         session = self._sessions[trainer] = Session(trainer, incarnation)
+        if old is not None:
+            old.drop_held(to_wire(_fenced(old.incarnation, session)))
         return session
+
+    def fence(self, trainer: str, why: str) -> int:
+        """Refuse what a trainer's incarnation sends from now on, for this reason; return the number above it that nobody has.
+
+        To journal that number as a hello keeps the fence over a restart. 0 when the trainer is not known.
+        """
+        old = self._sessions.get(trainer)
+        if old is None:
+            return 0
+        number = old.incarnation + 1
+        if self._issues:  # the other shards need not care: what is issued to the trainer later is above its last incarnation
+            number, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
+        session = self._sessions[trainer] = Session(trainer, number, live=False, dropped=why)
+        old.drop_held(to_wire(_fenced(old.incarnation, session)))
+        return number
+
+    def fenced(self, trainer: str, incarnation: int) -> FencedError:
+        """Return the error that tells an older incarnation of a trainer why it must stop."""
+        return _fenced(incarnation, self._sessions[trainer])
+
+    def is_live(self, trainer: str, incarnation: int) -> bool:
+        """Whether this very session said hello to this process and not yet goodbye."""
+        session = self._sessions.get(trainer)
+        return session is not None and session.live and session.incarnation == incarnation
+
+    def _make_room(self, trainer: str) -> None:
+        if trainer not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(s.trainer for s in self._sessions.values() if not s.live)]
 
     def find(self, trainer: str, incarnation: int) -> Session:
         """Return the session in force of a trainer.
@@ -157,24 +213,30 @@ class Sessions:
         Raises:
             FencedError: a newer incarnation took over.
             PushRejectedError: it never said hello, or said goodbye.
+            ShardUnavailableError: it said hello before the shard's restart: then it says it again, and sends its parts again.
         """
         session = self._sessions.get(trainer)
+        if session is not None and incarnation == session.incarnation and session.restored:
+            raise ShardUnavailableError(f"trainer {trainer!r}: this shard was restarted; say hello again")
         if session is None or incarnation > session.incarnation or (incarnation == session.incarnation and not session.live):
             raise PushRejectedError(f"trainer {trainer!r}, incarnation {incarnation}: not known here; say hello first")
         if incarnation < session.incarnation:
-            raise _fenced(trainer, incarnation, session.incarnation)
+            raise _fenced(incarnation, session)
         return session
 
     def bye(self, trainer: str, incarnation: int) -> None:
         """End a session; what it completed is still applied, an incomplete push is given up."""
         session = self.find(trainer, incarnation)
         # The numbers of the given-up parts are free again: nothing of them was applied, so the same trainer may come back and send them.
-        session.last_sequence = session.complete_sequence
-        for part in session.held:
-            session.answers.pop(part.ticket.sequence, None)
+        session.give_up_held({"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"})
         session.answers = OrderedDict((number, ticket) for number, ticket in session.answers.items() if ticket.final is None)
-        session.drop_held({"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"})
-        session.live = False
+        session.live = session.restored = session.recorded = False
+
+    def journaled(self, push: Push) -> None:
+        """Record that a push is in the journal."""
+        session = self._sessions.get(push.trainer)
+        if session is not None and session.incarnation == push.incarnation:
+            session.journaled_sequence = max(session.journaled_sequence, push.parts[-1].ticket.sequence)
 
     def settled(self, push: Push) -> None:
         """Count a push as applied or failed."""
@@ -189,7 +251,9 @@ class Sessions:
             session.drop_held(reason)
 
 
-def _fenced(trainer: str, incarnation: int, newer: int) -> FencedError:
-    return FencedError(
-        f"trainer {trainer!r}: incarnation {incarnation} was fenced by the newer incarnation {newer}; this process must stop pushing"
-    )
+def _fenced(incarnation: int, newer: Session) -> FencedError:
+    who = f"trainer {newer.trainer!r}: incarnation {incarnation}"
+    if newer.dropped:
+        return FencedError(f"{who} was dropped from the sync job: {newer.dropped}; connect again to join the job from its next step on")
+    gone = "" if newer.live else ", or dropped from the sync job"  # a fence of before the shard's restart has the number of nobody
+    return FencedError(f"{who} was fenced by the newer incarnation {newer.incarnation}{gone}; this process must stop pushing")

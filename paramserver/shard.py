@@ -1,28 +1,29 @@
-"""One running shard: puts its parts together, owns their threads, and takes them down in order. No protocol and no maths here."""
+"""One running shard: owns its parts' threads, and takes them down in order. No protocol and no maths here; `paramserver.start` makes it."""
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from kvemb.config import Config
-from kvemb.errors import ConfigError, ParameterServerError
+from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
 from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
 from paramserver.applier import Applier
-from paramserver.barrier import Barrier
-from paramserver.cache import CacheBudget
+from paramserver.archive import ShardArchive
+from paramserver.chores import Chores
+from paramserver.claim import save, save_at_stop
+from paramserver.committer import Committer, Handover
 from paramserver.data_dir import DataDir
-from paramserver.engine import Engine
-from paramserver.intake import Intake
-from paramserver.ownership import STATE, claim, confirm, join_cluster
-from paramserver.registry import Registry
+from paramserver.image import image
+from paramserver.journal import Position
+from paramserver.local_snapshots import LocalSnapshots
+from paramserver.saver import Saver
 from paramserver.service import Server
-from paramserver.sessions import Sessions
-from paramserver.state_file import ShardState, TableImage, encode
-from paramserver.tables import Tables, TableState
+from paramserver.snapshot import Snapshotter
+from paramserver.snapshot.snapshotter import from_storage
 from paramserver.verbs import ShardParts, Verbs
-from paramserver.watch import EvictionWatch
+from paramserver.watch import NodeWatch
+from paramserver.write_behind import Bound, WriteBehind
 
 _JOIN_S = 5.0
 _GRACE_S = 0.5  # for last replies on their way; trainers keep their push streams open and would never end them
@@ -36,124 +37,142 @@ class Shard:
         parts: its parts.
         store, data: what it has open.
         listen: "host:port" to serve on.
+        on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
+        on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
     """
 
-    def __init__(self, parts: ShardParts, store: Store, data: DataDir, listen: str) -> None:
-        self._parts, self._store, self._data = parts, store, data
-        sync = parts.config.servers.mode == "sync"
-        self._server = Server(Verbs(parts), listen)
-        self._applier = Applier(parts.intake, parts.engine, parts.tables, sync=sync, failed=self._not_serving)
-        self._watch = (
-            None if parts.config.storage.allow_row_loss else EvictionWatch(store, parts.config.storage.timeout_s, parts.intake.lose)
+    def __init__(
+        self,
+        parts: ShardParts,
+        store: Store,
+        data: DataDir,
+        listen: str,
+        *,
+        on_fenced: Callable[[], None] = lambda: None,
+        on_load: Callable[[], None] | None = None,
+    ) -> None:
+        self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
+        self._saver = Saver(
+            parts.shard,
+            store,
+            parts.tables,
+            parts.engine,
+            definitions=parts.registry.reloaded,
+            folder=data.path,
+            timeout_s=parts.config.storage.timeout_s,
+        )
+        verbs = Verbs(parts, ShardArchive(self._saver, parts.registry, on_load))
+        self._server = Server(verbs, listen)
+        handover, sync = Handover(), parts.config.servers.mode == "sync"
+        versions = {"epoch": parts.engine.epoch, "k": parts.engine.k}
+        self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
+        self._saver.committed_k = lambda: self._committer.k
+        self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, applied=parts.ledger.end, failed=self._failed)
+        self._write_behind(handover.wake)
+        self._chores = self._applier.chores = verbs.repairs = Chores(parts.repairer, self._snapshots(), handover.wake)
+        self._watch = NodeWatch(
+            store,
+            parts.config.storage.timeout_s,
+            evicted=None if parts.config.storage.allow_row_loss else self._evicted,
+            lost=self._chores.ask_repair if self._chores.can_repair else None,
+            fenced=self._lost_the_shard,
         )
         self.address = self._server.address
+        self.fenced = False
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
         self._applier.start()
+        self._committer.start()
         self._server.start()
-        if self._watch is not None:
-            self._watch.start()
+        self._watch.start()
 
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
         self._server.set_serving(False)
-        if self._watch is not None:
-            self._watch.stop(_JOIN_S)
+        self._watch.stop(_JOIN_S)
+        self._saver.stop(_JOIN_S)
         drained = self._parts.intake.drain(Deadline.after(drain_timeout_s))
-        ended = self._applier.stop(_JOIN_S + self._parts.config.storage.timeout_s)
-        trouble = "" if drained and ended else self._trouble()
+        ended = [thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for thread in (self._committer, self._applier)]
+        trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
             trouble = self._save()
         self._server.stop(_GRACE_S)
         self._store.close()
+        self._parts.ledger.close()
+        if self._parts.runs is not None:
+            self._parts.runs.close()
         self._data.close()
         return trouble
 
+    def _snapshots(self) -> LocalSnapshots | None:
+        parts = self._parts
+        if parts.runs is None:
+            return None
+        read = from_storage(self._store, parts.config.storage.timeout_s)
+        return LocalSnapshots(
+            parts.ledger,
+            Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
+            parts.tables.all,
+            applied=lambda: self._applier.applied,
+            save=self._save_image,
+            max_bytes=parts.config.servers.journal_max_mb << 20,
+            needed=parts.snapshot_due,
+        )
+
+    def _save_image(self, position: Position) -> None:
+        self._parts.engine.write_dirty(self._applier.pause)
+        self._parts.intake.written()
+        save(self._data, image(self._parts, position), journaled=True)
+
+    def _write_behind(self, wake: Callable[[], None]) -> None:
+        parts, servers = self._parts, self._parts.config.servers
+        if not servers.write_behind_batches:
+            return
+        bound = Bound(servers.write_behind_batches, servers.write_behind_ms / 1e3)
+        timeout_s = parts.config.storage.timeout_s
+        behind = WriteBehind(self._store, parts.tables, bound, epoch=parts.engine.epoch, timeout_s=timeout_s, wake=wake)
+        parts.engine.behind = parts.intake.behind = behind
+
+    def _evicted(self, address: str, error: NodeLostError) -> None:
+        storage = self._parts.config.storage
+        try:
+            with open_store(storage, role="trainer") as probe:  # whoever connects anew looks at the settings
+                probe.open(Deadline.after(storage.timeout_s))
+        except UnsafeNodeError as unsafe:
+            self._parts.intake.lose(UnsafeNodeError(f"{error} {unsafe}"))
+            return
+        except StorageError:
+            pass  # other shards may be repairing already
+        if self._chores.can_repair:
+            self._chores.ask_repair({address})
+        else:
+            self._parts.intake.lose(error)
+
     def _trouble(self) -> str:
-        return self._parts.intake.failure or self._parts.intake.describe_pending()
+        text = self._parts.intake.failure or self._parts.intake.describe_pending()
+        if self._parts.config.servers.durability == "none" or self.fenced:
+            return text
+        return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
 
     def _save(self) -> str:
+        # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
+        position = self._applier.applied if self._parts.config.servers.durability != "none" else None
         try:
-            self._data.write(STATE, encode(self._image()))
+            save_at_stop(self._data, image(self._parts, position))
         except OSError as error:
             return f"everything is applied, but the state could not be saved in {self._data.path}: {error.strerror}"
+        except FencedError as error:
+            return str(error)
         log.info("drained; state saved in %s at k %d", self._data.path, self._parts.engine.k)
         return ""
 
-    def _image(self) -> ShardState:
-        parts = self._parts
-        tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
-        return ShardState(
-            cluster_id=parts.cluster_id,
-            shard=parts.shard,
-            n_shards=len(parts.config.servers.shards),
-            epoch=parts.engine.epoch,
-            k=parts.engine.k,
-            rows_applied=parts.engine.rows_applied,
-            next_incarnation=parts.intake.sessions.next_incarnation,
-            tables=tuple(tables),
-            sessions=tuple(parts.intake.sessions.kept()),
-        )
+    def _lost_the_shard(self, error: FencedError) -> None:
+        self._parts.intake.fail(error)
+        self._failed(error)
 
-    def _not_serving(self) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._server.set_serving(False)
-
-
-def start(config: Config, shard: int, *, listen: str, start_timeout_s: float, wait: Callable[[float], None]) -> Shard:
-    """Take every step up to a shard that can serve; on an error everything is closed again.
-
-    Args:
-        config: of the cluster.
-        shard: number.
-        listen: "host:port" to serve on.
-        start_timeout_s: how long to wait for storage nodes.
-        wait: between tries; raises when the process is told to stop.
-
-    Raises:
-        ConfigError: no such shard, or a table of the file does not fit.
-        KvembError: see `paramserver.ownership`.
-    """
-    if not 0 <= shard < len(config.servers.shards):
-        raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
-    data = DataDir(Path(config.servers.data_dir), shard)
-    store = None
-    try:
-        store = open_store(config.storage, role=f"shard:{shard}")
-        parts, state = _parts(config, shard, store, data, start_timeout_s, wait)
-        running = Shard(parts, store, data, listen)
-        confirm(data)
-    except BaseException:
-        if store is not None:
-            store.close()
-        data.close()
-        raise
-    running.serve()
-    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, state.n_shards, state.epoch, state.k)
-    return running
-
-
-def _parts(
-    config: Config, shard: int, store: Store, data: DataDir, start_timeout_s: float, wait: Callable[[float], None]
-) -> tuple[ShardParts, ShardState]:
-    timeout_s, servers = config.storage.timeout_s, config.servers
-    cluster_id = join_cluster(store, data, shard, deadline=Deadline.after(start_timeout_s), timeout_s=timeout_s, wait=wait)
-    registry = Registry(store, shard, timeout_s)
-    registry.load()
-    for table in config.tables if shard == 0 else ():
-        registry.create(table, exist_ok=True)
-    state = claim(store, data, shard, len(servers.shards), cluster_id, timeout_s)
-    budget = CacheBudget(servers.cache_mb << 20)
-    tables = Tables([_table(registry, image, budget) for image in state.tables], budget)
-    engine = Engine(store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s)
-    engine.rows_applied = state.rows_applied
-    sessions = Sessions(shard == 0, state.next_incarnation, list(state.sessions))
-    barrier = Barrier(servers.trainers, servers.barrier_timeout_s) if servers.mode == "sync" else None
-    return ShardParts(config, shard, cluster_id, registry, tables, engine, Intake(sessions, barrier)), state
-
-
-def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:
-    registered = registry.find(image.definition.name)
-    if registered != image.definition:
-        raise ParameterServerError(f"table {image.definition.name!r}: the saved state knows {image.definition}, the registry {registered}")
-    return TableState(registered, image.step, (image.ids, image.versions), budget)
+        if isinstance(error, FencedError):
+            self.fenced = True
+            self._on_fenced()

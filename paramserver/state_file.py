@@ -1,7 +1,8 @@
-"""The state of a shard after a clean stop, as bytes: what it must know to go on, because storage is never scanned. Pure.
+"""The saved state of a shard, as bytes: what it must know to go on, because storage is never scanned. Pure.
 
     magic 8 | format version u32 | header size u32 | msgpack header | ids and versions of each table, raw '<u8' | xxh3-64 of all before
 
+With a journal it is the state as of a position in it; what lies behind is replayed on top. Without one it is what a clean stop left.
 Anything off (size, checksum, a field) and nothing of it is used: an index with one wrong version would report a good row as lost.
 """
 
@@ -19,9 +20,12 @@ from kvemb.errors import KvembError, ParameterServerError
 from kvemb.table_def import TableDef
 
 MAGIC = b"kvembsst"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEAD = struct.Struct("<8sII")
-_KEYS = ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "tables", "sessions")
+_KEYS = (
+    "cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "tables", "sessions", "members", "complete",
+    "journal",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +40,20 @@ class TableImage:
 
 @dataclass(frozen=True, eq=False)
 class ShardState:
-    """Everything a shard keeps over a clean stop.
+    """Everything a shard keeps over its end.
 
     Args:
         cluster_id: 16 bytes.
         shard, n_shards: which of how many.
         epoch: of the process that wrote it (0: the shard never served).
-        k: batches so far; the next process goes on counting.
+        k: of the last batch applied; the next process goes on counting.
         rows_applied: for status.
         next_incarnation: the next one to issue (shard 0).
         tables: images.
         sessions: (trainer, incarnation, last sequence).
+        members: (trainer, incarnation) of a sync job, see `paramserver.barrier.Membership`.
+        complete: whether all trainers of that job have been here at once.
+        journal: (segment, offset) from which the journal is replayed; None where there was no journal.
     """
 
     cluster_id: bytes
@@ -58,10 +65,17 @@ class ShardState:
     next_incarnation: int = 1
     tables: tuple[TableImage, ...] = ()
     sessions: tuple[tuple[str, int, int], ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
+    complete: bool = False
+    journal: tuple[int, int] | None = None
 
     def with_epoch(self, epoch: int) -> "ShardState":
         """Return the same state under another epoch."""
         return replace(self, epoch=epoch)
+
+    def with_journal(self, journal: tuple[int, int] | None) -> "ShardState":
+        """Return the same state as of another position."""
+        return replace(self, journal=journal)
 
 
 def encode(state: ShardState) -> Iterator[bytes | memoryview]:
@@ -99,7 +113,10 @@ def decode(data: bytes, where: str) -> ShardState:
         fields = msgpack.unpackb(data[_HEAD.size : start])
         tables, start = _read_tables(fields.pop("tables"), data, start)
         sessions = tuple((str(t), int(i), int(s)) for t, i, s in fields.pop("sessions"))
-        state = ShardState(**fields, tables=tables, sessions=sessions)
+        members = tuple((str(t), int(i)) for t, i in fields.pop("members"))
+        journal = fields.pop("journal")
+        position = None if journal is None else (int(journal[0]), int(journal[1]))
+        state = ShardState(**fields, tables=tables, sessions=sessions, members=members, journal=position)
     except (KvembError, ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise _damaged(where, f"{type(error).__name__}: {error}") from error
     if start != len(data) - 8:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvemb.errors import DeadlineExceededError, KvembError, MessageError, NodeUnavailableError, ShardUnavailableError, to_wire
 from kvemb.messages import PushPart, PushReply
@@ -15,6 +16,7 @@ from paramserver.batch import CheckedRows
 from paramserver.intake import Intake
 
 _MAX_UNSENT = 1024
+_MAX_ROW_BYTES = 64 << 20  # of updated rows in replies that the trainer does not take; further replies leave them out
 _JOIN_S = 5.0
 _FINAL = ("applied", "failed")
 log = logging.getLogger("paramserver")
@@ -23,26 +25,37 @@ Check = Callable[[PushPart], tuple[CheckedRows, ...]]
 
 
 class _Outbox:
-    """Replies on their way back. Bounded: the reader waits while it is full, and only accepted parts add to it besides."""
+    """Replies on their way back. Bounded: the reader waits while it is full, and only parts that were taken add to it besides."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._replies: deque[PushReply] = deque()
-        self._n_open = 0  # accepted parts whose outcome is still to come
+        self._row_bytes = 0
+        self._n_open = 0  # parts whose outcome is still to come
         self._input_over = False
         self.closed = False
 
-    def put(self, reply: PushReply) -> None:
-        """Append a reply about an accepted part. Never blocks."""
+    def expect(self) -> None:
+        """One more part is being taken; its outcome comes through `put`, or `refuse` says that it was not taken."""
         with self._changed:
-            self._n_open += -1 if reply.state in _FINAL else 1
+            self._n_open += 1
+
+    def put(self, reply: PushReply) -> None:
+        """Append a reply about a part. Never blocks."""
+        with self._changed:
+            self._n_open -= reply.state in _FINAL
+            if reply.rows and self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
+                reply = replace(reply, rows=[])
+            self._row_bytes += _row_bytes(reply)
             self._replies.append(reply)
             self._changed.notify_all()
 
-    def refuse(self, reply: PushReply) -> None:
-        """Append the reply to a part that was not accepted."""
+    def refuse(self, reply: PushReply | None) -> None:
+        """Append the reply to a part that was not taken, if it gets one."""
         with self._changed:
-            self._replies.append(reply)
+            self._n_open -= 1
+            if reply is not None:
+                self._replies.append(reply)
             self._changed.notify_all()
 
     def wait_for_room(self) -> bool:
@@ -70,8 +83,13 @@ class _Outbox:
                 if self.closed or not self._replies:
                     return
                 reply = self._replies.popleft()
+                self._row_bytes -= _row_bytes(reply)
                 self._changed.notify_all()
             yield reply
+
+
+def _row_bytes(reply: PushReply) -> int:
+    return sum(map(len, reply.rows))
 
 
 class PushStream:
@@ -90,7 +108,7 @@ class PushStream:
         self.unavailable = ""  # why the shard took no more parts from this stream
 
     def replies(self) -> Iterator[bytes]:
-        """Yield encoded replies until every accepted part has its outcome, or the stream is cancelled."""
+        """Yield encoded replies until every part that was taken has its outcome, or the stream is cancelled."""
         self._reader.start()
         try:
             for reply in self._outbox:
@@ -100,7 +118,7 @@ class PushStream:
             self._reader.join(_JOIN_S)
 
     def cancel(self) -> None:
-        """End the stream; what was accepted is applied all the same. Any thread may call this."""
+        """End the stream; what was taken is applied all the same. Any thread may call this."""
         self._outbox.close()
         self._intake.wake()
 
@@ -116,6 +134,7 @@ class PushStream:
 
     def _take(self, data: bytes) -> bool:
         """Submit one part; return whether to read on."""
+        self._outbox.expect()
         try:
             part = PushPart.decode(data)
         except MessageError as error:
@@ -127,8 +146,10 @@ class PushStream:
             # (Storage errors: of the look-up of a table that this shard has not met.)
             # Not the part's fault: the call ends as UNAVAILABLE, and the trainer sends the part again over a new one.
             self.unavailable = str(error)
+            self._outbox.refuse(None)
             return False
         except KvembError as error:
+            self._intake.give_up(part, error)
             self._outbox.refuse(PushReply(part.sequence, "failed", error=to_wire(error)))
         except Exception as error:
             log.exception("a part could not be taken")

@@ -6,7 +6,9 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError, PushRejectedError, UnknownTableError
 from kvemb.hashing import shard_of
+from kvemb.ids import first_outside
 from kvemb.messages import PushPart, TableRows, digest_tables
+from kvemb.rounding import to_float32
 from kvemb.table_def import TableDef
 from paramserver.batch import ERASE, CheckedRows
 
@@ -53,7 +55,7 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind
     dim = 0 if kind == ERASE else definition.dim
     if len(rows.ids) and rows.rows.shape[1] != dim:
         raise PushRejectedError(f"{at}: rows of dim {rows.rows.shape[1]}, expected {dim}")
-    values = rows.rows.reshape(len(rows.ids), dim)
+    values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
     _check_values(at, definition, rows, values)
     _check_ids(at, definition, rows, shard, n_shards)
     return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
@@ -73,6 +75,10 @@ def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.nda
 
 
 def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, n_shards: int) -> None:
+    outside = first_outside(rows.ids, definition.num_ids)
+    if outside is not None:
+        row_id = shown_id(definition, int(rows.ids[outside]))
+        raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
     owners = shard_of(rows.ids, n_shards)
     if (owners != shard).any():
         wrong = int(np.argmax(owners != shard))

@@ -1,11 +1,20 @@
 """What a shard answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvemb.config import Config
-from kvemb.errors import InvalidInputError, PushRejectedError, WrongNodeError
+from kvemb.errors import (
+    InvalidInputError,
+    LostRowError,
+    ParameterServerError,
+    PushRejectedError,
+    ShardFailedError,
+    WrongNodeError,
+)
 from kvemb.messages import (
     ByeRequest,
     CountReply,
@@ -17,8 +26,14 @@ from kvemb.messages import (
     HelloRequest,
     IdsReply,
     IdsRequest,
+    LoadRequest,
     PushPart,
+    RepairReply,
+    RepairRequest,
     RowsRequest,
+    SaveReply,
+    SaveRequest,
+    SaveStatusRequest,
     StatusReply,
     TableReply,
     TableRequest,
@@ -26,9 +41,14 @@ from kvemb.messages import (
 from kvemb.net.deadline import Deadline
 from kvemb.table_def import TableDef
 from paramserver.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from paramserver.chores import Chores
 from paramserver.engine import Engine
 from paramserver.intake import Intake
+from paramserver.ledger import Ledger
 from paramserver.registry import Registry
+from paramserver.repair import Repairer
+from paramserver.replay import Recovered
+from paramserver.snapshot import Runs
 from paramserver.stream import PushStream
 from paramserver.tables import Tables
 from paramserver.validate import check_part, check_rows
@@ -49,13 +69,32 @@ class ShardParts:
     tables: Tables
     engine: Engine
     intake: Intake
+    ledger: Ledger
+    recovered: Recovered
+    runs: Runs | None = None
+    repairer: Repairer | None = None
+    snapshot_due: bool = False
+
+
+class Archive(Protocol):
+    """Saves and loads of the shard; see `paramserver.archive`."""
+
+    def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
+        """Cut the shard and begin to save it."""
+
+    def progress(self, save_id: str) -> SaveReply:
+        """Say how far a save is."""
+
+    def load(self, request: LoadRequest) -> None:
+        """Check a load, or begin it."""
 
 
 class Verbs:
     """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
 
-    def __init__(self, parts: ShardParts) -> None:
-        self._parts = parts
+    def __init__(self, parts: ShardParts, archive: Archive | None = None) -> None:
+        self._parts, self._archive = parts, archive
+        self.repairs: Chores | None = None
         self._n_shards = len(parts.config.servers.shards)
 
     def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
@@ -70,7 +109,7 @@ class Verbs:
             raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
         incarnation, last = self._parts.intake.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
-        return HelloReply(incarnation, last, self._parts.config.servers.mode)
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.intake.first_step(request.trainer))
 
     def bye(self, request: ByeRequest, remaining_s: float) -> Empty:
         """Let a trainer go."""
@@ -110,7 +149,7 @@ class Verbs:
         return CountReply(self._change_rows(ERASE, request, remaining_s))
 
     def flush(self, request: FlushRequest, remaining_s: float) -> Empty:
-        """Wait until everything accepted is applied."""
+        """Wait until everything accepted is applied and in storage."""
         self._parts.intake.flush(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
         return Empty()
 
@@ -129,6 +168,42 @@ class Verbs:
         state = self._parts.tables.state(self._parts.registry.find(request.table))
         return IdsReply(state.page(request.after, request.first, request.limit).astype("<u8").tobytes())
 
+    def save(self, request: SaveRequest, remaining_s: float) -> SaveReply:
+        """Cut the shard and begin to save it; answered once it is cut."""
+        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
+        return self._require_archive().save(request, Deadline.after(patience_s))
+
+    def save_status(self, request: SaveStatusRequest, remaining_s: float) -> SaveReply:
+        """Say how far a save is."""
+        return self._require_archive().progress(request.save_id)
+
+    def load(self, request: LoadRequest, remaining_s: float) -> Empty:
+        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
+        self._require_archive().load(request)
+        return Empty()
+
+    def repair(self, request: RepairRequest, remaining_s: float) -> RepairReply:
+        """Have lost nodes repaired, and the named ones compared; answered when that is done.
+
+        Raises:
+            LostRowError: this shard keeps no journal, or a row cannot be restored.
+            InvalidInputError: no such node.
+            DeadlineExceededError: it goes on.
+        """
+        if self._parts.repairer is None or self.repairs is None:
+            raise LostRowError(
+                "nothing can be repaired: parameter_servers.durability is none, so there is no journal that rows could be restored from"
+            )
+        if self._parts.intake.failure:
+            raise ShardFailedError(self._parts.intake.failure)
+        known, started_s = self._parts.repairer.addresses, time.monotonic()
+        unknown = sorted(set(request.addresses) - set(known))
+        if unknown:
+            raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
+        ticket = self.repairs.ask_repair(known if request.all_nodes else request.addresses)
+        ticket.wait(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
+
     def status(self, request: Empty, remaining_s: float) -> StatusReply:
         """Say how the shard is doing."""
         parts = self._parts
@@ -146,8 +221,18 @@ class Verbs:
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.intake.failure or parts.intake.last_error,
+            failure=parts.intake.failure or parts.intake.trouble,
+            journal_bytes=parts.ledger.size_bytes,
+            recovered_rows=parts.recovered.rows,
+            recovery_s=parts.recovered.seconds,
+            dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
+            repair="" if parts.repairer is None else parts.repairer.figures.now,
         )
+
+    def _require_archive(self) -> Archive:
+        if self._archive is None:
+            raise ParameterServerError("this shard neither saves nor loads")
+        return self._archive
 
     def _check_part(self, part: PushPart) -> tuple[CheckedRows, ...]:
         return check_part(part, self._parts.registry.find, self._parts.shard, self._n_shards)

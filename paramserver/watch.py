@@ -1,40 +1,63 @@
-"""Watches the storage nodes for rows they threw away by themselves: a thread that asks for their counters now and then.
+"""Watches the storage nodes: for rows they threw away by themselves, and for nodes that lost everything while nobody wrote to them.
 
 Nodes that may evict are refused when they are connected, but settings can be changed while a server runs, and memcached can lose rows by
-moving slab pages without counting an eviction. A node whose counters rise has lost rows, and the shard stops rather than train on.
+moving slab pages without counting an eviction. A node that restarted empty is noticed by the next batch that touches it; a shard that has
+no batch must notice too, because every shard has a part in the repair.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from kvemb.errors import NodeLostError, StorageError
+from kvemb.errors import FencedError, NodeLostError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import Store
 
 INTERVAL_S = 5.0
+MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
+_SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers
 log = logging.getLogger("paramserver")
 
+Lost = Callable[[str, NodeLostError], None]
+"""Told of a node, by its address, and of what it has lost."""
 
-class EvictionWatch:
+
+class NodeWatch:
     """Owns the thread.
 
     Args:
         store: open.
         timeout_s: of one look at all nodes.
-        lost: called once, with the error, when a node has thrown rows away.
-        interval_s: between two looks.
+        evicted: told when a node has thrown rows away; None does not look.
+        lost: called while nodes are lost; None does not look.
+        fenced: told that another process has taken the shard over; the watch ends then.
+        interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made
+            every second, but no sooner than 50 times what the last one took, if all nodes answered.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, store: Store, timeout_s: float, lost: Callable[[NodeLostError], None], interval_s: float = INTERVAL_S) -> None:
-        self._store, self._timeout_s, self._lost, self._interval_s = store, timeout_s, lost, interval_s
+    def __init__(
+        self,
+        store: Store,
+        timeout_s: float,
+        *,
+        evicted: Lost | None = None,
+        lost: Callable[[], object] | None = None,
+        fenced: Callable[[FencedError], object] = lambda error: None,
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._timeout_s, self._interval_s = store, timeout_s, interval_s
+        self._evicted, self._lost, self._fenced = evicted, lost, fenced
+        self._clock = clock
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvemb-eviction-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvemb-node-watch", daemon=True)
         self._before: dict[str, int] = {}
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
-        self.look()
+        self.look_for_evictions()
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -43,28 +66,52 @@ class EvictionWatch:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def look(self) -> NodeLostError | None:
-        """Compare the counters with those seen before; return what is wrong. A node that does not answer is looked at next time."""
+    def look_for_evictions(self) -> None:
+        """Compare the counters with those seen before. A node that does not answer is looked at next time."""
+        if self._evicted is None:
+            return
         try:
             nodes = self._store.stats(Deadline.after(self._timeout_s))
         except StorageError:
-            return None
+            return
         for node in nodes:
             if node.error:
                 continue
             before = self._before.setdefault(node.address, node.evicted)
-            if node.evicted > before:
-                return NodeLostError(
-                    f"node {node.address}: has thrown {node.evicted - before} keys away since this shard started (evictions, or moved slab "
-                    "pages). Rows are lost there; nothing was re-initialised. Was its eviction policy or memory changed while it ran?"
-                )
             self._before[node.address] = node.evicted  # a restarted server counts from 0 again; its marker tells of the restart
-        return None
+            if node.evicted > before:
+                error = NodeLostError(
+                    f"node {node.address}: has thrown {node.evicted - before} keys away since it was looked at last (evictions, or moved "
+                    "slab pages). Rows are lost there; nothing was re-initialised. Was its eviction policy or memory changed while it ran?"
+                )
+                log.error("%s", error)
+                self._evicted(node.address, error)
+
+    def look_for_lost_nodes(self) -> bool:
+        """Look at every node's marker; return whether all of them answered."""
+        if self._lost is None:
+            return True
+        try:
+            if self._store.lost_nodes(Deadline.after(self._timeout_s)):
+                self._lost()
+        except StorageError as error:  # said again by the next batch, which cannot go on either
+            log.warning("%s", error)
+            return False
+        return True
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            error = self.look()
-            if error is not None:
-                log.error("%s", error)
-                self._lost(error)
-                return
+        try:
+            self._look_now_and_then()
+        except FencedError as error:
+            self._fenced(error)
+
+    def _look_now_and_then(self) -> None:
+        pause_s, waited_s = MARKERS_INTERVAL_S, 0.0
+        while not self._stop.wait(pause_s):
+            waited_s += pause_s
+            started_s = self._clock()
+            answered = self.look_for_lost_nodes()  # waiting for a node that is down is no work, and it may be back at any time
+            pause_s = max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * (self._clock() - started_s) if answered else 0.0)
+            if waited_s >= self._interval_s:
+                waited_s = 0.0
+                self.look_for_evictions()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvemb.client.servers import DEFAULT_TIMEOUT_S
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.net.deadline import checked_timeout
+from kvemb.row_cache import Wanted
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Part:
         where: shard and address, for messages.
         n_rows: rows in it.
         trouble: returns what the stream suffers from at the moment, or "".
+        wanted: the rows that its answer is to bring back, where the trainer keeps rows.
     """
 
     where: str
     n_rows: int
     trouble: Callable[[], str] = lambda: ""
+    wanted: Wanted | None = None
     accepted: bool = False
     applied: bool = False
 
@@ -60,7 +63,9 @@ class Ack:
         self._moved_rows, self._versioned_rows, self._elapsed = 0.0, 0, 0
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when every shard has accepted its part: it will be applied exactly once.
+        """Return when every shard has accepted its part: it is in the shard's journal and will be applied exactly once.
+
+        In sync mode a shard accepts a step as a whole, when all trainers' parts of it are in.
 
         Args:
             timeout_s: seconds; 30 unless given.
@@ -73,7 +78,10 @@ class Ack:
         self._wait(lambda part: part.accepted, "accepted", timeout_s)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
-        """Return when every shard has applied its part: every client's next pull sees it. Raises as `wait` does."""
+        """Return when every shard has applied its part: every client's next pull sees it. Raises as `wait` does.
+
+        Where shards write behind (`write_behind_batches` in kvemb.yaml), pulls see it within that bound, or after a flush.
+        """
         self._wait(lambda part: part.applied, "applied", timeout_s)
 
     @property

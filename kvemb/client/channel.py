@@ -5,6 +5,7 @@ ShardUnavailableError or ParameterServerError, naming shard, address and verb. T
 `kvemb.client.servers`).
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+# Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
+_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids"})
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 M = TypeVar("M", bound=Message)
@@ -35,16 +39,36 @@ M = TypeVar("M", bound=Message)
 class Pending:
     """A unary call under way."""
 
-    def __init__(self, channel: "ShardChannel", method: str, future: Any, deadline: Deadline) -> None:
-        self._channel, self._method, self._future, self._deadline = channel, method, future, deadline
+    def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
+        self._channel, self._method, self._request, self._deadline = channel, method, request, deadline
+        self._future = self._send()
 
     def result(self, reply_type: type[M]) -> M:
-        """Wait for the answer.
+        """Wait for the answer; a verb that may be repeated is, while the shard goes away and comes back.
 
         Raises:
             ShardUnavailableError: none came within the deadline; the request may have been carried out.
             KvembError: whatever the shard reported, in its own class.
         """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return reply_type.decode(self._answer())
+            except ShardUnavailableError:
+                if self._method not in _REPEATABLE or self._future.cancelled() or self._deadline.remaining_s() <= pause_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._future = self._send()
+
+    def _send(self) -> Any:
+        try:
+            verb = self._channel.unary(self._method)
+            return verb.future(self._request, timeout=self._deadline.remaining_s(), wait_for_ready=True)
+        except ValueError as error:  # what gRPC says of a closed channel
+            raise self._channel.unavailable(self._method, "the cluster was closed") from error
+
+    def _answer(self) -> bytes:
         try:
             reply = Reply.decode(self._future.result())
         except grpc.FutureCancelledError as error:
@@ -53,7 +77,7 @@ class Pending:
             raise self._channel.translate(error, self._method, self._deadline.timeout_s) from error
         if reply.error:
             raise from_wire(reply.error)
-        return reply_type.decode(reply.body)
+        return reply.body
 
 
 class ShardChannel:
@@ -70,13 +94,15 @@ class ShardChannel:
 
     def start(self, method: str, request: Message, deadline: Deadline) -> Pending:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""
-        verb = self._channel.unary_unary(f"/{SERVICE}/{method}")
-        future = verb.future(request.encode(), timeout=deadline.remaining_s(), wait_for_ready=True)
-        return Pending(self, method, future, deadline)
+        return Pending(self, method, request.encode(), deadline)
 
     def call(self, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
         """Send a unary request and wait for its answer; see `Pending.result`."""
         return self.start(method, request, deadline).result(reply_type)
+
+    def unary(self, method: str) -> Any:
+        """Return gRPC's callable of a verb."""
+        return self._channel.unary_unary(f"/{SERVICE}/{method}")
 
     def push_stream(self, parts: Iterator[bytes]) -> Any:
         """Open the push stream; iterating over the result gives encoded PushReplys, `cancel()` ends it."""
@@ -87,7 +113,7 @@ class ShardChannel:
         code = error.code() if callable(getattr(error, "code", None)) else None
         name, details = getattr(code, "name", "UNKNOWN"), getattr(error, "details", lambda: str(error))()
         if code in _GONE:
-            within = "" if timeout_s is None else f" within {timeout_s:g} s"
+            within = f" within {timeout_s:g} s" if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
             return self.unavailable(method, f"no answer{within} ({name}: {details})")
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return MessageError(f"{self}: {method}: a message is larger than {MAX_MESSAGE_BYTES} bytes ({details})")

@@ -8,12 +8,13 @@ from kvemb.client.session import Session
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
 from kvemb.net.deadline import Deadline
+from kvemb.row_cache import RowCache
 from kvemb.stores.base import Store
 
 _BARRIER_MARGIN_S = 10.0
 
 
-def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline) -> ShardClient:
+def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline, row_cache: RowCache | None = None) -> ShardClient:
     """Connect to the shards, then open the storage that they have provisioned.
 
     Args:
@@ -21,6 +22,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
         trainer: this process's name, or None to draw one from host, process and chance.
         store: not yet open; open afterwards.
         deadline: of all of it.
+        row_cache: for the rows that come back with acks.
 
     Raises:
         ConfigError, ShardUnavailableError, StorageError, ParameterServerError: nothing stays connected but the store,
@@ -37,4 +39,4 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     name = trainer or f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
     # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
     timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0)
-    return ShardClient(servers, Session(servers, described.cluster_id, name, sync=sync), timeout_s)
+    return ShardClient(servers, Session(servers, described.cluster_id, name, sync=sync, row_cache=row_cache), timeout_s)

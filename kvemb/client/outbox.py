@@ -1,14 +1,15 @@
 """What one shard still owes an answer for: parts in order, their sequences, the window. Bookkeeping only.
 
 No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied, because its answer may be
-lost with the connection and it must then be sent again under its old sequence. A part that is refused leaves its sequence
-free; what was sent behind it is refused too, as a gap, and then numbering goes on from the last accepted part.
+lost with the connection and it must then be sent again under its old sequence. The parts of a push are accepted together,
+when the shard has the whole push in its journal. A part that is refused leaves its sequence free; what was sent behind it
+is refused too, as a gap, and then numbering goes on from the last accepted part.
 """
 
 from dataclasses import dataclass
 
 from kvemb.client.ack import Ack, Part
-from kvemb.errors import KvembError, PushRejectedError, ShardFailedError
+from kvemb.errors import PushRejectedError, ShardFailedError
 
 WINDOW_PARTS = 8
 """Parts on their way without an acceptance; a push waits while there are this many."""
@@ -18,7 +19,7 @@ MAX_UNAPPLIED_PARTS = 64
 
 @dataclass(eq=False)
 class Sent:
-    """A part that is not applied yet; `accepted` by the shard as it runs now."""
+    """A part that is not applied yet."""
 
     data: bytes
     part: Part
@@ -38,7 +39,7 @@ class Outbox:
         self._parts: dict[int, Sent] = {}  # by sequence, ascending
         self._last_sequence = self._last_accepted = self._n_accepted = 0
         self._cursor = 1  # the next sequence to go out on this connection
-        self._refusing = False  # a part was refused, and those sent behind it have not been answered yet
+        self._refused_at: int | None = None  # a part was refused, and those sent behind it have not been answered yet
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -51,7 +52,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """Whether another push may be added."""
-        return not self._refusing and self.n_unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
+        return self._refused_at is None and self.n_unaccepted < WINDOW_PARTS and len(self._parts) < MAX_UNAPPLIED_PARTS
 
     @property
     def n_unaccepted(self) -> int:
@@ -69,7 +70,7 @@ class Outbox:
         Raises:
             PushRejectedError: its number is taken, because an earlier part was refused since it was numbered.
         """
-        if self._refusing or sequence != self.next_sequence:
+        if self._refused_at is not None or sequence != self.next_sequence:
             raise PushRejectedError(f"{self._where}: not sent, because the shard refused an earlier part meanwhile")
         self._last_sequence = sequence
         self._parts[sequence] = sent
@@ -99,29 +100,22 @@ class Outbox:
             del self._parts[sequence]
             self._n_accepted -= 1
 
-    def refused(self, sequence: int, error: KvembError) -> KvembError:
-        """Take out a part that will never be applied; return what its ack is to say.
-
-        Returns:
-            `error`; or ShardFailedError when the shard holds a piece of the refused push: nothing may follow that.
-        """
+    def refused(self, sequence: int) -> None:
+        """Take out a part that will never be applied."""
         sent = self._parts.pop(sequence)
-        if sent.accepted:  # and refused when its turn came: its sequence is used up
+        if sent.accepted:  # and refused with all of its sync step: its sequence is used up
             self._n_accepted -= 1
-            return error
-        if any(other.ack is sent.ack and other.accepted for other in self._parts.values()):
-            return ShardFailedError(f"{self._where} refused a push after it had taken a part of it: {error}. Connect again.")
-        self._refusing = self.n_unaccepted > 0
-        if not self._refusing:
-            self._last_sequence = self._last_accepted
-            self._cursor = self.next_sequence
-        return error
+            return
+        # Of a push of several parts all are refused, one by one: the first one's number is the next to be used.
+        first = self._refused_at = sequence if self._refused_at is None else min(sequence, self._refused_at)
+        if not any(other > first for other in self._parts):  # parts before it will be accepted in their time
+            self._refused_at, self._last_sequence = None, first - 1
+            self._cursor = min(self._cursor, first)
 
     def reconcile(self, last_sequence: int) -> None:
-        """After a break: the shard must still know every part that it has accepted.
+        """After a break: the shard must still know every part that it has accepted, since those were in its journal.
 
-        One exception: parts of a push whose last part it has not accepted. Nothing of such a push was applied, a restart
-        drops it, and all of it is sent again.
+        It may know more than we have heard of; those parts are sent again and answered as duplicates.
 
         Args:
             last_sequence: of the last part that the shard knows.
@@ -129,19 +123,14 @@ class Outbox:
         Raises:
             ShardFailedError: it has forgotten acknowledged pushes.
         """
-        forgotten = range(last_sequence + 1, self._last_accepted + 1)
-        incomplete = next((sent.ack for sent in self._parts.values() if not sent.accepted), None)
-        again = [self._parts[sequence] for sequence in forgotten if sequence in self._parts]
-        if len(again) < len(forgotten) or any(sent.ack is not incomplete for sent in again):
-            raise ShardFailedError(
-                f"{self._where} was restarted and remembers {last_sequence} of the {self._last_accepted} parts that it had "
-                f"acknowledged; {len(again)} of them were not applied yet and are lost there. Close this cluster and connect "
-                "again to go on from the rows in storage."
-            )
-        for sent in again:
-            sent.accepted = False
-        self._n_accepted -= len(again)
-        self._last_accepted -= len(again)
+        if last_sequence >= self._last_accepted:
+            return
+        n_lost = sum(sequence in self._parts for sequence in range(last_sequence + 1, self._last_accepted + 1))
+        raise ShardFailedError(
+            f"{self._where} was restarted and remembers {last_sequence} of the {self._last_accepted} parts that it had "
+            f"acknowledged; {n_lost} of them were not applied yet and are lost there, unless its data folder is an old copy: then "
+            "put the right one back. Close this cluster and connect again to go on from the rows in storage."
+        )
 
     def clear(self) -> list[Sent]:
         """Forget everything; return what was left."""

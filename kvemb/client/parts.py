@@ -5,6 +5,7 @@ between rows, never inside one.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,10 +66,10 @@ def pieces(rows: TableRows, limit_bytes: int = MAX_PART_BYTES) -> Iterator[Table
 def _take(rows: TableRows, at: NDArray[np.intp]) -> TableRows:
     """Copy some rows; `take`, since brackets gather rows of [n, dim] at a half to a quarter of its speed."""
     versions = rows.versions.take(at) if len(rows.versions) else rows.versions
-    return TableRows(rows.table, rows.schema, rows.ids.take(at), rows.rows.take(at, axis=0), versions, rows.hyper)
+    return replace(rows, ids=rows.ids.take(at), rows=rows.rows.take(at, axis=0), versions=versions)
 
 
 def _between(rows: TableRows, at: slice) -> TableRows:
     """The same for neighbours, without a copy."""
     versions = rows.versions[at] if len(rows.versions) else rows.versions
-    return TableRows(rows.table, rows.schema, rows.ids[at], rows.rows[at], versions, rows.hyper)
+    return replace(rows, ids=rows.ids[at], rows=rows.rows[at], versions=versions)

@@ -25,6 +25,7 @@ from kvemb.errors import (
 )
 from kvemb.messages import HelloReply, PushReply
 from kvemb.net.deadline import Deadline
+from kvemb.row_cache import RowCache
 
 HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -42,10 +43,11 @@ class PushStream:
     Args:
         channel: of the shard.
         hello: introduces the trainer to the shard, before the first part and after every reconnect.
+        row_cache: takes the rows that come back, if the trainer keeps rows.
     """
 
-    def __init__(self, channel: ShardChannel, hello: Callable[[Deadline], HelloReply]) -> None:
-        self._channel, self._hello = channel, hello
+    def __init__(self, channel: ShardChannel, hello: Callable[[Deadline], HelloReply], row_cache: RowCache | None = None) -> None:
+        self._channel, self._hello, self._row_cache = channel, hello, row_cache
         self._changed = threading.Condition()
         self._outbox = Outbox(str(channel))
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
@@ -177,6 +179,8 @@ class PushStream:
             raise translated from error
         finally:
             call.cancel()
+            if self._row_cache is not None:
+                self._row_cache.invalidate()  # the shard may have been restarted, or its rows loaded anew
             with self._changed:
                 self._generation += 1
                 self._changed.notify_all()
@@ -206,17 +210,21 @@ class PushStream:
                 return
             if error is None:
                 self._outbox.answered(reply.sequence, applied=reply.state == "applied")
-            elif isinstance(error, ShardUnavailableError) and not sent.accepted:
-                raise error  # the shard asks to send it again, after its restart
+            elif isinstance(error, ShardUnavailableError):
+                raise error  # to be sent again: to the shard after its restart, or to the process that took it over
             else:
-                error = self._outbox.refused(reply.sequence, error)
+                self._outbox.refused(reply.sequence)
             self._changed.notify_all()
         if error is not None:
             sent.ack.part_failed(error)
             if isinstance(error, _FINAL):
                 raise error
         elif reply.state == "applied":
-            sent.ack.part_applied(sent.part, reply.changed, reply.elapsed)
+            try:
+                if self._row_cache is not None and sent.part.wanted is not None:
+                    self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
+            finally:
+                sent.ack.part_applied(sent.part, reply.changed, reply.elapsed)
         else:
             sent.ack.part_accepted(sent.part)
 

@@ -17,6 +17,7 @@ from kvemb.client.servers import Servers
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
 from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, TableRows, digest_tables
 from kvemb.net.deadline import Deadline
+from kvemb.row_cache import RowCache
 
 BYE_TIMEOUT_S = 2.0
 _STATUS_TIMEOUT_S = 1.0
@@ -30,15 +31,18 @@ class Session:
         cluster_id: of the storage's markers; shards that serve another cluster refuse the hello.
         trainer: its name, unique in the job; a second process of the same name fences the first.
         sync: whether every shard gets a part of every push.
+        row_cache: for the rows that come back with acks; None asks for none.
     """
 
-    def __init__(self, servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool) -> None:
-        self._servers, self._cluster_id, self._trainer, self._sync = servers, cluster_id, trainer, sync
+    def __init__(self, servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool, row_cache: RowCache | None = None) -> None:
+        self.row_cache = row_cache
+        self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
-        self._streams = [PushStream(channel, self._hello_of(channel.shard)) for channel in servers.channels]
+        self._streams = [PushStream(channel, self._hello_of(channel.shard), row_cache) for channel in servers.channels]
         self._incarnation = 0
         self._introduced = False
         self._step = 0
+        self._behind: dict[int, int] = {}  # shards that await an earlier step than the others, which our predecessor took part in elsewhere
         self._failed: list[Ack] = []
         self._last_failed: Ack | None = None
         self._failed_lock = threading.Lock()
@@ -66,10 +70,11 @@ class Session:
         try:
             self.raise_unseen()
             self._introduce(deadline)
+            self._catch_up(deadline)
             routed = [route(rows, len(self._streams)) for rows in tables]
             shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
             # In sync mode every shard hears of every step, also of one that has nothing for it.
-            wanted = {shard: share for shard, share in enumerate(shares) if self._sync or any(len(rows.ids) for rows in share)}
+            wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
             return self._send(wanted)
@@ -141,8 +146,22 @@ class Session:
         first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
         self._incarnation = first.incarnation
         others = [None, *[self._hello_request()] * (len(self._servers) - 1)]
-        self._servers.call_each("Hello", others, HelloReply, deadline)
+        replies = [first, *self._servers.call_each("Hello", others, HelloReply, deadline)]
         self._introduced = True
+        self._step = max(0, *(reply.first_step - 1 for reply in replies))
+        self._behind = {shard: reply.first_step for shard, reply in enumerate(replies) if 0 < reply.first_step <= self._step}
+
+    def _catch_up(self, deadline: Deadline) -> None:
+        """Take part with nothing in the steps that only some shards have had of our predecessor: from the next step on all are level."""
+        for shard in list(self._behind):
+            stream, where = self._streams[shard], str(self._servers.channels[shard])
+            while (step := self._behind[shard]) <= self._step:
+                stream.wait_room(deadline)
+                body, part = self._part(stream.next_sequence(), [], False, step), Part(where, 0, partial(self._trouble, shard))
+                ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure)
+                stream.send(body.sequence, body.encode(), part, ack)
+                self._behind[shard] += 1
+            del self._behind[shard]
 
     def _hello_request(self) -> HelloRequest:
         return HelloRequest(self._trainer, self._incarnation, self._cluster_id, len(self._servers))
@@ -171,23 +190,25 @@ class Session:
             first = stream.next_sequence()
             for index, message in enumerate(messages):
                 more = index + 1 < len(messages)
-                body = self._part(first + index, message, more)
+                body = self._part(first + index, message, more, self._step)
                 n_rows = sum(len(rows.ids) for rows in message)
-                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard))))
+                to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
+                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard), to_keep)))
         ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
         for stream, body, part in parts:
             stream.send(body.sequence, body.encode(), part, ack)
         return ack
 
-    def _part(self, sequence: int, tables: list[TableRows], more: bool) -> PushPart:
+    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int) -> PushPart:
         return PushPart(
             trainer=self._trainer,
             incarnation=self._incarnation,
             sequence=sequence,
-            step=self._step,
+            step=step,
             more=more,
             tables=tables,
             digest=digest_tables(tables),
+            return_rows=self.row_cache is not None,
         )
 
     def _trouble(self, shard: int) -> str:

@@ -29,6 +29,7 @@ from kvemb.messages import (
     TableRows,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.row_cache import RowCache
 from kvemb.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
@@ -56,9 +57,19 @@ class ShardClient:
         return tuple(channel.address for channel in self._servers.channels)
 
     @property
+    def servers(self) -> Servers:
+        """The shards."""
+        return self._servers
+
+    @property
     def trainer(self) -> str:
         """The name under which this process pushes."""
         return self._session.trainer
+
+    @property
+    def row_cache(self) -> RowCache | None:
+        """The rows that came back with acks, where this trainer keeps them."""
+        return self._session.row_cache
 
     def create_table(self, definition: TableDef, exist_ok: bool, timeout_s: float | None) -> TableDef:
         """Register a table with shard 0; return it as registered."""
@@ -80,6 +91,7 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
         self._servers.call_each("Flush", [FlushRequest(_patience_s(deadline))] * len(self._servers), Empty, deadline)
+        self._forget_rows()  # pulls must now see what others pushed, too
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
         """Set rows, behind this process's own pushes.
@@ -122,13 +134,20 @@ class ShardClient:
             KvembError: of a push that failed and nobody waited for, or was not accepted in time. Closed all the same.
         """
         try:
-            self._session.close(Deadline.after(min(self._timeout_s, CLOSE_TIMEOUT_S)) if wait else None)
+            # In sync mode the last push is accepted with the others' of its step.
+            patience_s = self._timeout_s if self._session.sync else min(self._timeout_s, CLOSE_TIMEOUT_S)
+            self._session.close(Deadline.after(patience_s) if wait else None)
         finally:
             self._servers.close()
 
     def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
         """Send each shard its rows, one message at a time."""
-        deadline = self._deadline(timeout_s)
+        try:
+            return self._change_each(method, rows, reply_type, self._deadline(timeout_s))
+        finally:
+            self._forget_rows()
+
+    def _change_each(self, method: str, rows: TableRows, reply_type: type[M], deadline: Deadline) -> list[M]:
         self._session.wait_accepted(deadline)
         queues = [iter(pieces(share) if len(share.ids) else ()) for share in route(rows, len(self._servers))]
         replies: list[M] = []
@@ -138,6 +157,10 @@ class ShardClient:
                 return replies
             requests = [None if head is None else RowsRequest(head, _patience_s(deadline)) for head in heads]
             replies += self._servers.call_each(method, requests, reply_type, deadline)
+
+    def _forget_rows(self) -> None:
+        if self.row_cache is not None:
+            self.row_cache.invalidate()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)

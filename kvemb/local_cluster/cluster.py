@@ -36,7 +36,8 @@ class LocalCluster:
         trainers: number of trainers of a sync job; 0 in async mode.
         memory_mb: memory of each storage server.
         barrier_timeout_s: see kvemb.yaml; sync mode only.
-        cache_mb: of each shard, see kvemb.yaml, whose default holds unless given.
+        cache_mb, durability, journal_max_mb, write_behind_batches, write_behind_ms: of each shard, see kvemb.yaml, whose defaults hold
+            unless given.
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
@@ -54,6 +55,10 @@ class LocalCluster:
         memory_mb: int = 1024,
         barrier_timeout_s: float | None = None,
         cache_mb: int | None = None,
+        durability: str | None = None,
+        journal_max_mb: int | None = None,
+        write_behind_batches: int | None = None,
+        write_behind_ms: int | None = None,
     ) -> None:
         if store not in KINDS:
             raise ConfigError(f"store: got {store!r}, expected one of {', '.join(KINDS)}")
@@ -64,10 +69,10 @@ class LocalCluster:
         self.store = store
         self._n_nodes, self._n_shards, self._memory_mb = nodes, shards, memory_mb
         self._servers_section: dict[str, object] = {"mode": mode} | ({"trainers": trainers} if trainers else {})
-        if barrier_timeout_s is not None:
-            self._servers_section["barrier_timeout_s"] = barrier_timeout_s
-        if cache_mb is not None:
-            self._servers_section["cache_mb"] = cache_mb
+        options: dict[str, object] = {"barrier_timeout_s": barrier_timeout_s, "cache_mb": cache_mb}
+        options |= {"durability": durability, "journal_max_mb": journal_max_mb}
+        options |= {"write_behind_batches": write_behind_batches, "write_behind_ms": write_behind_ms}
+        self._servers_section |= {name: value for name, value in options.items() if value is not None}
         self.servers: list[StorageServer] = []
         self.shards: list[LocalProcess] = []
         self.folder = Path(tempfile.gettempdir()) / "kvemb-not-started"
@@ -83,30 +88,24 @@ class LocalCluster:
         """What `kvemb.connect` takes."""
         return self.config_path.as_uri()
 
-    def start_shard(self, index: int) -> LocalProcess:
-        """Start (again) one shard and wait until it serves."""
-        self._launch_shard(index)
+    def start_shard(self, index: int, *options: str) -> LocalProcess:
+        """Start (again) one shard, with further options of its command line, and wait until it serves."""
+        self.launch_shard(index, *options)
         self._await_shard(index)
         return self.shards[index]
 
-    def _launch_shard(self, index: int) -> None:
-        ready = self._ready_file(index)
-        ready.unlink(missing_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "paramserver",
-            "--config",
-            str(self.config_path),
-            "--shard",
-            str(index),
-            "--ready-file",
-            str(ready),
-            "--drain-timeout",
-            str(_DRAIN_S),
-        ]
+    def launch_shard(self, index: int, *options: str) -> LocalProcess:
+        """The same without the wait."""
+        self._ready_file(index).unlink(missing_ok=True)
+        command = [*self._shard_command(index), *options]
         process = LocalProcess(f"shard {index}", command, self.folder / f"shard-{index}.log", python_env())
         self.shards[index : index + 1] = [process]
+        return process
+
+    def _shard_command(self, index: int) -> list[str]:
+        """Program and arguments of a shard."""
+        files = ["--config", str(self.config_path), "--ready-file", str(self._ready_file(index))]
+        return [sys.executable, "-m", "paramserver", "--shard", str(index), *files, "--drain-timeout", str(_DRAIN_S)]
 
     def _await_shard(self, index: int) -> None:
         self.shards[index].wait_until(self._ready_file(index).exists, Deadline.after(START_TIMEOUT_S))
@@ -134,13 +133,20 @@ class LocalCluster:
 
     def _start(self) -> None:
         self.servers = start_servers(self.store, self._n_nodes, self.folder, self._memory_mb)
-        shards = [f"127.0.0.1:{port}" for port in free_ports(self._n_shards)]
-        config = self._config(*(server.address for server in self.servers), shards=shards)
+        config = self._config(*self._node_addresses(), shards=self._shard_addresses())
         self.config_path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for index in range(self._n_shards):
-            self._launch_shard(index)
+            self.launch_shard(index)
         for index in range(self._n_shards):
             self._await_shard(index)
+
+    def _node_addresses(self) -> list[str]:
+        """Where the storage servers are reached."""
+        return [server.address for server in self.servers]
+
+    def _shard_addresses(self) -> list[str]:
+        """Where the shards are to be reached."""
+        return [f"127.0.0.1:{port}" for port in free_ports(self._n_shards)]
 
     def _config(self, *nodes: str, shards: list[str]) -> dict[str, object]:
         """The tree of the cluster's kvemb.yaml."""
@@ -176,11 +182,13 @@ def local(
     trainers: int = 0,
     memory_mb: int = 1024,
     cache_mb: int | None = None,
+    durability: str | None = None,
+    journal_max_mb: int | None = None,
 ) -> Iterator[str]:
     """Run a real cluster on this machine for the length of a `with` block.
 
     Args:
-        store, nodes, shards, mode, trainers, memory_mb, cache_mb: see `LocalCluster`.
+        store, nodes, shards, mode, trainers, memory_mb, cache_mb, durability, journal_max_mb: see `LocalCluster`.
 
     Returns:
         The URL that `kvemb.connect` takes.
@@ -188,7 +196,17 @@ def local(
     Raises:
         ConfigError, LocalProcessError: see `LocalCluster`; nothing is left running.
     """
-    cluster = LocalCluster(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb, cache_mb=cache_mb)
+    cluster = LocalCluster(
+        store,
+        nodes,
+        shards=shards,
+        mode=mode,
+        trainers=trainers,
+        memory_mb=memory_mb,
+        cache_mb=cache_mb,
+        durability=durability,
+        journal_max_mb=journal_max_mb,
+    )
     with cluster:
         yield cluster.url
 

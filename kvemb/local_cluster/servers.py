@@ -51,13 +51,27 @@ class StorageServer:
     def __init__(self, kind: str, port: int, folder: Path, memory_mb: int) -> None:
         self.kind, self.port, self.address = kind, port, f"127.0.0.1:{port}"
         self._folder, self._memory_mb = folder, memory_mb
+        self._bus_port = free_ports(1)[0] if kind == "redis-cluster" else 0
         self.process = self._start()
 
-    def restart(self) -> None:
-        """Kill the server and start it again on the same port: it comes back empty."""
+    @property
+    def snapshot_path(self) -> Path:
+        """Where a Redis or Valkey server writes its snapshot when it is told to, and reads one when it starts."""
+        return self._folder / f"dump-{self.port}.rdb"
+
+    def restart(self, *, snapshot: Path | None = None, member: bool = False) -> None:
+        """Kill the server and start it again on the same port: it comes back empty.
+
+        Args:
+            snapshot: of a Redis or Valkey server, to come back with instead.
+            member: whether a Redis Cluster's node keeps its place in the cluster, as one does whose data was in memory only.
+        """
         self.process.kill()
-        for name in (f"nodes-{self.port}.conf", "dump.rdb"):
-            (self._folder / name).unlink(missing_ok=True)
+        self.snapshot_path.unlink(missing_ok=True)
+        if snapshot is not None:
+            shutil.copyfile(snapshot, self.snapshot_path)
+        if not member:
+            (self._folder / f"nodes-{self.port}.conf").unlink(missing_ok=True)
         self.process = self._start()
         self.process.wait_until(lambda: accepts(self.port), Deadline.after(START_TIMEOUT_S))
 
@@ -70,11 +84,10 @@ class StorageServer:
             user = ["-u", "nobody"] if os.getuid() == 0 else []
             safe = ["-M", "-o", "no_slab_reassign"]
             return [program, *user, "-l", "127.0.0.1", "-p", port, "-m", memory_mb, "-t", "2", "-c", "4096", *safe]
-        folder, limit = ["--dir", str(self._folder)], ["--maxmemory", f"{memory_mb}mb"]
+        folder, limit = ["--dir", str(self._folder), "--dbfilename", self.snapshot_path.name], ["--maxmemory", f"{memory_mb}mb"]
         cluster = []
         if self.kind == "redis-cluster":
-            (bus_port,) = free_ports(1)
-            cluster = ["--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", "--cluster-port", str(bus_port)]
+            cluster = ["--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", "--cluster-port", str(self._bus_port)]
         return [program, "--port", port, *_REDIS_FLAGS, *folder, *limit, *cluster]
 
 

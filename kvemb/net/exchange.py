@@ -19,8 +19,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.wire.replies import Step
 
-WINDOW_STEPS = 4
-LOW_WATER_BYTES = 64 << 10
+WINDOW_STEPS = 6
+LOW_WATER_BYTES = 128 << 10
 PATIENCE_S = 0.002
 
 
@@ -115,9 +115,6 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
         patient = [conversation for conversation in active.values() if conversation.patient]
         wait_s = min(deadline.remaining_s(), PATIENCE_S) if patient else deadline.remaining_s()
         events = poll.poll(wait_s * 1000)
-        if not events and deadline.expired:
-            slow = ", ".join(conversation.link.address for conversation in active.values())
-            raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
         for fd, event in events:
             conversation = active[fd]
             if event & ~select.POLLOUT:
@@ -131,6 +128,9 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
             poll.modify(fd, _interest(conversation))
         for conversation in patient:
             conversation.lose_patience()
+        if active and deadline.expired:  # also of a node that sends a little now and then
+            slow = ", ".join(conversation.link.address for conversation in active.values())
+            raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
 
 
 def _interest(conversation: Conversation) -> int:

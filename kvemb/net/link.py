@@ -22,13 +22,16 @@ class Link:
         sock: connected; made non-blocking here.
         address: "host:port", for messages.
         connection_id: the server's number for this connection, "" where it has none.
+        run_id: of the server process at the other end, "" where it has none; it cannot change under a connection.
     """
 
-    def __init__(self, sock: socket.socket, address: str, connection_id: str = "") -> None:
+    def __init__(self, sock: socket.socket, address: str, connection_id: str = "", run_id: str = "") -> None:
         sock.setblocking(False)
         self.sock = sock
         self.address = address
         self.connection_id = connection_id
+        self.run_id = run_id
+        self.n_doubts = 0  # see `kvemb.net.pool.Doubts`
         self._buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
         self._start = self._end = 0
 

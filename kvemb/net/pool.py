@@ -16,17 +16,38 @@ from kvemb.net.link import Link
 Connect = Callable[[str, Deadline], Link]
 
 
+class Doubts:
+    """Counts, per address, links that were given up with requests in flight.
+
+    A write on such a link may still land. Whoever connects anew sees to it that it cannot (`LinkPool`'s `connect`); a link that was idle
+    all the while would not, so links that are older than the last doubt are not lent any more. Pools with the same addresses share one.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, address: str) -> None:
+        """A link to this address was given up."""
+        self._counts[address] = self.count(address) + 1  # two threads at once: it rises by one or two, and only a change matters
+
+    def count(self, address: str) -> int:
+        """How many so far."""
+        return self._counts.get(address, 0)
+
+
 class LinkPool:
     """Lends links. Thread-safe.
 
     Args:
         connect: opens and checks a link to an address.
         on_drop: told of every link that is given up while requests may be in flight on it.
+        doubts: shared with the other pools of the same addresses.
     """
 
-    def __init__(self, connect: Connect, on_drop: Callable[[Link], None] = lambda link: None) -> None:
+    def __init__(self, connect: Connect, on_drop: Callable[[Link], None] = lambda link: None, doubts: Doubts | None = None) -> None:
         self._connect = connect
         self._on_drop = on_drop
+        self._doubts = doubts or Doubts()
         self._idle: list[dict[str, Link]] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -36,22 +57,22 @@ class LinkPool:
     def lease(self, addresses: Iterable[str], deadline: Deadline) -> Iterator[dict[str, Link]]:
         """Lend a link per address.
 
-        On any exception, KeyboardInterrupt included, every link lent is closed: its stream may hold replies that nobody read.
+        On any exception, KeyboardInterrupt included, every link lent is closed: its stream may hold replies that nobody read. When one
+        node cannot be connected to, nothing has been sent to the others: their links are kept.
         """
-        links = self._take()
+        links, lent = self._take(), {}
         try:
-            lent = {}
             for address in addresses:
                 lent[address] = self._usable(links, address, deadline)
+        except BaseException:
+            self._put_back(links)
+            raise
+        try:
             yield lent
         except BaseException:
             self._drop(links)
             raise
-        with self._lock:
-            if not self._closed and self._pid == os.getpid():
-                self._idle.append(links)
-                return
-        self._drop(links)
+        self._put_back(links)
 
     def require_open(self) -> None:
         """Refuse to go on after `close`."""
@@ -80,14 +101,24 @@ class LinkPool:
             self.require_open()
             return self._idle.pop() if self._idle else {}
 
+    def _put_back(self, links: dict[str, Link]) -> None:
+        with self._lock:
+            if not self._closed and self._pid == os.getpid():
+                self._idle.append(links)
+                return
+        self._drop(links)
+
     def _usable(self, links: dict[str, Link], address: str, deadline: Deadline) -> Link:
-        if address in links and links[address].stale:
+        n_doubts = self._doubts.count(address)
+        if address in links and (links[address].stale or links[address].n_doubts != n_doubts):
             links.pop(address).close()
         if address not in links:
             links[address] = self._connect(address, deadline)
+            links[address].n_doubts = n_doubts
         return links[address]
 
     def _drop(self, links: dict[str, Link]) -> None:
         for link in links.values():
             self._on_drop(link)
+            self._doubts.add(link.address)
             link.close()

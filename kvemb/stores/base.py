@@ -18,7 +18,9 @@ from kvemb.config import StorageConfig
 from kvemb.errors import StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.markers import Marker
+from kvemb.stores.markers import Identity, Marker
+from kvemb.stores.owners import newest_owner, owner_name
+from kvemb.stores.repair import Repairable
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class Capabilities:
     Args:
         cas: writes are compare-and-swap; reads for writing return tokens.
         max_record_bytes: the largest record a node accepts, or None when the store knows no limit.
+        pages: takes `kvemb.pages.PagedKeys`: rows of tables with num_ids lie in pages there, otherwise under keys of their own.
     """
 
     cas: bool
     max_record_bytes: int | None
+    pages: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +45,17 @@ class ReadPart:
     Args:
         keys: n distinct keys.
         record_bytes: the size every record of this table has.
-        prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied.
+        prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the
+            header, by which rows are told from no rows.
         tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
+        into: uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one.
     """
 
     keys: RowKeys
     record_bytes: int
     prefix_bytes: int
     tokens: bool = False
+    into: NDArray[np.uint8] | None = None
 
 
 @dataclass(eq=False)
@@ -72,7 +79,8 @@ class ReadResult:
         if self.order is None:
             return self
         records, found = np.empty_like(self.records), np.empty_like(self.found)
-        records[self.order], found[self.order] = self.records, self.found
+        whole = f"V{records.shape[1]}"  # items of one opaque type: NumPy moves them faster than rows of bytes
+        records.view(whole)[self.order], found[self.order] = self.records.view(whole), self.found
         tokens = None
         if self.tokens is not None:
             tokens = np.empty_like(self.tokens)
@@ -122,7 +130,7 @@ class NodeStats:
     error: str = ""
 
 
-class Store(ABC):
+class Store(Repairable, ABC):
     """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
 
     Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
@@ -144,8 +152,13 @@ class Store(ABC):
         """The nodes, in the order of the node map."""
 
     @abstractmethod
-    def open(self, deadline: Deadline) -> list[Marker]:
+    def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         """Connect to every node, refuse unsafe settings, check and pin the markers; from then on every batch checks them.
+
+        Args:
+            deadline: of the call.
+            known: a shard that can repair says which cluster it belongs to: nodes that have lost their rows, even all of them, are no
+                error then, but listed by `lost_nodes`; batches that touch them fail until they are repaired.
 
         Raises:
             NotProvisionedError: no node has a marker.
@@ -178,8 +191,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
-        """Delete rows (records and tokens of the parts are ignored); missing ones are fine."""
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """Delete rows; missing ones are fine. The parts' records are ignored.
+
+        With tokens (stores with CAS) only those rows are deleted that still are what was read then, so that an erase in doubt that lands
+        late cannot delete a newer row; a token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
+
+        Returns:
+            Of each part bool [n], in key order: whether the row is gone; False is a conflict, as of a write.
+        """
 
     @abstractmethod
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
@@ -188,6 +208,37 @@ class Store(ABC):
     @abstractmethod
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         """Write that value to every node."""
+
+    @abstractmethod
+    def fence(self, shard: int, epoch: int, deadline: Deadline) -> None:
+        """Write from now on only while no newer owner of the shard stands on the nodes: every new connection reads the owner record first.
+
+        Connections made before are the newer owner's to end (`kill_other_writers`).
+
+        Args:
+            shard: the one whose rows this store writes.
+            epoch: ours; the owner record that says so has been put already.
+            deadline: of the call.
+
+        Raises:
+            FencedError: a higher epoch stands on a node, now, or later when a connection is made.
+        """
+
+    def owner_epoch(self, shard: int, deadline: Deadline) -> int:
+        """The highest epoch that any node says owns the shard; 0 when it never had an owner."""
+        owner = newest_owner(self.get_meta(owner_name(shard), deadline), shard)
+        return 0 if owner is None else owner.epoch
+
+    def kill_other_writers(self, deadline: Deadline) -> int:
+        """End the connections of every other process that writes as this store's role; put the owner record first.
+
+        When it returns, none is left, and nothing that was sent on one can land any more. Nodes with compare-and-swap need none of this:
+        every write there carries a condition, which a newer write has made false.
+
+        Returns:
+            How many were ended.
+        """
+        return 0
 
     @abstractmethod
     def stats(self, deadline: Deadline) -> list[NodeStats]:

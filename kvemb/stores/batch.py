@@ -6,13 +6,16 @@ straight into the result and nothing is copied to sort it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import NodeFullError, ProtocolError, RecordError, StorageError
+from kvemb.errors import NodeFullError, NodeUnavailableError, ProtocolError, RecordError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.wire.replies import Step, UnexpectedValueError
+
+_NOT_READY = ("-LOADING", "-MASTERDOWN", "-READONLY", "-CLUSTERDOWN", "-BUSY ")  # starting up, or no primary for the moment
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,19 +33,26 @@ class Grouped:
     shares: list[tuple[int, slice]]
 
 
-def group(keys: RowKeys, nodes: NDArray[np.int64] | None, also_by: NDArray[np.bool_] | None = None) -> Grouped:
-    """Put keys in the order of their nodes.
+def group(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
+    """Put keys in the order of their nodes; within a node and a kind, rows of one page one after another, where rows lie in pages.
 
     Args:
         keys: n keys.
         nodes: int64 [n], or None when there is one node.
-        also_by: bool [n]; within a node, rows with False come first.
+        kinds: int8 [n], none negative; within a node, rows come in their order (`Codec.read_kinds`).
     """
-    if nodes is None and also_by is None:
+    near = keys.near()
+    if nodes is None and near is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
         return Grouped(keys, None, [(0, slice(0, len(keys)))] if len(keys) else [])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
-    rank = nodes if also_by is None else nodes * 2 + also_by
-    order = np.argsort(rank.astype(np.int16), kind="stable")  # 16-bit keys: NumPy sorts them by radix, in linear time
+    wide = nodes if kinds is None else nodes * (int(kinds.max(initial=0)) + 1) + kinds
+    rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)
+    # 16-bit keys: NumPy sorts them by radix, in linear time.
+    if near is None:
+        order = np.argsort(rank, kind="stable")
+    else:
+        by_page = np.argsort(near, kind="stable")
+        order = by_page[np.argsort(rank[by_page], kind="stable")]
     sorted_nodes = nodes[order]
     present, starts = np.unique(sorted_nodes, return_index=True)
     bounds = [*starts.tolist(), len(keys)]
@@ -90,6 +100,12 @@ def server_error(address: str, line: bytes, row_id: int | None = None) -> Storag
         )
     if "object too large" in text:
         return NodeFullError(f"node {address}{about}: the record exceeds the server's item limit ({text}). Start it with a larger -I.")
+    if text.startswith(_NOT_READY):
+        return NodeUnavailableError(f"node {address}{about}: does not serve now ({text}). Wait until it does.")
+    if text.startswith(":"):
+        return RecordError(
+            f"node {address}{about}: the page of this row has {text[1:]} bytes, too many. Another program wrote under its key."
+        )
     return ProtocolError(f"node {address}{about}: the server answered {text!r}")
 
 

@@ -79,6 +79,10 @@ class ClusterBatch(ABC):
         self._parts: list[_Part] = []
         self._started = False
 
+    def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:
+        """Which rows of a part have requests of one length; see `Codec.read_kinds`."""
+        return codec.write_kinds(keys, None)
+
     @abstractmethod
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         """Make the result arrays of a part, whose rows are in the order given."""
@@ -100,7 +104,7 @@ class ClusterBatch(ABC):
     def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[Share]:
         """Decide who is asked for which rows in this round."""
         if not self._started:
-            self._start(slot_map)
+            self._start(slot_map, codec)
         shares = []
         for index, part in enumerate(self._parts):
             for rows in part.left:
@@ -110,8 +114,19 @@ class ClusterBatch(ABC):
             part.left, part.ask = [], {}
         return shares
 
-    def settle(self, shares: list[Share], moved: set[str]) -> Redirects:
+    def slots_of(self, share: Share) -> NDArray[np.int64]:
+        """Of every row of a share."""
+        return self._parts[share.part].slots[share.rows]
+
+    def _missing(self, share: Share) -> NDArray[np.bool_] | bool:
+        """Which rows of a share were answered to be missing."""
+        return False
+
+    def settle(self, shares: list[Share], moved: set[str], unsure: frozenset[tuple[str, int]] = frozenset()) -> Redirects:
         """Take a round's answers: rows that were redirected are pending again, and so are all rows of nodes whose marker has moved.
+
+        Args:
+            unsure: importing nodes and slots whose marker has not come: rows that are missing there are asked for again.
 
         Raises:
             StorageError: a server's error that is no redirection.
@@ -128,14 +143,26 @@ class ClusterBatch(ABC):
                 redirects.last = b"marker moved"
             else:
                 self._redirect(part, share, positions, good, redirects)
+                if share.asking and unsure:
+                    doubtful = np.isin(part.slots[positions], [slot for address, slot in unsure if address == share.address])
+                    self._ask_again(part, positions, good, good & doubtful & self._missing(share), redirects)
             self._place(share, good)
         return redirects
 
-    def _start(self, slot_map: SlotMap) -> None:
+    def _ask_again(
+        self, part: _Part, positions: NDArray[np.intp], good: NDArray[np.bool_], again: NDArray[np.bool_], redirects: Redirects
+    ) -> None:
+        if again.any():
+            good[again] = False
+            part.left.append(positions[again])
+            redirects.wait = True
+            redirects.last = b"the marker of a slot has not moved with its rows"
+
+    def _start(self, slot_map: SlotMap, codec: Codec) -> None:
         self._started = True
         for index, keys in enumerate(self._all_keys):
             slots = keys.slots()
-            grouped = group(keys, slot_map.nodes[slots])
+            grouped = group(keys, slot_map.nodes[slots], self._kinds(index, keys, codec))
             order = grouped.order
             part = _Part(grouped.keys, slots[order], order, [rows for _, rows in grouped.shares])
             self._parts.append(part)
@@ -185,6 +212,9 @@ class ReadBatch(ClusterBatch):
         records = np.empty((len(keys), self._requests[part].prefix_bytes), dtype=np.uint8)
         self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order)
 
+    def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:
+        return codec.read_kinds(keys, self._requests[part].prefix_bytes)
+
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         result = self.results[part]
         if isinstance(rows, slice):
@@ -192,6 +222,10 @@ class ReadBatch(ClusterBatch):
         else:
             records, found = np.empty((len(rows), result.records.shape[1]), np.uint8), np.zeros(len(rows), dtype=bool)
         return codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), (records, found)
+
+    def _missing(self, share: Share) -> NDArray[np.bool_] | bool:
+        missing: NDArray[np.bool_] = ~share.buffers[1].astype(bool)
+        return missing
 
     def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
         if isinstance(share.rows, slice):
@@ -211,7 +245,7 @@ class WriteBatch(ClusterBatch):
 
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         if order is not None:
-            self._records[part] = self._requests[part].records[order]
+            self._records[part] = Records(self._requests[part].records, order).bytes()
 
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)

@@ -14,6 +14,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores import redis_admin
 from kvemb.stores.markers import MARKER_KEY
 
+_PATIENCE_S = 1.0  # with a node that does not tell the map while there are others to ask
+
 
 @dataclass(frozen=True, eq=False)
 class SlotMap:
@@ -22,10 +24,12 @@ class SlotMap:
     Args:
         addresses: primaries, "host:port".
         nodes: int64 [16384], index into addresses.
+        source: the node that told it.
     """
 
     addresses: tuple[str, ...]
     nodes: NDArray[np.int64]
+    source: str
 
     def address_of(self, slot: int) -> str:
         """The primary of a slot."""
@@ -39,16 +43,18 @@ def marker_keys() -> list[bytes]:
 
 
 def fetch_slot_map(candidates: Iterable[str], config: StorageConfig, deadline: Deadline) -> SlotMap:
-    """Ask the first node that answers.
+    """Ask one node after the other until one answers; each may take its share of the time, so that one that hangs does not take all of it.
 
     Raises:
         NodeUnavailableError: no node answered, or a slot has no primary.
         ConfigError: the node is not part of a cluster.
     """
-    failures = []
-    for address in candidates:
+    failures, addresses = [], list(candidates)
+    for index, address in enumerate(addresses):
         try:
-            return _ask_one(address, config, deadline)
+            n_left = len(addresses) - index - 1
+            share_s = min(_PATIENCE_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
+            return _ask_one(address, config, Deadline.after(share_s))
         except NodeUnavailableError as error:
             failures.append(str(error))
     raise NodeUnavailableError("no node of the cluster answers: " + "; ".join(failures))
@@ -74,4 +80,4 @@ def _ask_one(address: str, config: StorageConfig, deadline: Deadline) -> SlotMap
         )
     order = sorted(range(len(addresses)), key=lambda i: addresses[i])
     rank = np.argsort(order)
-    return SlotMap(tuple(addresses[i] for i in order), rank[nodes])
+    return SlotMap(tuple(addresses[i] for i in order), rank[nodes], address)

@@ -3,17 +3,34 @@
 A restarted, flushed, evicted or swapped node answers "missing" for rows that exist, and a missing row looks like a new one. So every node
 holds a marker, read on connect and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
 batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
+
+While a node's rows are brought back (`kvemb.stores.repair`), `repairing` stands in its marker, and afterwards the repair's nonce: two
+lifetimes of a node's data never have the same marker, so that a batch that began before a loss cannot take the repaired node for whole.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgpack
 
 from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+from kvemb.stores.repair import Why
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"
-_VERSION = 1
+_VERSION, _REPAIRED_VERSION = 1, 2
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which cluster, and which lifetime of its data: what a shard remembers of its cluster, so as to know its nodes without a marker.
+
+    Args:
+        cluster_id: 16 bytes.
+        generation: 8 bytes.
+    """
+
+    cluster_id: bytes
+    generation: bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,8 @@ class Marker:
         map_digest: 64-bit digest of the ordered node map (0 on Redis Cluster, which keeps its own).
         topology_epoch: version of the node map.
         run_id: the server process that the marker was written for ("" where the server has none).
+        repair: nonce of the node's last repair, 16 hex digits; "" before the first.
+        repairing: whether that repair goes on; this is no marker that a normal batch may accept.
     """
 
     cluster_id: bytes
@@ -35,11 +54,15 @@ class Marker:
     map_digest: int
     topology_epoch: int
     run_id: str
+    repair: str = ""
+    repairing: bool = False
 
     def encode(self) -> bytes:
         """The bytes stored under the marker's key."""
         body = [self.cluster_id, self.node, self.generation, self.map_digest, self.topology_epoch, self.run_id]
-        packed: bytes = msgpack.packb([_MAGIC, _VERSION, *body])
+        if self.repair:
+            body += [self.repair, self.repairing]
+        packed: bytes = msgpack.packb([_MAGIC, _REPAIRED_VERSION if self.repair else _VERSION, *body])
         return packed
 
     @staticmethod
@@ -52,9 +75,10 @@ class Marker:
         try:
             magic, version, *body = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_bin_len=64, max_str_len=64)
             marker = Marker(*body)
-            if [type(value) for value in body] != [bytes, int, bytes, int, int, str]:
+            types = [bytes, int, bytes, int, int, str]
+            if [type(value) for value in body] != types + [str, bool] * (version == _REPAIRED_VERSION):
                 raise ValueError("a field of another type")
-            well_formed = (magic, version) == (_MAGIC, _VERSION) and marker.encode() == data
+            well_formed = magic == _MAGIC and marker.encode() == data
         except Exception as error:
             raise WrongNodeError(f"node {node}: the value under {MARKER_KEY.decode()} is not a marker") from error
         if not well_formed:
@@ -67,7 +91,8 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
     if got is None:
         return NodeLostError(
             f"node {node}: its marker is gone. The server was restarted empty, flushed, or evicted keys; the rows it held are lost "
-            "there. Nothing was re-initialised. Stop training and bring its data back."
+            "there. Nothing was re-initialised. Parameter servers with a journal bring them back; without, stop training and restore "
+            "a backup."
         )
     try:
         marker = Marker.decode(got, node)
@@ -87,12 +112,62 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
             f"node {node}: holds another node map (digest {marker.map_digest:016x}, epoch {marker.topology_epoch}; expected "
             f"{expected.map_digest:016x}, {expected.topology_epoch}). Reload kvemb.yaml: nodes were added, removed or reordered."
         )
+    if expected.repairing and not (marker.repairing and marker.repair == expected.repair):
+        return NodeLostError(f"node {node}: repair {expected.repair} is not going on there any more; it is finished, or has to begin anew.")
+    if marker.repairing and not expected.repairing:
+        return NodeLostError(
+            f"node {node}: lost its rows, or may hold old ones; the parameter servers are bringing them back (repair {marker.repair}). Try "
+            "again later, or set storage.on_lost_node: wait."
+        )
     if marker.run_id != expected.run_id:
         return NodeSuspectError(
             f"node {node}: its marker names server process {marker.run_id or '-'}, expected {expected.run_id or '-'}. The server was "
-            "restarted from a snapshot or failed over, and its rows may be old; or its marker was renewed meanwhile: then reconnect."
+            "restarted from a snapshot or failed over, and its rows may be old until the parameter servers have compared them; or its "
+            "marker was renewed meanwhile: then try again."
         )
+    if marker.generation == expected.generation and marker.repair != expected.repair:
+        return NodeSuspectError(f"node {node}: its rows were brought back meanwhile (repair {marker.repair}); try again.")
     return NodeLostError(
         f"node {node}: its data is of generation {marker.generation.hex()}, expected {expected.generation.hex()}: the node was emptied "
         "and provisioned anew while this process ran. Reconnect."
     )
+
+
+def accept(node: str, expected: Marker, got: bytes | None, run_id: str) -> Marker:
+    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair.
+
+    Args:
+        node: for messages.
+        expected: so far.
+        got: what stands there.
+        run_id: of the server process that was asked.
+
+    Raises:
+        StorageError: see `diagnose`; the node may not be used.
+    """
+    wanted = replace(expected, run_id=run_id)
+    if got is not None:
+        marker = Marker.decode(got, node)
+        if marker == replace(wanted, repair=marker.repair):
+            return marker
+    raise diagnose(node, wanted, got)
+
+
+def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
+    """Judge a node for repair; arguments as of `accept`.
+
+    Returns:
+        None when it can be relied on, else why not, and the nonce of the repair that goes on there.
+
+    Raises:
+        WrongNodeError: it is another node; that is no case for repair.
+    """
+    if got is None:
+        return "empty", None
+    marker = Marker.decode(got, node)
+    same = replace(marker, generation=expected.generation, run_id=expected.run_id, repair=expected.repair, repairing=expected.repairing)
+    if same != expected:
+        raise diagnose(node, expected, got)
+    if marker.run_id != run_id or marker.generation != expected.generation:
+        return "suspect", None
+    return ("repairing", marker.repair) if marker.repairing else None

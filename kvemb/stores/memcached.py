@@ -4,8 +4,11 @@ memcached may lose rows in silence, by eviction and by moving slab pages, and ma
 whose settings allow any of that is refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pymemcache.client.base import Client
-from pymemcache.exceptions import MemcacheError
+from pymemcache.exceptions import MemcacheError, MemcacheUnexpectedCloseError
 
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError, ProtocolError, UnsafeNodeError
@@ -46,6 +49,16 @@ class MemcachedStore(NodeStore):
             _require_safe(address, settings)
         return "", int(_ask(address, deadline)["curr_items"])
 
+    def keys_on(self, address: str, deadline: Deadline) -> None:
+        return None
+
+    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        with _client(address, deadline) as client:
+            if old is None:
+                return bool(client.add(key, new, noreply=False))
+            found, token = client.gets(key)
+            return bool(found == old and client.cas(key, new, token, noreply=False))
+
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         stats = _ask(address, deadline)
         evicted = int(stats["evictions"]) + int(stats.get("slab_reassign_evictions_nomem", "0"))
@@ -76,18 +89,27 @@ def _require_safe(address: str, settings: dict[str, str]) -> None:
 
 def _ask(address: str, deadline: Deadline, *arguments: str) -> dict[str, str]:
     """The server's `stats` as text."""
+    with _client(address, deadline) as client:
+        raw = client.stats(*arguments)
+    return {_text(key): _text(value) for key, value in raw.items()}
+
+
+@contextmanager
+def _client(address: str, deadline: Deadline) -> Iterator[Client]:
+    """A pymemcache client for a few administrative commands; its errors are translated."""
     host, _, port = address.rpartition(":")
     wait_s = max(0.001, deadline.remaining_s())
     client = Client((host, int(port)), connect_timeout=wait_s, timeout=wait_s, no_delay=True)
     try:
-        raw = client.stats(*arguments)
+        yield client
     except OSError as error:
-        raise NodeUnavailableError(f"node {address}: cannot ask for its stats: {error}. Is the server running?") from error
+        raise NodeUnavailableError(f"node {address}: {error}. Is the server running, and the address right?") from error
+    except MemcacheUnexpectedCloseError as error:
+        raise NodeUnavailableError(f"node {address}: closed the connection in mid-answer. Is the server still running?") from error
     except MemcacheError as error:
-        raise ProtocolError(f"node {address}: answered stats with {error}; is this a memcached server?") from error
+        raise ProtocolError(f"node {address}: answered {error}; is this a memcached server?") from error
     finally:
         client.close()
-    return {_text(key): _text(value) for key, value in raw.items()}
 
 
 def _text(value: object) -> str:

@@ -5,26 +5,42 @@ of one server would. Rows are kept one by one in a dict: clear, not fast, and ne
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.errors import ClosedError, NodeUnavailableError, NotProvisionedError, RecordError, WrongNodeError
+from kvemb.errors import (
+    ClosedError,
+    InvalidInputError,
+    NodeUnavailableError,
+    NotProvisionedError,
+    RecordError,
+    StorageError,
+    WrongNodeError,
+)
+from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, Store, WritePart, WriteResult
-from kvemb.stores.markers import MARKER_KEY, Marker, diagnose
+from kvemb.stores.key_blocks import row_keys_in
+from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.stores.node_repair import NodeRepair
+from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
 from kvemb.stores.topology import NodeMap
+from kvemb.stores.waiting import PASSING, waiting, waits
 
 
 @dataclass
 class MemoryNode:
-    """One node: its values with their compare-and-swap tokens. Tests may change anything here."""
+    """One node: its values with their compare-and-swap tokens, and a run id that a restarted server would change. Tests may change
+    anything here."""
 
     values: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
     next_token: int = 1
+    run_id: str = ""
     down: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -41,6 +57,15 @@ class MemoryNode:
                 return 0
             self.put(key, value)
             return self.values[key][1]
+
+    def erase_if(self, key: bytes, token: int | None) -> bool:
+        """Forget a key, with a token only if it still has that one; return whether it is gone."""
+        with self.lock:
+            held = self.values.get(key, (b"", 0))[1]
+            if held and token is not None and held != token:
+                return False
+            self.values.pop(key, None)
+            return True
 
     @property
     def used_bytes(self) -> int:
@@ -61,14 +86,15 @@ def memory_node(address: str) -> MemoryNode:
     return _NODES.setdefault(address, MemoryNode())
 
 
-class MemoryStore(Store):
-    """Nodes of this process. `role` is accepted as by every store and has no meaning here: nobody can be fenced."""
+class MemoryStore(NodeRepair, Store):
+    """Nodes of this process. `role` is accepted as by every store and has no meaning here: there are no connections."""
 
     def __init__(self, config: StorageConfig, role: str) -> None:
         self._map = NodeMap(config.nodes)
         self._nodes = [memory_node(address) for address in config.nodes]
         self._markers: list[Marker] | None = None
         self._closed = False
+        self._waits = waits(role, config.on_lost_node)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -78,22 +104,25 @@ class MemoryStore(Store):
     def addresses(self) -> tuple[str, ...]:
         return self._map.addresses
 
-    def open(self, deadline: Deadline) -> list[Marker]:
-        raw = [self._alive(i).values.get(MARKER_KEY) for i in range(len(self._nodes))]
-        if not any(raw):
+    def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+
+    def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
+        raw = [self._look(address, deadline)[0] for address in self.addresses]
+        first = next((value for value in raw if value), None)
+        if known is None and first is None:
             raise NotProvisionedError("memory storage holds no markers")
+        origin = known or Marker.decode(first or b"", "memory")
         markers = []
-        for index, value in enumerate(raw):
-            first = Marker.decode(next(v for v in raw if v)[0], self.addresses[index])
-            wanted = Marker(first.cluster_id, index, first.generation, self._map.digest, self._map.epoch, "")
-            if value is None or value[0] != wanted.encode():
-                raise diagnose(self.addresses[index], wanted, value and value[0])
-            markers.append(wanted)
+        for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
+            wanted = self._marker(origin.cluster_id, index, origin.generation)
+            lost = known is not None and why_lost(address, wanted, value, wanted.run_id)
+            markers.append(wanted if lost else accept(address, wanted, value, wanted.run_id))
         self._markers = markers
         return markers
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
-        wanted = [Marker(cluster_id, i, generation, self._map.digest, self._map.epoch, "").encode() for i in range(len(self._nodes))]
+        wanted = [self._marker(cluster_id, index, generation).encode() for index in range(len(self._nodes))]
         for index, marker in enumerate(wanted):
             values = {key: value for key, (value, _) in self._alive(index).values.items()}
             if values and values != {MARKER_KEY: marker}:
@@ -101,7 +130,59 @@ class MemoryStore(Store):
         for node, marker in zip(self._nodes, wanted, strict=True):
             node.put(MARKER_KEY, marker)
 
+    def fence(self, shard: int, epoch: int, deadline: Deadline) -> None:
+        self._owner = (shard, epoch, b"")
+        self._require_not_fenced()
+        owner = newest_owner(self.get_meta(owner_name(shard), deadline), shard)
+        self._owner = (shard, epoch, owner.encode() if owner is not None and owner.epoch == epoch else b"")
+
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return waiting(lambda: self._read_checked(parts), deadline) if self._waits else self._read_checked(parts)
+
+    def _read_checked(self, parts: Sequence[ReadPart]) -> list[ReadResult]:
+        expected = self._expected_of(parts)
+        results = self._read(parts)
+        self._check(expected)
+        return results
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        expected = self._expected_of(parts)
+        self._require_not_fenced()
+        results = self._write(parts)
+        self._check(expected)
+        return results
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        expected = self._expected_of(parts)
+        self._require_not_fenced()
+        gone = self._erase(parts)
+        self._check(expected)
+        return gone
+
+    def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        expected = self._repair_of(address, nonce, parts, deadline)
+        results = self._read(parts)
+        self._check(expected)
+        return results
+
+    def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        expected = self._repair_of(address, nonce, parts, deadline)
+        self._require_not_fenced()
+        results = self._write(parts)
+        self._check(expected)
+        return results
+
+    def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        expected = self._repair_of(address, nonce, parts, deadline)
+        self._require_not_fenced()
+        gone = self._erase(parts)
+        self._check(expected)
+        return gone
+
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
+        yield from row_keys_in(list(self._at(address).values))
+
+    def _read(self, parts: Sequence[ReadPart]) -> list[ReadResult]:
         results = []
         for part in parts:
             keys, nodes = part.keys.encode(), self._route(part.keys.slots())
@@ -118,10 +199,9 @@ class MemoryStore(Store):
                     records[row] = np.frombuffer(value[: part.prefix_bytes], dtype=np.uint8)
             order = np.argsort(nodes, kind="stable")
             results.append(ReadResult(records[order], found[order], order, tokens[order] if part.tokens else None))
-        self._check_markers()
         return results
 
-    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+    def _write(self, parts: Sequence[WritePart]) -> list[WriteResult]:
         results = []
         for part in parts:
             tokens = part.tokens.copy() if part.tokens is not None else np.zeros(len(part.keys), dtype=np.uint64)
@@ -131,14 +211,17 @@ class MemoryStore(Store):
                 token = self._alive(nodes[row]).put_if(bytes(key), bytes(part.records[row]), int(tokens[row]))
                 stored[row], tokens[row] = token != 0, token
             results.append(WriteResult(stored, tokens))
-        self._check_markers()
         return results
 
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
+    def _erase(self, parts: Sequence[WritePart]) -> list[NDArray[np.bool_]]:
+        results = []
         for part in parts:
-            for key, node in zip(part.keys.encode(), self._route(part.keys.slots()), strict=True):
-                self._alive(node).values.pop(bytes(key), None)
-        self._check_markers()
+            gone = np.ones(len(part.keys), dtype=bool)
+            nodes = self._route(part.keys.slots())
+            for row, key in enumerate(part.keys.encode()):
+                gone[row] = self._alive(nodes[row]).erase_if(bytes(key), None if part.tokens is None else int(part.tokens[row]))
+            results.append(gone)
+        return results
 
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
         values = [self._alive(i).values.get(name.encode()) for i in range(len(self._nodes))]
@@ -165,8 +248,58 @@ class MemoryStore(Store):
             raise NodeUnavailableError(f"node {self.addresses[index]}: connection refused")
         return self._nodes[index]
 
-    def _check_markers(self) -> None:
-        for index, marker in enumerate(self._markers or []):
-            value = self._alive(index).values.get(MARKER_KEY)
-            if value is None or value[0] != marker.encode():
-                raise diagnose(self.addresses[index], marker, value and value[0])
+    # --- markers and repair -----------------------------------------------------------------------------------------------------
+
+    def _marker(self, cluster_id: bytes, index: int, generation: bytes) -> Marker:
+        return Marker(cluster_id, index, generation, self._map.digest, self._map.epoch, self._nodes[index].run_id)
+
+    def _expected_of(self, parts: Sequence[ReadPart] | Sequence[WritePart]) -> dict[int, Marker]:
+        """The markers of the nodes that a batch touches, renewed as a new connection would renew them."""
+        if self._markers is None:
+            return {}
+        touched = sorted({int(node) for part in parts for node in self._route(part.keys.slots())})
+        for index in touched:
+            got, run_id = self._look(self.addresses[index], Deadline.after(1))
+            with suppress(StorageError):  # the check after the batch says it
+                self._markers[index] = accept(self.addresses[index], self._markers[index], got, run_id)
+        return {index: self._markers[index] for index in touched}
+
+    def _check(self, expected: dict[int, Marker]) -> None:
+        for index, marker in expected.items():
+            got, run_id = self._look(self.addresses[index], Deadline.after(1))
+            if got != marker.encode() or run_id != marker.run_id:
+                raise diagnose(self.addresses[index], replace(marker, run_id=run_id), got)
+
+    def _repair_of(
+        self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline
+    ) -> dict[int, Marker]:
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return {self.addresses.index(address): self._require_repair(address, nonce, deadline)}
+
+    def _require_not_fenced(self) -> None:
+        if self._owner is not None:
+            shard, epoch, _ = self._owner
+            require_not_fenced(self.get_meta(owner_name(shard), Deadline.after(1)), shard, epoch)
+
+    def _at(self, address: str) -> MemoryNode:
+        return self._alive(self.addresses.index(address))
+
+    def _expected(self, address: str) -> Marker:
+        assert self._markers is not None, "open() comes first"
+        return self._markers[self.addresses.index(address)]
+
+    def _look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
+        node = self._at(address)
+        found = node.values.get(MARKER_KEY)
+        return (None if found is None else found[0]), node.run_id
+
+    def _peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
+        found = [self._at(address).values.get(key) for key in keys]
+        return [value and value[0] for value in found]
+
+    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        node = self._at(address)
+        with node.lock:
+            value, token = node.values.get(key, (None, 0))
+            return value == old and node.run_id == run_id and node.put_if(key, new, token) != 0

@@ -5,30 +5,35 @@ A subclass brings the protocol's codec, opens checked links, and answers for adm
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.errors import NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.errors import InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
-from kvemb.net.pool import LinkPool
+from kvemb.net.pool import Doubts, LinkPool
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
 from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, unexpected_value
-from kvemb.stores.markers import MARKER_KEY, Marker, diagnose
+from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.stores.node_repair import NodeRepair
+from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
 from kvemb.stores.topology import NodeMap
+from kvemb.stores.waiting import PASSING, waiting, waits
 from kvemb.wire.codec import Codec, Records
 from kvemb.wire.replies import BlobReply, Step, UnexpectedValueError
 
 R = TypeVar("R")
 T = TypeVar("T", bound=np.generic)
 Plan = list[tuple[int, NodeSteps]]
+_CONFLICT = 2  # of an erase; see `Codec.erase_steps`
 
 
-class NodeStore(Store):
+class NodeStore(NodeRepair, Store):
     """Rows spread over nodes by the slots of their keys.
 
     Args:
@@ -43,7 +48,11 @@ class NodeStore(Store):
         self._codec = codec
         self._map = NodeMap(config.nodes)
         self._markers: dict[str, Marker] = {}
-        self._pool = LinkPool(self._checked_link, self._dropped)
+        doubts = Doubts()
+        self._pool = LinkPool(self._checked_link, self._dropped, doubts)
+        self._plain_pool = LinkPool(self._plain_link, self._dropped, doubts)  # to nodes in any state, for repair
+        self._meta_pool = self._pool
+        self._waits = waits(role, config.on_lost_node)
 
     # --- what a subclass brings -------------------------------------------------------------------------------------------------
 
@@ -64,34 +73,34 @@ class NodeStore(Store):
     def addresses(self) -> tuple[str, ...]:
         return self._map.addresses
 
-    def open(self, deadline: Deadline) -> list[Marker]:
+    def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+
+    def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
+        self._pool.require_open()
+        self._meta_pool = self._pool if known is None else self._plain_pool
         run_ids = {address: self._inspect(address, deadline)[0] for address in self.addresses}
         raw = self._blobs(MARKER_KEY, deadline)
-        first = next((value for value in raw if value is not None), None)
-        if first is None:
-            raise NotProvisionedError(
-                f"none of the nodes {', '.join(self.addresses)} holds a marker: the cluster is new, or all of its data is gone. "
-                "Parameter-server shard 0 provisions empty nodes when it starts for the first time."
-            )
-        origin = Marker.decode(first, self.addresses[raw.index(first)])
+        identity = known or self._identity(raw)
         markers = {}
         for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
-            expected = self._marker(origin.cluster_id, index, origin.generation, run_ids[address])
+            expected = self._marker(identity, index, run_ids[address])
+            if known is not None and why_lost(address, expected, value, expected.run_id):
+                markers[address] = expected
+                continue
             if value is None:  # lost, whatever else differs: other nodes do hold a marker
                 raise NodeLostError(
                     f"node {address}: holds no marker while other nodes do: it was restarted empty, flushed or replaced. Its rows are lost "
                     "there; nothing was re-initialised."
                 )
-            if value != expected.encode():
-                raise diagnose(address, expected, value)
-            markers[address] = expected
+            markers[address] = accept(address, expected, value, expected.run_id)
         self._markers = markers
         return list(markers.values())
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
         inspected = [self._inspect(address, deadline) for address in self.addresses]
         raw = self._blobs(MARKER_KEY, deadline)
-        wanted = [self._marker(cluster_id, i, generation, run_id) for i, (run_id, _) in enumerate(inspected)]
+        wanted = [self._marker(Identity(cluster_id, generation), i, run_id) for i, (run_id, _) in enumerate(inspected)]
         for address, (_, n_keys), value, marker in zip(self.addresses, inspected, raw, wanted, strict=True):
             if value is None and n_keys:
                 raise WrongNodeError(
@@ -102,16 +111,43 @@ class NodeStore(Store):
                 raise diagnose(address, marker, value)
         self._put_blobs(MARKER_KEY, [marker.encode() for marker in wanted], deadline)
 
+    def fence(self, shard: int, epoch: int, deadline: Deadline) -> None:
+        self._owner = (shard, epoch, b"")
+        copies = self.get_meta(owner_name(shard), deadline)
+        require_not_fenced(copies, shard, epoch)
+        owner = newest_owner(copies, shard)
+        self._owner = (shard, epoch, owner.encode() if owner is not None and owner.epoch == epoch else b"")
+
     def close(self) -> None:
         self._pool.close()
+        self._plain_pool.close()
 
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return waiting(lambda: self._read(parts, deadline), deadline) if self._waits else self._read(parts, deadline)
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        return self._write(parts, deadline)
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        return self._erase(parts, deadline)
+
+    def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return self._read(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        return self._write(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        return self._erase(parts, deadline, self._lane(address, nonce, parts, deadline))
+
+    def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None = None) -> list[ReadResult]:
         plan: Plan = []
         results = []
         for part in parts:
-            grouped = group(part.keys, self._map.nodes_of(part.keys))
+            kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
+            grouped = group(part.keys, self._map.nodes_of(part.keys), kinds)
             result = self._empty_result(part, grouped)
             results.append(result)
             keys = grouped.keys
@@ -119,16 +155,15 @@ class NodeStore(Store):
                 tokens = None if result.tokens is None else result.tokens[rows]
                 steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens)
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))
-        self._run(plan, deadline)
+        self._run(plan, deadline, repair)
         return results
 
-    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+    def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         for part in parts:
-            # Conditional writes want new rows first, so that each kind of request has one stride.
-            known = part.tokens != 0 if part.tokens is not None and self.capabilities.cas else None
-            grouped = group(part.keys, self._map.nodes_of(part.keys), known)
+            kinds = self._codec.write_kinds(part.keys, part.tokens)
+            grouped = group(part.keys, self._map.nodes_of(part.keys), kinds)
             out = np.zeros(len(part.keys), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
             keys, records = grouped.keys, Records(part.records, grouped.order)
@@ -137,22 +172,27 @@ class NodeStore(Store):
             for node, rows in grouped.shares:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))
-        self._run(plan, deadline)
+        self._run(plan, deadline, repair)
         return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
 
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
+    def _erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[NDArray[np.bool_]]:
         plan: Plan = []
+        outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
         for part in parts:
-            grouped = group(part.keys, self._map.nodes_of(part.keys))
+            grouped = group(part.keys, self._map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
             out = np.zeros(len(part.keys), dtype=np.uint8)
-            keys = grouped.keys
+            outs.append((grouped, out))
+            order = slice(None) if grouped.order is None else grouped.order
+            tokens = part.tokens[order] if part.tokens is not None and self.capabilities.cas else None
             for node, rows in grouped.shares:
-                steps = self._codec.erase_steps(keys[rows], out[rows])
+                steps = self._codec.erase_steps(grouped.keys[rows], out[rows], None if tokens is None else tokens[rows])
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))
-        self._run(plan, deadline)
+        self._run(plan, deadline, repair)
+        return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
 
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        return self._blobs(name.encode(), deadline)
+        key = name.encode()
+        return waiting(lambda: self._blobs(key, deadline), deadline) if self._waits else self._blobs(key, deadline)
 
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._put_blobs(name.encode(), [value] * len(self.addresses), deadline)
@@ -162,59 +202,100 @@ class NodeStore(Store):
     def _empty_result(self, part: ReadPart, grouped: Grouped) -> ReadResult:
         n = len(part.keys)
         tokens = np.zeros(n, dtype=np.uint64) if part.tokens and self.capabilities.cas else None
-        return ReadResult(np.empty((n, part.prefix_bytes), np.uint8), np.zeros(n, dtype=bool), grouped.order, tokens)
+        records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
+        return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens)
 
-    def _run(self, plan: Plan, deadline: Deadline) -> None:
+    def _run(self, plan: Plan, deadline: Deadline, repair: Marker | None) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection."""
         by_node: dict[str, list[Step]] = {}
         for _, share in plan:
             by_node.setdefault(share.address, []).extend(share.steps)
         markers = {}
-        with self._pool.lease(by_node, deadline) as links:
+        with (self._pool if repair is None else self._plain_pool).lease(by_node, deadline) as links:
+            # Connecting may have renewed what is expected; from here on a node that is repaired meanwhile fails the batch.
+            expected = {address: repair or self._markers[address] for address in by_node}
             for address, steps in by_node.items():
+                _require_process(links[address], expected[address])
                 step, markers[address] = self._codec.get_step(MARKER_KEY)
                 steps.append(step)
             try:
                 run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
             except UnexpectedValueError as error:
                 raise unexpected_value([share for _, share in plan], error) from error
-        for address, reply in markers.items():
-            self._require_marker(address, reply)
+            for address, reply in markers.items():
+                if _value(address, reply) != expected[address].encode():
+                    raise diagnose(address, expected[address], reply.value)
         raise_row_errors([share for _, share in plan])
-
-    def _require_marker(self, address: str, reply: BlobReply) -> None:
-        if reply.error is not None:
-            raise server_error(address, reply.error)
-        if reply.value != self._markers[address].encode():
-            raise diagnose(address, self._markers[address], reply.value)
 
     def _checked_link(self, address: str, deadline: Deadline) -> Link:
         """A new connection may lead to a restarted server: look at its settings and its marker before it carries rows."""
-        link = self._open_link(address, deadline)
-        if address not in self._markers:
-            return link
+        link = self._plain_link(address, deadline)
         try:
-            expected = self._markers[address]
-            run_id, _ = self._inspect(address, deadline)
-            step, reply = self._codec.get_step(MARKER_KEY)
-            run([Conversation(link, [step])], deadline)
-            self._require_marker(address, reply)
-            if run_id != expected.run_id:
-                raise diagnose(address, self._marker(expected.cluster_id, expected.node, expected.generation, run_id), reply.value)
+            if address in self._markers:
+                self._inspect(address, deadline)
+                self._markers[address] = accept(address, self._markers[address], self._ask(link, [MARKER_KEY], deadline)[0], link.run_id)
         except BaseException:
             link.close()
             raise
         return link
 
-    def _marker(self, cluster_id: bytes, node: int, generation: bytes, run_id: str) -> Marker:
-        return Marker(cluster_id, node, generation, self._map.digest, self._map.epoch, run_id)
+    def _plain_link(self, address: str, deadline: Deadline) -> Link:
+        """A connection to our node, whatever state its rows are in, as long as no newer owner of our shard stands there."""
+        link = self._open_link(address, deadline)
+        try:
+            if self._owner is not None:
+                shard, epoch, _ = self._owner
+                require_not_fenced(self._ask(link, [owner_name(shard).encode()], deadline), shard, epoch)
+            if address in self._markers:
+                why_lost(address, self._markers[address], self._ask(link, [MARKER_KEY], deadline)[0], link.run_id)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _ask(self, link: Link, keys: Sequence[bytes], deadline: Deadline) -> list[bytes | None]:
+        made = [self._codec.get_step(key) for key in keys]
+        run([Conversation(link, [step for step, _ in made])], deadline)
+        return [_value(link.address, reply) for _, reply in made]
+
+    # --- repair; the rest is in NodeRepair --------------------------------------------------------------------------------------
+
+    def _expected(self, address: str) -> Marker:
+        return self._markers[address]
+
+    def _look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
+        with self._plain_pool.lease([address], deadline) as links:
+            return self._ask(links[address], [MARKER_KEY], deadline)[0], links[address].run_id
+
+    def _peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
+        with self._plain_pool.lease([address], deadline) as links:
+            return self._ask(links[address], keys, deadline)
+
+    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> Marker:
+        """The marker that a batch in repair expects."""
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return self._require_repair(address, nonce, deadline)
+
+    # --- small values -----------------------------------------------------------------------------------------------------------
+
+    def _marker(self, identity: Identity, node: int, run_id: str) -> Marker:
+        return Marker(identity.cluster_id, node, identity.generation, self._map.digest, self._map.epoch, run_id)
+
+    def _identity(self, raw: Sequence[bytes | None]) -> Identity:
+        """What the first marker says."""
+        for address, value in zip(self.addresses, raw, strict=True):
+            if value is not None:
+                marker = Marker.decode(value, address)
+                return Identity(marker.cluster_id, marker.generation)
+        raise NotProvisionedError(
+            f"none of the nodes {', '.join(self.addresses)} holds a marker: the cluster is new, or all of its data is gone. "
+            "Parameter-server shard 0 provisions empty nodes when it starts for the first time."
+        )
 
     def _blobs(self, key: bytes, deadline: Deadline) -> list[bytes | None]:
         replies = self._on_every_node(deadline, lambda index: self._codec.get_step(key))
-        for address, reply in zip(self.addresses, replies, strict=True):
-            if reply.error is not None:
-                raise server_error(address, reply.error)
-        return [reply.value for reply in replies]
+        return [_value(address, reply) for address, reply in zip(self.addresses, replies, strict=True)]
 
     def _put_blobs(self, key: bytes, values: Sequence[bytes], deadline: Deadline) -> None:
         replies = self._on_every_node(deadline, lambda index: self._codec.put_step(key, values[index]))
@@ -223,11 +304,23 @@ class NodeStore(Store):
                 raise server_error(address, line)
 
     def _on_every_node(self, deadline: Deadline, make: Callable[[int], tuple[Step, R]]) -> list[R]:
-        with self._pool.lease(self.addresses, deadline) as links:
+        with self._meta_pool.lease(self.addresses, deadline) as links:
             made = [make(index) for index in range(len(self.addresses))]
             steps = [step for step, _ in made]
             run([Conversation(links[a], [step]) for a, step in zip(self.addresses, steps, strict=True)], deadline)
         return [reply for _, reply in made]
+
+
+def _value(address: str, reply: BlobReply) -> bytes | None:
+    if reply.error is not None:
+        raise server_error(address, reply.error)
+    return reply.value
+
+
+def _require_process(link: Link, marker: Marker) -> None:
+    """A connection made before the server was started again would be dead; one made after must not serve a marker from before."""
+    if link.run_id != marker.run_id:
+        raise diagnose(link.address, replace(marker, run_id=link.run_id), marker.encode())
 
 
 def _ungroup(grouped: Grouped, values: NDArray[T]) -> NDArray[T]:

@@ -1,11 +1,15 @@
 """Standalone Redis and Valkey nodes: rows by RESP on links of our own, administration by redis-py."""
 
+from collections.abc import Iterator
+
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
+from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
-from kvemb.stores import redis_admin
+from kvemb.stores import redis_admin, redis_swap
 from kvemb.stores.base import Capabilities, NodeStats
+from kvemb.stores.key_blocks import row_keys_in
 from kvemb.stores.node_store import NodeStore
 from kvemb.wire.resp import RespCodec
 
@@ -17,21 +21,32 @@ class RedisStore(NodeStore):
 
     def __init__(self, config: StorageConfig, role: str) -> None:
         super().__init__(config, role, RespCodec(multi_get=True))
-        self._in_doubt: dict[str, set[str]] = {}
+        self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
+        self._own: set[redis_admin.ConnectionId] = set()
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES)
+        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
         return [self.stats_or_error(address, deadline) for address in self.addresses]
 
+    def kill_other_writers(self, deadline: Deadline) -> int:
+        own = frozenset(self._own)
+        return sum(redis_admin.kill_writers(address, self.config, self.role, own, deadline) for address in self.addresses)
+
+    def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
+        for block in redis_admin.scan(address, self.config, deadline):
+            yield from row_keys_in(block)
+
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self.config, deadline))
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
-        return redis_admin.open_link(address, self.config, self.role, self._in_doubt.setdefault(address, set()), deadline)
+        link = redis_admin.open_link(address, self.config, self.role, self._in_doubt.setdefault(address, set()), deadline)
+        self._own.add((link.run_id, link.connection_id))
+        return link
 
     def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         fields = redis_admin.info(address, self.config, deadline)
@@ -42,4 +57,8 @@ class RedisStore(NodeStore):
 
     def _dropped(self, link: Link) -> None:
         # A SET on this connection may still sit in the server's buffers; see `redis_admin.open_link`.
-        self._in_doubt.setdefault(link.address, set()).add(link.connection_id)
+        self._in_doubt.setdefault(link.address, set()).add((link.run_id, link.connection_id))
+        self._own.discard((link.run_id, link.connection_id))
+
+    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        return redis_swap.swap(address, self.config, [(key, old, new)], run_id, deadline)[0]

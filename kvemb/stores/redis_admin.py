@@ -3,7 +3,9 @@
 Rows never pass here: a data link is authenticated by redis-py and then handed to the exchange as a bare socket.
 """
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,39 +15,90 @@ from redis.connection import Connection
 from redis.retry import Retry
 
 from kvemb.config import StorageConfig
-from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError, StorageError, UnsafeNodeError
+from kvemb.errors import ConfigError, DeadlineExceededError, NodeUnavailableError, ProtocolError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.stores.base import NodeStats
 
+log = logging.getLogger("kvemb")
+_SCAN_KEYS = 10_000
+_NOT_READY = (
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ReadOnlyError,
+)
 
-def open_link(address: str, config: StorageConfig, role: str, kill: set[str], deadline: Deadline) -> Link:
+ConnectionId = tuple[str, str]
+"""A server process's run id and its number of a connection. The numbers start again with the process, and then mean strangers."""
+
+
+def open_link(address: str, config: StorageConfig, role: str, kill: set[ConnectionId], deadline: Deadline) -> Link:
     """Open an authenticated data link.
 
     Args:
         address: "host:port".
         config: credentials.
         role: becomes the connection's name on the server, so that operators and a successor can tell who writes.
-        kill: ids of older connections of this process on which a write may still be in flight; each is confirmed dead before the link is
-            returned, because a write that lands late would overwrite a newer one. Emptied here.
+        kill: older connections of this process on which a write may still be in flight; each is confirmed dead before the link is
+            returned, because a write that lands late would overwrite a newer one. Those of an earlier server process died with it.
+            Emptied here.
         deadline: of the connection's set-up.
     """
     with translated(address):
-        connection = _connection(address, config, role, deadline)
+        connection = connection_to(address, config, deadline, role)
         try:
             connection.connect()
-            connection_id = str(_ask(connection, "CLIENT", "ID"))
+            connection_id, run_id = str(_ask(connection, "CLIENT", "ID")), run_id_of(connection)
             for old in sorted(kill):
-                # "No such client": it is dead already, which is what was wanted.
-                with suppress(redis.ResponseError):
-                    _ask(connection, "CLIENT", "KILL", "ID", old)
+                if old[0] == run_id:
+                    _kill(connection, old[1])
                 kill.discard(old)  # not clear(): another thread may have added one meanwhile
             # Take the socket out of the authenticated connection, which then forgets it without shutting it down.
             sock, connection._sock = connection._sock, None
             assert sock is not None, "connect() returned without a socket"
-            return Link(sock, address, connection_id)
+            return Link(sock, address, connection_id, run_id)
         finally:
             connection.disconnect()
+
+
+def kill_writers(address: str, config: StorageConfig, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
+    """End a role's connections on one server, and on its replicas, which a failover may have made primaries.
+
+    Args:
+        address: "host:port" of a primary.
+        config: credentials.
+        role: as of `open_link`.
+        spare: connections that are left alone: our own.
+        deadline: of the call.
+
+    Returns:
+        How many were ended; none of them is left, on the primary for certain. A replica that does not answer is logged.
+    """
+    killed = _kill_named(address, config, role, spare, deadline)
+    for replica in _replicas(info(address, config, deadline)):
+        try:
+            killed += _kill_named(replica, config, role, spare, deadline)
+        except NodeUnavailableError as error:
+            log.warning("older connections of %s on the replica %s of %s were not ended: %s", role, replica, address, error)
+    return killed
+
+
+def scan(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[list[bytes]]:
+    """Yield all keys of a server in blocks; one may come twice, and one that comes or goes meanwhile may be missed.
+
+    Args:
+        address: "host:port".
+        config: credentials.
+        deadline: of each block: a whole listing takes as long as there are keys.
+    """
+    with client(address, config, deadline, text=False) as connected:
+        cursor = 0
+        while True:
+            cursor, keys = connected.scan(cursor, count=_SCAN_KEYS)
+            yield [key for key in keys if isinstance(key, bytes)]
+            if cursor == 0:
+                return
 
 
 def info(address: str, config: StorageConfig, deadline: Deadline) -> dict[str, Any]:
@@ -85,8 +138,8 @@ def node_stats(address: str, fields: dict[str, Any]) -> NodeStats:
 
 
 @contextmanager
-def client(address: str, config: StorageConfig, deadline: Deadline) -> Iterator["redis.Redis"]:
-    """A redis-py client for a few administrative commands; its errors are translated."""
+def client(address: str, config: StorageConfig, deadline: Deadline, *, text: bool = True) -> Iterator["redis.Redis"]:
+    """A redis-py client for a few administrative commands; its errors are translated. Without `text` replies stay bytes."""
     host, _, port = address.rpartition(":")
     wait_s = max(0.001, deadline.remaining_s())
     with translated(address):
@@ -98,7 +151,7 @@ def client(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[
             socket_timeout=wait_s,
             socket_connect_timeout=wait_s,
             protocol=2,
-            decode_responses=True,
+            decode_responses=text,
             retry=Retry(NoBackoff(), 0),
             single_connection_client=True,
         )
@@ -119,11 +172,19 @@ def translated(address: str) -> Iterator[None]:
         if isinstance(error, StorageError):
             raise
         raise NodeUnavailableError(f"node {address}: {error}. Is the server running, and the address right?") from error
+    except _NOT_READY as error:
+        raise NodeUnavailableError(f"node {address}: does not serve now ({error}). Wait until it does.") from error
     except redis.RedisError as error:
         raise ProtocolError(f"node {address}: the server answered {error}; is this a Redis or Valkey server?") from error
 
 
-def _connection(address: str, config: StorageConfig, role: str, deadline: Deadline) -> Connection:
+def client_name(role: str) -> str:
+    """The name of a role's connections on the servers."""
+    return f"kvemb-{role.replace(':', '-')}"
+
+
+def connection_to(address: str, config: StorageConfig, deadline: Deadline, role: str | None = None) -> Connection:
+    """A redis-py connection that is not connected yet, under the name of a role if it has one."""
     host, _, port = address.rpartition(":")
     wait_s = max(0.001, deadline.remaining_s())
     return Connection(
@@ -131,7 +192,7 @@ def _connection(address: str, config: StorageConfig, role: str, deadline: Deadli
         port=int(port),
         username=config.username,
         password=config.password,
-        client_name=f"kvemb-{role.replace(':', '-')}",
+        client_name=None if role is None else client_name(role),
         socket_timeout=wait_s,
         socket_connect_timeout=wait_s,
         socket_keepalive=True,
@@ -143,3 +204,41 @@ def _connection(address: str, config: StorageConfig, role: str, deadline: Deadli
 def _ask(connection: Connection, *words: str) -> Any:
     connection.send_command(*words)
     return connection.read_response()
+
+
+def run_id_of(connection: Connection) -> str:
+    """Which server process is at the other end."""
+    reply = _ask(connection, "INFO", "server")
+    text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
+    found = re.search(r"^run_id:(\w+)", text, re.MULTILINE)
+    if found is None:
+        raise redis.ResponseError("INFO without a run_id")
+    return found.group(1)
+
+
+def _kill(connection: Connection, connection_id: str) -> None:
+    # "No such client": it is dead already, which is what was wanted.
+    with suppress(redis.ResponseError):
+        _ask(connection, "CLIENT", "KILL", "ID", connection_id)
+
+
+def _kill_named(address: str, config: StorageConfig, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
+    killed: set[str] = set()
+    with client(address, config, deadline) as connected:
+        run_id = connected.info("server")["run_id"]
+        while True:
+            listed = {str(entry["id"]) for entry in connected.client_list() if entry["name"] == client_name(role)}
+            others = {one for one in listed if (run_id, one) not in spare}
+            if not others:
+                return len(killed)
+            if deadline.expired:
+                raise DeadlineExceededError(f"node {address}: {len(others)} connections of {role} could not be ended")
+            for one in others:
+                with suppress(redis.ResponseError):
+                    connected.client_kill_filter(_id=one)
+            killed |= others
+
+
+def _replicas(fields: dict[str, Any]) -> list[str]:
+    found = [value for key, value in fields.items() if re.fullmatch(r"slave\d+", key) and isinstance(value, dict)]
+    return [f"{replica['ip']}:{replica['port']}" for replica in found]

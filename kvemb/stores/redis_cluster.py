@@ -8,119 +8,108 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvemb.config import StorageConfig
-from kvemb.errors import NodeUnavailableError, NotProvisionedError, StorageError, WrongNodeError
-from kvemb.keys import N_SLOTS, text_slot
+from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeUnavailableError, WrongNodeError
+from kvemb.keys import N_SLOTS
 from kvemb.net.deadline import Deadline
-from kvemb.net.exchange import Conversation, run
-from kvemb.net.link import Link
-from kvemb.net.pool import LinkPool
 from kvemb.stores import redis_admin
-from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, Store, WritePart, WriteResult
-from kvemb.stores.batch import NodeSteps, server_error, unexpected_value
-from kvemb.stores.cluster_batch import REDIRECTS, ClusterBatch, EraseBatch, ReadBatch, Redirects, WriteBatch, redirect_target
-from kvemb.stores.cluster_map import SlotMap, fetch_slot_map, marker_keys
-from kvemb.stores.markers import Marker, diagnose
+from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.cluster_batch import ClusterBatch, EraseBatch, ReadBatch, Redirects, Share, WriteBatch
+from kvemb.stores.cluster_map import SlotMap
+from kvemb.stores.cluster_markers import Check, joined
+from kvemb.stores.cluster_members import MEMBERS, encode_members, process_of, run_id_in
+from kvemb.stores.cluster_repair import Begun, ClusterRepair
+from kvemb.stores.markers import Identity, Marker, accept, diagnose, why_lost
 from kvemb.stores.redis import MAX_VALUE_BYTES
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Step, UnexpectedValueError
-from kvemb.wire.requests import chunks
-from kvemb.wire.resp import RespCodec, command
+from kvemb.stores.waiting import PASSING, waiting
+from kvemb.wire.replies import Step
 
 _SLOTS_PER_STEP = 512
 _PAUSE_S = 0.02  # between rounds while the cluster says "not now"
 
 
-class RedisClusterStore(Store):
+class RedisClusterStore(ClusterRepair):
     """A cluster that moves its own slots. `config.nodes` are starting points; the primaries are learnt from them."""
-
-    def __init__(self, config: StorageConfig, role: str) -> None:
-        self.config = config
-        self.role = role
-        self._codec = RespCodec(multi_get=False)
-        self._asking_codec = RespCodec(multi_get=False, asking=True)
-        self._pool = LinkPool(self._open_link, self._dropped)
-        self._in_doubt: dict[str, set[str]] = {}
-        self._map: SlotMap | None = None
-        self._on_the_way: set[int] = set()  # slots whose marker was found to be moving
-        self._origin: Marker | None = None
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES)
+        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return self.config.nodes if self._map is None else self._map.addresses
+    def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
 
-    def open(self, deadline: Deadline) -> list[Marker]:
+    def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
+        self._pool.require_open()
         self._inspect(deadline)
+        slot_map = self._slot_map(deadline)
         values = self._all_markers(deadline)
-        first = next((value for value in values if value is not None), None)
-        if first is None:
-            raise NotProvisionedError(
-                f"no slot of the cluster at {', '.join(self.config.nodes)} holds a marker: it is new, or all of its data is gone. "
-                "Parameter-server shard 0 provisions empty nodes when it starts for the first time."
-            )
-        origin = Marker.decode(first, self._slot_name(0))
-        markers = [self._marker(origin, slot) for slot in range(N_SLOTS)]
-        wrong = next((slot for slot in range(N_SLOTS) if values[slot] != markers[slot].encode()), None)
-        if wrong is not None:
-            raise diagnose(self._slot_name(wrong), markers[wrong], values[wrong])
-        self._origin = origin
-        return markers
+        self._origin = known or self._identity(values)
+        self._repairs = {}
+        lost = []
+        for slot, value in enumerate(values):
+            expected = self._expected(slot)
+            if value == expected.encode():
+                continue
+            if known is not None and why_lost(self._slot_name(slot), expected, value, ""):
+                lost.append(slot)
+                continue
+            marker = accept(self._slot_name(slot), expected, value, "")
+            self._repairs[slot] = marker.repair
+        self._vouched = self._owners(slot_map)
+        self._vouched[lost] = -1
+        self._whole = self._members(deadline)
+        for address in self.addresses if known is None else ():
+            self._require_whole(address, redis_admin.info(address, self.config, deadline), deadline)
+        return [self._expected(slot) for slot in range(N_SLOTS)]
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
-        n_keys = self._inspect(deadline)
+        n_keys, processes = self._inspect(deadline)
         values = self._all_markers(deadline)
         wanted = [Marker(cluster_id, slot, generation, 0, 0, "") for slot in range(N_SLOTS)]
         for slot, value in enumerate(values):
             if value is not None and value != wanted[slot].encode():
                 raise diagnose(self._slot_name(slot), wanted[slot], value)
         n_markers = sum(value is not None for value in values)
+        n_keys -= self.get_meta(MEMBERS, deadline) != [None]
         if n_keys != n_markers:
             raise WrongNodeError(
                 f"the cluster at {', '.join(self.config.nodes)} holds {n_keys - n_markers} keys that are no markers. Provisioning writes "
                 "on empty nodes only; empty them yourself if their data is not needed."
             )
+        self.put_meta(MEMBERS, encode_members(processes), deadline)
         self._put_markers([marker.encode() for marker in wanted], deadline)
-
-    def close(self) -> None:
-        self._pool.close()
 
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return waiting(lambda: self._read(parts, deadline), deadline) if self._waits else self._read(parts, deadline)
+
+    def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
         batch = ReadBatch(parts)
-        self._run(batch, deadline)
+        self._run(batch, deadline, repair)
         return batch.results
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         self._run(WriteBatch(parts), deadline)
         return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in parts]
 
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> None:
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         self._run(EraseBatch(parts), deadline)
+        return [np.ones(len(part.keys), dtype=bool) for part in parts]
 
-    def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        key = name.encode()
-        asking: str | None = None
-        while True:
-            step, reply = self._codec.get_step(key)
-            asking, done = self._single(key, step, reply, asking, deadline)
-            if done:
-                return [reply.value]
+    def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return self._read(parts, deadline, self._lane(address, nonce, parts))
 
-    def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
-        key = name.encode()
-        asking: str | None = None
-        while True:
-            step, reply = self._codec.put_step(key, value)
-            asking, done = self._single(key, step, reply, asking, deadline)
-            if done:
-                return
+    def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        self._run(WriteBatch(parts), deadline, self._lane(address, nonce, parts))
+        return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in parts]
+
+    def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        self._run(EraseBatch(parts), deadline, self._lane(address, nonce, parts))
+        return [np.ones(len(part.keys), dtype=bool) for part in parts]
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
@@ -132,13 +121,15 @@ class RedisClusterStore(Store):
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
-    def _run(self, batch: ClusterBatch, deadline: Deadline) -> None:
+    def _run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
         """Run a batch in rounds: all rows, then those that were redirected, until none is left or the deadline passes."""
+        self._slot_map(deadline)
+        self._read_renewed(deadline)
         while batch.pending:
             slot_map = self._slot_map(deadline)
             try:
-                redirected = self._round(batch, slot_map, deadline)
-            except NodeUnavailableError:
+                redirected = self._round(batch, slot_map, deadline, repair)
+            except (NodeUnavailableError, DeadlineExceededError):
                 self._map = None  # a failover may have moved the node's slots: the next batch asks
                 raise
             if redirected.changed_map:
@@ -148,139 +139,57 @@ class RedisClusterStore(Store):
             if batch.pending and deadline.expired:
                 raise redirected.error(deadline)
 
-    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline) -> Redirects:
+    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, repair: Begun | None) -> Redirects:
         shares = batch.plan(slot_map, self._codec, self._asking_codec)
         by_node: dict[str, list[Step]] = {}
-        last_slot: dict[str, int] = {}
         for share in shares:
             by_node.setdefault(share.address, []).extend(share.steps.steps)
-            if not share.asking:
-                last_slot[share.address] = share.slot
-        markers: dict[str, tuple[int, BlobReply]] = {}
+        checks = self._checks(batch, shares, slot_map, repair)
+        for address, steps in by_node.items():
+            steps += joined([check.step for check in checks if check.address == address])
+        run_id = None if repair is None else run_id_in(repair.process)
+        self._exchange(by_node, [share.steps for share in shares], deadline, self._pool if repair is None else self._plain_pool, run_id)
+        for check in checks:
+            if check.good and not check.importing and repair is None:
+                self._vouched[check.slot] = self._number(check.address)
+        wrong = [check for check in checks if check.wrong]
+        self._changed.update(check.address for check in wrong)  # perhaps they were repaired
+        for check in wrong:
+            raise diagnose(f"{check.address} (slot {check.slot})", check.marker, check.reply.value)
+        here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
+        moved = {check.address for check in here if not self._marker_stays(check.slot, check.reply)}
+        return batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+
+    def _checks(self, batch: ClusterBatch, shares: list[Share], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
+        """The markers to read: one of every node that is asked, and those of its slots that came from another node."""
+        checks = {}
+        last_slot = {share.address: share.slot for share in shares if not share.asking}
         for address, used_slot in last_slot.items():
+            for slot in self._unvouched(address, slot_map) if repair is None else ():  # a repair has written all of its slots' markers
+                checks[address, slot] = self._check(address, slot, self._expected(slot), leaving=slot in self._on_the_way)
             slot = self._settled_slot(address, used_slot, slot_map)
-            step, reply = self._codec.get_step(marker_keys()[slot])
-            by_node[address].append(step)
-            markers[address] = (slot, reply)
-        self._exchange(by_node, [share.steps for share in shares], deadline)
-        moved = {address for address, (slot, reply) in markers.items() if not self._marker_holds(address, slot, reply)}
-        return batch.settle(shares, moved)
+            checks[address, slot] = self._check(address, slot, self._expected(slot) if repair is None else self._in_repair(slot, repair))
+        for share in shares:
+            if not share.asking or share.address in last_slot:
+                continue
+            own = self._any_settled_slot(share.address, slot_map)
+            for slot in np.unique(batch.slots_of(share)).tolist() if own is None else [own]:
+                checks[share.address, slot] = self._check(share.address, slot, self._expected(slot), importing=own is None)
+        return list(checks.values())
 
-    def _marker_holds(self, address: str, slot: int, reply: BlobReply) -> bool:
-        """False when the slot has just moved: then the node's rows are asked for again, where a marker can vouch for them."""
-        if reply.error is not None:
-            if reply.error.startswith(b"-ASK "):
-                self._on_the_way.add(slot)
-            return False
-        assert self._origin is not None, "open() comes first"
-        expected = self._marker(self._origin, slot)
-        if reply.value != expected.encode():
-            raise diagnose(f"{address} (slot {slot})", expected, reply.value)
-        return True
+    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart]) -> Begun:
+        """What a batch in repair expects."""
+        if not all(self.keys_of(address, part.keys).all() for part in parts):
+            raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
+        return self._begun_as(address, nonce)
 
-    def _settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
-        """The slot whose marker vouches for a node: one that the batch uses, but while its marker is on its way to another node (which may
-        take long), another slot of this node."""
-        if slot not in self._on_the_way:
-            return slot
-        mine = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address)) if address in slot_map.addresses else np.empty(0, int)
-        settled = mine[~np.isin(mine, list(self._on_the_way))]
-        return int(settled[0]) if len(settled) else slot
-
-    def _exchange(self, by_node: dict[str, list[Step]], plans: list[NodeSteps], deadline: Deadline) -> None:
-        with self._pool.lease(by_node, deadline) as links:
-            try:
-                run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
-            except UnexpectedValueError as error:
-                raise unexpected_value(plans, error) from error
-
-    def _open_link(self, address: str, deadline: Deadline) -> Link:
-        return redis_admin.open_link(address, self.config, self.role, self._in_doubt.setdefault(address, set()), deadline)
-
-    def _dropped(self, link: Link) -> None:
-        self._in_doubt.setdefault(link.address, set()).add(link.connection_id)
-
-    def _inspect(self, deadline: Deadline) -> int:
-        """Refuse unsafe primaries; return the number of keys in all."""
+    def _inspect(self, deadline: Deadline) -> tuple[int, set[str]]:
+        """Refuse unsafe primaries; return the number of keys in all, and the primaries' processes."""
         self._refresh(deadline)
-        n_keys = 0
+        n_keys, processes = 0, set()
         for address in self.addresses:
             fields = redis_admin.info(address, self.config, deadline)
             redis_admin.require_safe(address, fields, self.config)
             n_keys += int(fields["n_keys"])
-        return n_keys
-
-    def _slot_map(self, deadline: Deadline) -> SlotMap:
-        if self._map is None:
-            self._refresh(deadline)
-        assert self._map is not None
-        return self._map
-
-    def _refresh(self, deadline: Deadline) -> None:
-        before = self._map
-        self._map = after = fetch_slot_map(dict.fromkeys([*self.addresses, *self.config.nodes]), self.config, deadline)
-        self._on_the_way = {slot for slot in self._on_the_way if before and before.address_of(slot) == after.address_of(slot)}
-
-    def _marker(self, origin: Marker, slot: int) -> Marker:
-        return Marker(origin.cluster_id, slot, origin.generation, 0, 0, "")
-
-    def _slot_name(self, slot: int) -> str:
-        address = "?" if self._map is None else self._map.address_of(slot)
-        return f"{address} (slot {slot})"
-
-    def _all_markers(self, deadline: Deadline) -> list[bytes | None]:
-        replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
-        steps = [Step(memoryview(command(b"GET", key)), reply) for key, reply in zip(marker_keys(), replies, strict=True)]
-        self._on_slots(steps, deadline)
-        self._require_no_error([reply.error for reply in replies])
-        return [reply.value for reply in replies]
-
-    def _put_markers(self, values: list[bytes], deadline: Deadline) -> None:
-        replies = [CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8)) for _ in values]
-        keys = marker_keys()
-        steps = [Step(memoryview(command(b"SET", keys[slot], values[slot])), replies[slot]) for slot in range(N_SLOTS)]
-        self._on_slots(steps, deadline)
-        self._require_no_error([line for reply in replies for _, line in reply.errors])
-
-    def _on_slots(self, steps: list[Step], deadline: Deadline) -> None:
-        """Run one step per slot at the slot's node."""
-        slot_map = self._slot_map(deadline)
-        by_node: dict[str, list[Step]] = {address: [] for address in slot_map.addresses}
-        for slot, step in enumerate(steps):
-            by_node[slot_map.address_of(slot)].append(step)
-        self._exchange({address: _joined(batch) for address, batch in by_node.items() if batch}, [], deadline)
-
-    def _single(
-        self, key: bytes, step: Step, reply: BlobReply | CodeReply, asking: str | None, deadline: Deadline
-    ) -> tuple[str | None, bool]:
-        """Run one command at its slot's node, or at the importing node; return the importing node to ask next, and whether it is done."""
-        address = asking or self._slot_map(deadline).address_of(text_slot(key))
-        steps = [Step(memoryview(command(b"ASKING")), LineReply()), step] if asking else [step]
-        self._exchange({address: steps}, [], deadline)
-        line = reply.error if isinstance(reply, BlobReply) else reply.errors[0][1] if reply.errors else None
-        if line is not None and line.startswith(b"-ASK ") and not deadline.expired:
-            return redirect_target(line, address), False
-        return None, not self._try_again(line, deadline)
-
-    def _try_again(self, line: bytes | None, deadline: Deadline) -> bool:
-        """Whether a single command was redirected or refused for now; the map has been asked for anew then."""
-        if line is None:
-            return False
-        if not line.startswith(REDIRECTS) or deadline.expired:
-            raise server_error("of the cluster", line)
-        time.sleep(min(_PAUSE_S, deadline.remaining_s()))
-        self._refresh(deadline)
-        return True
-
-    def _require_no_error(self, lines: Sequence[bytes | None]) -> None:
-        for line in lines:
-            if line is not None:
-                raise StorageError(f"the cluster is changing its slots ({line.decode('ascii', 'replace')}); try again when it has settled")
-
-
-def _joined(steps: Sequence[Step]) -> list[Step]:
-    """The same commands and replies in fewer, larger steps."""
-    return [
-        Step(memoryview(b"".join(step.request for step in steps[rows])), RepliesInOrder([step.reply for step in steps[rows]]))
-        for rows in chunks(len(steps), _SLOTS_PER_STEP)
-    ]
+            processes.add(process_of(fields))
+        return n_keys, processes

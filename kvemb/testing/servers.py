@@ -1,9 +1,10 @@
 """Real servers under the store contract: started once, emptied between tests, and all the ways to mishandle them."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import redis
@@ -11,7 +12,8 @@ from pymemcache.client.base import Client
 
 from kvemb.config import StorageConfig
 from kvemb.keys import text_slot
-from kvemb.local_cluster.servers import StorageServer, start_servers
+from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer, start_servers
+from kvemb.net.deadline import Deadline
 from kvemb.stores.cluster_map import marker_keys
 from kvemb.stores.markers import MARKER_KEY
 from kvemb.stores.topology import NodeMap
@@ -32,6 +34,7 @@ class ServerNodes(Nodes):
         self._start: Callable[[], list[StorageServer]] = lambda: start_servers(kind, n, folder, memory_mb)
         self.servers = self._start()
         self.own_map = kind != "redis-cluster"
+        self._saved: dict[int, Path] = {}
         super().__init__(self._config())
 
     def reset(self) -> None:
@@ -89,6 +92,23 @@ class ServerNodes(Nodes):
             with redis_client(server) as client:
                 client.flushall()
 
+    def restart(self, index: int, *, saved: bool = False) -> None:
+        """See `Nodes.restart`."""
+        server = self.servers[index]
+        server.restart(snapshot=self._saved[index] if saved else None, member=not self.own_map)
+        if not self.own_map:
+            server.process.wait_until(self._cluster_serves, Deadline.after(START_TIMEOUT_S))
+
+    def save(self, index: int) -> None:
+        """See `Nodes.save`."""
+        server = self.servers[index]
+        if server.kind == "memcached":
+            super().save(index)
+        with redis_client(server) as client:
+            client.save()
+        self._saved[index] = server.snapshot_path.with_suffix(".saved")
+        shutil.copyfile(server.snapshot_path, self._saved[index])
+
     def stop(self, index: int) -> None:
         """See `Nodes.stop`."""
         self.servers[index].process.kill()
@@ -100,6 +120,11 @@ class ServerNodes(Nodes):
     def resume(self, index: int) -> None:
         """See `Nodes.resume`."""
         os.kill(self.servers[index].process.pid, signal.SIGCONT)
+
+    def _cluster_serves(self) -> bool:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(redis_client(server)) for server in self.servers]
+            return all(client.cluster("INFO")["cluster_state"] == "ok" for client in clients)
 
     def _put(self, server: StorageServer, key: bytes, value: bytes) -> None:
         if server.kind == "memcached":

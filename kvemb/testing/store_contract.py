@@ -34,6 +34,7 @@ from kvemb.errors import (
 from kvemb.hashing import mix64
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
+from kvemb.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart
 from kvemb.stores.registry import open_store
 from kvemb.wire.stride_reply import StrideReply
@@ -41,6 +42,7 @@ from kvemb.wire.stride_reply import StrideReply
 CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76
 TAG = b"tab"
+N_PAGED_IDS = 1 << 17
 # What a reader may take for the protocol when it stands inside a record.
 PROTOCOL_TEXT = (
     b"$-1\r\n",
@@ -86,6 +88,14 @@ class Nodes:
     def flush(self, index: int) -> None:
         """Lose everything that the node holds, while it goes on running."""
         pytest.skip("a node cannot be flushed")
+
+    def restart(self, index: int, *, saved: bool = False) -> None:
+        """Start the node's server again: empty, or with what it held at the last `save`."""
+        pytest.skip("a node has no server to start again")
+
+    def save(self, index: int) -> None:
+        """Let the node's server save what it holds."""
+        pytest.skip("a node saves nothing")
 
     def stop(self, index: int) -> None:
         """End the node's server."""
@@ -146,7 +156,20 @@ def require_rows(store: Store, keys: RowKeys, records: NDArray[np.uint8]) -> Non
 
 
 class StoreContract:
-    """Every store passes these."""
+    """Every store passes these.
+
+    `keys` says where rows lie: here under keys of their own, in `PagedStoreContract` in pages.
+    """
+
+    smallest_record_bytes = 1
+
+    def keys(self, n: int, first: int = 1, tag: bytes = TAG, size: int = SIZE) -> RowKeys:
+        """Return n keys of scattered ids, for records of so many bytes."""
+        return row_keys(n, first, tag)
+
+    def n_keys_of(self, keys: RowKeys) -> int:
+        """How many keys a server holds when it holds these rows."""
+        return len(keys)
 
     @pytest.fixture
     def nodes(self) -> Nodes:
@@ -187,7 +210,7 @@ class StoreContract:
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def test_a_row_that_was_never_written_is_missing(self, store: Store) -> None:
-        result = read(store, row_keys(100), tokens=True)
+        result = read(store, self.keys(100), tokens=True)
         assert not result.found.any()
         assert (result.tokens is not None) == store.capabilities.cas
         assert result.tokens is None or not result.tokens.any()
@@ -195,7 +218,7 @@ class StoreContract:
     @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 5000])
     def test_batches_of_any_size_come_back_with_any_share_missing(self, store: Store, n: int) -> None:
         for index, share in enumerate((0.0, 0.01, 0.5, 1.0)):
-            keys = row_keys(n, first=1 + index * 10_000)
+            keys = self.keys(n, first=1 + index * 10_000)
             here = np.random.default_rng(index).random(n) >= share
             there = keys.take(np.flatnonzero(here))
             assert write(store, there, records_of(there)).all()
@@ -204,7 +227,7 @@ class StoreContract:
             np.testing.assert_array_equal(result.records[here], records_of(there))
 
     def test_records_full_of_protocol_text_come_back(self, store: Store) -> None:
-        keys, records = row_keys(3000), protocol_records(3000)
+        keys, records = self.keys(3000), protocol_records(3000)
         written = np.arange(3000) % 7 != 3
         there = keys.take(np.flatnonzero(written))
         assert write(store, there, records[written]).all()
@@ -214,8 +237,8 @@ class StoreContract:
             np.testing.assert_array_equal(result.records[written], records[written])
 
     def test_parts_of_different_tables_travel_in_one_call(self, store: Store) -> None:
-        shapes = ((b"aaa", 1, 2000), (b"bbb", 300, 500), (b"ccc", 44, 0), (b"ddd", 5000, 40))
-        parts = [(row_keys(n, tag=tag), size) for tag, size, n in shapes]
+        shapes = ((b"aaa", self.smallest_record_bytes, 2000), (b"bbb", 300, 500), (b"ccc", 44, 0), (b"ddd", 5000, 40))
+        parts = [(self.keys(n, tag=tag, size=size), size) for tag, size, n in shapes]
         zeros = [np.zeros(len(keys), dtype=np.uint64) for keys, _ in parts]
         stored = store.write([WritePart(k, records_of(k, size), t) for (k, size), t in zip(parts, zeros, strict=True)], within())
         assert [result.stored.all() for result in stored] == [True] * 4
@@ -225,7 +248,7 @@ class StoreContract:
             np.testing.assert_array_equal(result.in_key_order().records, records_of(keys, size))
 
     def test_order_says_which_row_is_which(self, store: Store) -> None:
-        keys = row_keys(1500)
+        keys = self.keys(1500)
         write(store, keys, records_of(keys))
         result = store.read([ReadPart(keys, SIZE, SIZE)], within())[0]
         order = np.arange(1500) if result.order is None else result.order
@@ -233,20 +256,20 @@ class StoreContract:
         np.testing.assert_array_equal(result.records, records_of(keys)[order])
 
     def test_a_prefix_read_returns_the_first_bytes(self, store: Store) -> None:
-        keys = row_keys(1200)
+        keys = self.keys(1200)
         write(store, keys, records_of(keys))
         result = store.read([ReadPart(keys, SIZE, 13)], within())[0].in_key_order()
         assert result.found.all()
         np.testing.assert_array_equal(result.records, records_of(keys)[:, :13])
 
     def test_a_second_write_replaces_the_first(self, store: Store) -> None:
-        keys = row_keys(1100)
+        keys = self.keys(1100)
         write(store, keys, records_of(keys))
         assert write(store, keys, records_of(keys, salt=1)).all()
         require_rows(store, keys, records_of(keys, salt=1))
 
     def test_erased_rows_are_missing_and_erasing_missing_rows_is_fine(self, store: Store) -> None:
-        keys = row_keys(1500)
+        keys = self.keys(1500)
         write(store, keys, records_of(keys))
         gone = np.arange(1500) % 3 == 0
         part = WritePart(keys.take(np.flatnonzero(gone)), np.empty((int(gone.sum()), 0), np.uint8))
@@ -257,7 +280,7 @@ class StoreContract:
         np.testing.assert_array_equal(result.records[~gone], records_of(keys)[~gone])
 
     def test_a_value_of_another_size_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
-        keys = row_keys(1100)
+        keys = self.keys(1100)
         write(store, keys, records_of(keys))
         for wrong in (b"", b"short", b"x" * (SIZE + 1), b"\r\n" * SIZE):
             nodes.put_foreign(keys.take(np.array([777])).encode().tobytes(), wrong)
@@ -270,7 +293,7 @@ class StoreContract:
     def test_a_stale_token_is_a_conflict_of_that_row_only(self, store: Store) -> None:
         if not store.capabilities.cas:
             pytest.skip("no compare-and-swap")
-        keys = row_keys(3000)
+        keys = self.keys(3000)
         old, new = np.arange(3000) < 2000, np.arange(3000) >= 2500  # the first 2000 exist; of the others 2500.. are new
         write(store, keys.take(np.flatnonzero(~new)), records_of(keys)[~new])
         tokens = read(store, keys, tokens=True).tokens
@@ -288,12 +311,47 @@ class StoreContract:
     def test_a_token_of_a_row_that_was_erased_is_a_conflict(self, store: Store) -> None:
         if not store.capabilities.cas:
             pytest.skip("no compare-and-swap")
-        keys = row_keys(10)
+        keys = self.keys(10)
         write(store, keys, records_of(keys))
         tokens = read(store, keys, tokens=True).tokens
         store.erase([WritePart(keys, records_of(keys))], within())
         assert not store.write([WritePart(keys, records_of(keys), tokens)], within())[0].stored.any()
         assert not read(store, keys).found.any()
+
+    def test_an_erase_with_tokens_leaves_rows_that_were_written_since(self, store: Store) -> None:
+        if not store.capabilities.cas:
+            pytest.skip("no compare-and-swap")
+        keys = self.keys(3000)
+        there = np.arange(3000) < 2500  # of the others, 2990.. appear after the read
+        write(store, keys.take(np.flatnonzero(there)), records_of(keys)[there])
+        got = read(store, keys, tokens=True)
+        assert got.tokens is not None
+        tokens = np.where(got.found, got.tokens, np.uint64(0))
+        newer = (np.arange(3000) % 500 == 7) | (np.arange(3000) >= 2990)
+        write(store, keys.take(np.flatnonzero(newer)), records_of(keys, salt=1)[newer])
+        nothing = np.empty((0, 0), np.uint8)
+        np.testing.assert_array_equal(store.erase([WritePart(keys, nothing, tokens)], within())[0], ~newer)
+        after = read(store, keys)
+        np.testing.assert_array_equal(after.found, newer)
+        np.testing.assert_array_equal(after.records[newer], records_of(keys, salt=1)[newer])
+        assert store.erase([WritePart(keys, nothing)], within())[0].all()  # without tokens: whatever is there
+        assert not read(store, keys).found.any()
+
+    def test_an_erase_in_doubt_never_lands_on_a_newer_row(self, store: Store, nodes: Nodes) -> None:
+        if not store.capabilities.cas:
+            pytest.skip("no compare-and-swap")
+        keys = self.keys(3000)
+        write(store, keys, records_of(keys))
+        tokens = read(store, keys, tokens=True).tokens
+        nodes.pause(1)
+        with pytest.raises(DeadlineExceededError):
+            store.erase([WritePart(keys, np.empty((0, 0), np.uint8), tokens)], within(0.5))
+        nodes.resume(1)
+        stored = write(store, keys, records_of(keys, salt=2))
+        while not stored.all():  # the erase landed between this write's read and itself
+            stored = write(store, keys, records_of(keys, salt=2))
+        for _ in range(3):
+            require_rows(store, keys, records_of(keys, salt=2))
 
     # --- meta and stats ---------------------------------------------------------------------------------------------------------
 
@@ -305,17 +363,17 @@ class StoreContract:
 
     def test_stats_count_keys_and_bytes_of_every_node(self, store: Store) -> None:
         before = store.stats(within())
-        keys = row_keys(200)
+        keys = self.keys(200)
         write(store, keys, records_of(keys))
         after = store.stats(within())
         assert tuple(node.address for node in after) == store.addresses
-        assert sum(node.n_keys for node in after) == sum(node.n_keys for node in before) + 200
+        assert sum(node.n_keys for node in after) == sum(node.n_keys for node in before) + self.n_keys_of(keys)
         assert all(node.used_bytes > 0 and node.server for node in after)
 
     # --- lost, wrong and absent nodes -------------------------------------------------------------------------------------------
 
     def test_a_flushed_node_is_lost_at_the_next_read_and_the_next_write(self, store: Store, nodes: Nodes) -> None:
-        keys = row_keys(400)
+        keys = self.keys(400)
         write(store, keys, records_of(keys))
         nodes.flush(0)
         with pytest.raises(NodeLostError):
@@ -329,7 +387,7 @@ class StoreContract:
             another.open(within())
 
     def test_a_marker_of_another_cluster_or_lifetime_fails_the_batch(self, store: Store, nodes: Nodes) -> None:
-        keys, markers = row_keys(400), store.open(within())
+        keys, markers = self.keys(400), store.open(within())
         write(store, keys, records_of(keys))
         for values, error in (
             ([replace(marker, cluster_id=b"another-cluster!").encode() for marker in markers], WrongNodeError),
@@ -352,7 +410,7 @@ class StoreContract:
             fewer.open(within())
 
     def test_a_node_that_is_down_is_named(self, store: Store, nodes: Nodes) -> None:
-        keys = row_keys(400)
+        keys = self.keys(400)
         write(store, keys, records_of(keys))
         nodes.stop(1)
         for _ in range(2):  # on the old connection, then on connecting
@@ -360,7 +418,7 @@ class StoreContract:
                 read(store, keys, deadline=within(5))
 
     def test_a_hung_node_costs_one_deadline_and_its_late_replies_are_never_read(self, store: Store, nodes: Nodes) -> None:
-        keys = row_keys(3000)
+        keys = self.keys(3000)
         write(store, keys, records_of(keys))
         nodes.pause(1)
         deadline = within(0.5)
@@ -373,11 +431,11 @@ class StoreContract:
         assert Deadline.after(0).at_s < again.at_s + 5  # tens of deadlines later would be no deadline
         nodes.resume(1)
         for first in (500, 1, 1000):
-            some = row_keys(2000, first=first)
+            some = self.keys(2000, first=first)
             require_rows(store, some, records_of(some))
 
     def test_a_write_in_doubt_never_lands_on_a_later_one(self, store: Store, nodes: Nodes) -> None:
-        keys = row_keys(3000)
+        keys = self.keys(3000)
         write(store, keys, records_of(keys))
         tokens = read(store, keys, tokens=True).tokens
         nodes.pause(1)
@@ -395,7 +453,7 @@ class StoreContract:
     def test_a_closed_store_says_so(self, store: Store) -> None:
         store.close()
         store.close()
-        keys = row_keys(3)
+        keys = self.keys(3)
         for call in (
             lambda: read(store, keys),
             lambda: store.write([WritePart(keys, records_of(keys), np.zeros(3, dtype=np.uint64))], within()),
@@ -412,7 +470,7 @@ class StoreContract:
         together = threading.Barrier(4)
 
         def work(thread: int) -> None:
-            keys = row_keys(1500, first=1 + thread * 10_000)
+            keys = self.keys(1500, first=1 + thread * 10_000)
             together.wait(20)
             for salt in range(3):
                 assert write(store, keys, records_of(keys, salt=salt)).all()
@@ -423,7 +481,7 @@ class StoreContract:
                 future.result()
 
     def test_after_a_fork_parent_and_child_read_at_once(self, store: Store) -> None:
-        keys = row_keys(3000)
+        keys = self.keys(3000)
         write(store, keys, records_of(keys))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
@@ -432,13 +490,13 @@ class StoreContract:
             failed = 1
             try:
                 for first in range(20):
-                    some = row_keys(1000, first=1 + 100 * first)
+                    some = self.keys(1000, first=1 + 100 * first)
                     require_rows(store, some, records_of(some))
                 failed = 0
             finally:
                 os._exit(failed)
         for first in range(20):
-            some = row_keys(1000, first=2000 - 100 * first)
+            some = self.keys(1000, first=2000 - 100 * first)
             require_rows(store, some, records_of(some))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         require_rows(store, keys, records_of(keys))
@@ -446,7 +504,7 @@ class StoreContract:
     def test_an_interrupted_read_leaves_nothing_for_the_next(self, store: Store, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
         if not nodes.over_wire:
             pytest.skip("no replies to interrupt")
-        keys = row_keys(3000)
+        keys = self.keys(3000)
         write(store, keys, records_of(keys))
         feed = StrideReply.feed
 
@@ -459,5 +517,82 @@ class StoreContract:
             with pytest.raises(KeyboardInterrupt):
                 read(store, keys)
         for first in (1500, 1):
-            some = row_keys(1500, first=first)
+            some = self.keys(1500, first=first)
             require_rows(store, some, records_of(some))
+
+
+class PagedStoreContract(StoreContract):
+    """The same where rows lie in pages, for stores whose capabilities say so; and what only pages can get wrong."""
+
+    smallest_record_bytes = 12  # the header tells a row from no row
+
+    def keys(self, n: int, first: int = 1, tag: bytes = TAG, size: int = SIZE) -> PagedKeys:
+        ids = (np.arange(first, first + n, dtype=np.uint64) * np.uint64(40503)) % np.uint64(N_PAGED_IDS)
+        return paged_keys(tag, ids, page_layout(size))
+
+    def n_keys_of(self, keys: RowKeys) -> int:
+        return len(np.unique(keys.encode(), axis=0))
+
+    def test_the_store_says_that_it_has_pages(self, store: Store) -> None:
+        assert store.capabilities.pages
+
+    def test_a_value_of_another_size_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
+        keys = self.keys(1100)
+        write(store, keys, records_of(keys))
+        one = keys.take(np.array([777]))
+        nodes.put_foreign(one.encode().tobytes(), b"x" * (int(one.places[0]) * SIZE + 30))
+        with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* 30 bytes"):
+            read(store, one)
+        others = keys.take(np.flatnonzero((keys.encode() != one.encode()).any(axis=1)))
+        require_rows(store, others, records_of(others))
+
+    def test_a_page_that_is_too_long_is_an_error_that_names_node_and_id(self, store: Store, nodes: Nodes) -> None:
+        keys = self.keys(1100)
+        write(store, keys, records_of(keys))
+        one = keys.take(np.array([777]))
+        nodes.put_foreign(one.encode().tobytes(), b"x" * (one.layout.page_bytes + 10))
+        with pytest.raises(RecordError, match=rf"node \S+, id {int(keys.ids[777])}\b.* {one.layout.page_bytes + 10} bytes"):
+            write(store, one, records_of(one))
+        others = keys.take(np.flatnonzero((keys.encode() != one.encode()).any(axis=1)))
+        require_rows(store, others, records_of(others))
+
+    def test_the_neighbours_of_a_row_are_missing_until_they_are_written(self, store: Store) -> None:
+        layout = page_layout(SIZE)
+        everything = paged_keys(TAG, np.arange(5 * layout.rows_per_page, dtype=np.uint64), layout)
+        some = everything.take(np.arange(0, len(everything), 7))
+        assert write(store, some, records_of(some)).all()
+        result = read(store, everything)
+        np.testing.assert_array_equal(np.flatnonzero(result.found), np.arange(0, len(everything), 7))
+        np.testing.assert_array_equal(result.records[result.found], records_of(some))
+
+    def test_rows_of_a_page_have_different_writers_that_leave_each_other_alone(self, store: Store, nodes: Nodes) -> None:
+        everything = self.keys(4000)
+        together = threading.Barrier(2)
+        with nodes.store() as other:
+            other.open(within())
+
+            def work(shard: int) -> None:
+                mine = everything.take(np.flatnonzero(everything.ids % np.uint64(2) == shard))
+                together.wait(20)
+                for salt in range(4):
+                    write((store, other)[shard], mine, records_of(mine, salt=salt + shard))
+                    require_rows((store, other)[shard], mine, records_of(mine, salt=salt + shard))
+
+            with ThreadPoolExecutor(2) as threads:
+                for future in [threads.submit(work, shard) for shard in (0, 1)]:
+                    future.result()
+        odd = everything.ids % np.uint64(2) == 1
+        require_rows(store, everything, np.where(odd[:, None], records_of(everything, salt=4), records_of(everything, salt=3)))
+
+    @pytest.mark.parametrize("new", ["all", "none", "the second half"])
+    def test_rows_are_right_whatever_was_said_of_their_pages(self, store: Store, new: str) -> None:
+        keys = self.keys(2500)
+        half = np.arange(2500) >= 1250
+        mask = {"all": np.ones(2500, dtype=bool), "none": np.zeros(2500, dtype=bool), "the second half": half}[new]
+        said = paged_keys(TAG, keys.ids, page_layout(SIZE), mask)
+        for salt in (0, 1):
+            assert store.write([WritePart(said, records_of(keys, salt=salt))], within())[0].stored.all()
+            require_rows(store, keys, records_of(keys, salt=salt))
+        gone = keys.take(np.flatnonzero(half))
+        store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
+        np.testing.assert_array_equal(read(store, keys).found, ~half)

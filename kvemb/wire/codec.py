@@ -35,7 +35,10 @@ class Records:
 
     def bytes(self) -> Bytes:
         """The records in order: uint8 [n, size_bytes]."""
-        return self.values if self.order is None else self.values[self.order]
+        if self.order is None or not self.size_bytes:
+            return self.values if self.order is None else self.values[self.order]
+        whole = np.ascontiguousarray(self.values).view(f"V{self.size_bytes}")[:, 0]  # NumPy gathers opaque items faster than rows of bytes
+        return whole[self.order].view(np.uint8).reshape(len(self.order), self.size_bytes)
 
 
 class Codec(Protocol):
@@ -49,8 +52,17 @@ class Codec(Protocol):
     def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """Write n records; out [n] gets 0 for stored, 1 for a conflict; tokens [n] of rows stored are replaced by the new ones."""
 
-    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[Step]:
-        """Delete n rows; out [n] gets 0 for deleted, 1 for not there."""
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
+        """Delete n rows; out [n] gets 0 for deleted, 1 for not there, 2 for a conflict: the row's token is not the one given."""
+
+    def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
+        """Return which rows have read requests of one length, small numbers int8 [n]; None when all have.
+
+        Stores put the rows of a kind together, in ascending order of kinds, so that requests have one stride each.
+        """
+
+    def write_kinds(self, keys: RowKeys, tokens: NDArray[np.uint64] | None) -> NDArray[np.int8] | None:
+        """Return the same of requests to write or (tokens None) to erase."""
 
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
         """Read one small value, such as a marker."""

@@ -1,7 +1,8 @@
 """The memcached meta protocol for batches of rows. Specification: doc/protocol.txt of memcached 1.6 ("Meta Commands").
 
 Writes always carry a condition: a token from the read before, or "must not exist". So a write in doubt that lands late cannot overwrite a
-newer row. Tokens are sent zero-padded to one width, which keeps the stride of a batch constant.
+newer row, and an erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
+stride of a batch constant.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from kvemb.keys import RowKeys
 from kvemb.wire.codec import Records
 from kvemb.wire.replies import BlobReply, CodeReply, Step
-from kvemb.wire.requests import Bytes, chunks, columns, decimals
+from kvemb.wire.requests import Bytes, SharedRows, chunks, columns, decimals
 from kvemb.wire.stored_reply import StoredReply
 from kvemb.wire.stride_reply import StrideReply
 from kvemb.wire.token_reply import TokenReply
@@ -34,9 +35,10 @@ class MetaCodec:
         """See `Codec.read_steps`."""
         tail = b" v\r\n" if tokens is None else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
+        shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), self._rows_per_step)
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
-            request = partial(_key_request, b"mg ", keys[rows], tail)
+            request = partial(_shared_request, shared, rows)
             if tokens is None:
                 size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
                 steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
@@ -63,12 +65,21 @@ class MetaCodec:
                 steps.append(Step(partial(_store_request, keys[at], records[at], condition), StoredReply(out[at], tokens[at])))
         return steps
 
-    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8]) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
         """See `Codec.erase_steps`."""
+        codes = (b"HD\r\n", b"NF\r\n", b"EX\r\n")
         return [
-            Step(partial(_key_request, b"md ", keys[rows], b"\r\n"), CodeReply((b"HD\r\n", b"NF\r\n"), out[rows]))
+            Step(partial(_erase_request, keys[rows], None if tokens is None else tokens[rows]), CodeReply(codes, out[rows]))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
+
+    def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
+        """See `Codec.read_kinds`."""
+        return None
+
+    def write_kinds(self, keys: RowKeys, tokens: NDArray[np.uint64] | None) -> NDArray[np.int8] | None:
+        """See `Codec.write_kinds`: new rows (token 0) are added, the others replaced."""
+        return None if tokens is None else (tokens != 0).view(np.int8)
 
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
         """See `Codec.get_step`."""
@@ -81,8 +92,13 @@ class MetaCodec:
         return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply
 
 
-def _key_request(verb: bytes, keys: RowKeys, tail: bytes) -> memoryview:
-    return columns(len(keys), verb, keys.encode(), tail).reshape(-1).data
+def _shared_request(shared: SharedRows, rows: slice) -> memoryview:
+    return shared[rows].reshape(-1).data
+
+
+def _erase_request(keys: RowKeys, tokens: NDArray[np.uint64] | None) -> memoryview:
+    condition = (b"",) if tokens is None else (b" C", decimals(tokens))
+    return columns(len(keys), b"md ", keys.encode(), *condition, b"\r\n").reshape(-1).data
 
 
 def _store_request(keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None) -> memoryview:

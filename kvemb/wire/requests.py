@@ -1,5 +1,7 @@
 """Builds batches of requests: arrays with a constant stride, filled by whole columns. Pure."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,10 +20,13 @@ def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
         b'GET AGET B'
     """
     widths = [len(p) if isinstance(p, bytes) else p.shape[1] for p in pieces]
-    out = np.empty((n, sum(widths)), dtype=np.uint8)
+    # A first row of everything constant, repeated; then the others' columns, in whole items: byte by byte costs twice as much.
+    first = b"".join(p if isinstance(p, bytes) else bytes(width) for p, width in zip(pieces, widths, strict=True))
+    out = np.full(n, np.frombuffer(first, f"V{len(first)}")[0]).view(np.uint8).reshape(n, len(first))
     at = 0
     for piece, width in zip(pieces, widths, strict=True):
-        out[:, at : at + width] = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
+        if not isinstance(piece, bytes) and width:
+            out[:, at : at + width].view(f"V{width}")[:] = piece.view(f"V{width}")
         at += width
     return out
 
@@ -50,3 +55,35 @@ def chunks(n: int, size: int) -> list[slice]:
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+
+
+class SharedRows:
+    """Rows of requests that are built for several chunks at a time, when the first of them is asked for.
+
+    A chunk is small enough for the server, and then so small that half of building it is NumPy's price per call. Chunks must be asked for
+    in order; one thread.
+
+    Args:
+        build: returns the rows' bytes, uint8 [rows, stride].
+        n: rows in all.
+        chunk_rows: rows of a chunk.
+        chunks_at_once: how many chunks are built together; the first alone, because the server has nothing to do until it is sent.
+
+    Example:
+        >>> rows = SharedRows(lambda rows: np.arange(rows.start, rows.stop, dtype=np.uint8)[:, None], 5, 2)
+        >>> rows[slice(2, 4)].tolist()
+        [[2], [3]]
+    """
+
+    def __init__(self, build: Callable[[slice], Bytes], n: int, chunk_rows: int, chunks_at_once: int = 4) -> None:
+        self._build, self._n, self._chunk_rows = build, n, chunk_rows
+        self._chunks_at_once = chunks_at_once
+        self._built, self._range = np.empty((0, 1), np.uint8), slice(0, 0)
+
+    def __getitem__(self, rows: slice) -> Bytes:
+        """Return the rows of a chunk: uint8 [rows, stride]."""
+        if not (self._range.start <= rows.start and rows.stop <= self._range.stop):
+            n = self._chunk_rows * (self._chunks_at_once if rows.start else 1)
+            self._range = slice(rows.start, max(rows.stop, min(rows.start + n, self._n)))
+            self._built = self._build(self._range)
+        return self._built[rows.start - self._range.start : rows.stop - self._range.start]

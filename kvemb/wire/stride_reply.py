@@ -28,6 +28,8 @@ class StrideReply:
         preamble: bytes before the first value, b"" for none.
         row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
             follows it too.
+        blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record
+            of); a multiple of 4.
     """
 
     head: bytes
@@ -37,6 +39,7 @@ class StrideReply:
     found: NDArray[np.bool_]
     preamble: bytes = b""
     row_prefix: bytes = b""
+    blank_bytes: int = 0
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0
 
@@ -64,7 +67,15 @@ class StrideReply:
                 position += self._take_odd(data[position:])
             if position == before:
                 break
+        if self.blank_bytes and self.done:
+            self._drop_blank()
         return position
+
+    def _drop_blank(self) -> None:
+        written = np.zeros(len(self.out), dtype=np.uint32)
+        for at in range(0, self.blank_bytes, 4):
+            written |= np.ndarray((len(self.out),), "<u4", self.out, at, (self.out.strides[0],))
+        self.found &= written != 0
 
     def _skip_preamble(self, data: Bytes) -> int:
         size = len(self.preamble)
@@ -88,14 +99,26 @@ class StrideReply:
         if not count:
             return 0
         block = data[: count * self._stride].reshape(count, self._stride)
-        good = matches(block, 0, self.head)
-        good &= matches(block, self._stride - len(EOL), EOL)
-        run = count if good.all() else int(np.argmin(good))
+        run = count if self._all_hits(block) else self._n_hits(block)
         rows = slice(self._at, self._at + run)
         self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
         self.found[rows] = True
         self._at += run
         return run * self._stride
+
+    def _all_hits(self, block: Bytes) -> bool:
+        """Whether all of [k, stride] are hits: between two rows stand the end of one and the head of the next, in few machine words."""
+        inside = len(self.head) + self.size_bytes
+        if block[0, : len(self.head)].tobytes() != self.head or block[-1, inside:].tobytes() != EOL:
+            return False
+        seams = block.reshape(-1)[inside : inside + (len(block) - 1) * self._stride].reshape(-1, self._stride)
+        return bool(matches(seams, 0, EOL + self.head).all())
+
+    def _n_hits(self, block: Bytes) -> int:
+        """How many of the first rows are hits, when not all are."""
+        good = matches(block, 0, self.head)
+        good &= matches(block, len(self.head) + self.size_bytes, EOL)
+        return int(np.argmin(good))
 
     def _hit_is_cut(self, data: Bytes) -> bool:
         """Whether nothing or a value's beginning is all that is there: by far the most frequent end of a feed."""
@@ -164,9 +187,10 @@ class StrideReply:
         if line is None:
             return 0
         begin = self.row_prefix[:skipped] + line + EOL
-        if begin in (self.head, self.miss):
-            if begin == self.head and len(data) >= self._stride:
-                raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
+        if begin == self.head or self.miss.startswith(begin):
+            whole = self._stride if begin == self.head else len(self.miss)
+            if len(data) >= whole:  # the framing of a whole one was refused by the fast paths
+                raise ProtocolError(f"a value of {self.size_bytes if begin == self.head else 0} bytes is not followed by a line end")
             return 0
         if is_error(line):
             self.errors.append((self._at, line))

@@ -134,13 +134,16 @@ class Journal:
         return read_entries(segments, start)
 
     def discard_before(self, position: Position) -> None:
-        """Delete the segments that end at or before `position`; the current one stays.
+        """Delete the segments before the one that `position` names; that one stays, and so does the current one.
+
+        It stays even when the position is its end: whoever comes back with this position is to find its segment, and can tell by it that
+        nothing is missing. A position that a failed sync has moved to a later segment is safe too: it still names the earlier one.
 
         Raises:
             ParameterServerError: a file cannot be deleted; it and later ones are still part of the journal.
         """
         with self._lock:
-            while self._past and Position(self._past[0].header.number, self._past[0].end) <= position:
+            while self._past and self._past[0].header.number < position.segment:
                 try:
                     self._past[0].path.unlink(missing_ok=True)
                     if self._fsync:

@@ -288,13 +288,14 @@ def test_a_push_becomes_rows_in_storage(cluster: Cluster) -> None:
     assert (reply.state, reply.k) == ("applied", 1)
     np.testing.assert_array_equal(cluster.weights([3, 8]), first_rows([3, 8]) - np.float32(0.5))
     pushes.send(part(hello, 2, [8, 9]))
+    assert pushes.next().state == "accepted"
     shard.flush()
     assert shard.count() == shard.count("") == 3
     ids = shard.call("Ids", IdsRequest("user", True, 0, 10), IdsReply).ids
     assert np.frombuffer(ids, "<u8").tolist() == [3, 8, 9]
     status = shard.call("Status", Empty(), StatusReply)
     assert (status.epoch, status.k, status.rows_applied, status.n_rows, status.n_trainers, status.failure) == (1, 2, 4, 3, 1, "")
-    assert [PushReply.decode(data).state for data in pushes.end()] == ["accepted", "applied"]
+    assert [PushReply.decode(data).state for data in pushes.end()] == ["applied"]
     shard.call("Bye", ByeRequest("a", hello.incarnation), Empty)
     assert shard.call("Status", Empty(), StatusReply).n_trainers == 0
 
@@ -459,7 +460,11 @@ def test_what_was_accepted_before_a_sigterm_is_applied(cluster: Cluster, server:
     np.testing.assert_array_equal(cluster.weights([1]), first_rows([1]) - np.float32(0.5))
 
 
-def test_a_shard_that_cannot_drain_says_what_is_lost_and_exits_4(cluster: Cluster, server: Server) -> None:
+@pytest.mark.parametrize(("durability", "kept"), [("fsync", True), ("none", False)])
+def test_a_shard_that_cannot_drain_says_what_is_not_applied_and_exits_4(
+    cluster: Cluster, server: Server, durability: str, kept: bool
+) -> None:
+    cluster.write(1, f", durability: {durability}")
     shard = cluster.start(0, "--drain-timeout", "0.2")
     shard.create()
     hello, pushes = shard.hello(), Pushes(shard)
@@ -471,11 +476,37 @@ def test_a_shard_that_cannot_drain_says_what_is_lost_and_exits_4(cluster: Cluste
     shard.process.child.send_signal(signal.SIGTERM)
     assert shard.process.wait() == 4
     assert "not drained: 1 accepted changes are not applied: pushes of a (to step 1)" in shard.process.text()
+    assert ("in the journal: the next start applies it" in shard.process.text()) == kept
     assert "Traceback" not in shard.process.text()
-    assert not (cluster.folder / "data" / "shard-0" / "state").exists()
+    assert (cluster.folder / "data" / "shard-0" / "state").exists() == kept
 
 
-def test_after_kill_9_a_restart_is_refused(cluster: Cluster) -> None:
+def test_after_kill_9_a_restart_goes_on_from_the_journal(cluster: Cluster) -> None:
+    shard = cluster.start()
+    shard.create()
+    hello, pushes = shard.hello(), Pushes(shard)
+    for sequence in range(1, 4):
+        assert pushes.applied(part(hello, sequence, [sequence, 100])).k == sequence
+    shard.process.end()
+    again = cluster.start()
+    status = again.call("Status", Empty(), StatusReply)
+    assert (status.epoch, status.k, status.rows_applied, status.n_rows, status.recovered_rows) == (2, 3, 6, 4, 6)
+    assert status.journal_bytes > 0
+    back = again.hello("a", hello.incarnation)
+    assert (back.incarnation, back.last_sequence) == (1, 3)
+    pushes = Pushes(again)
+    assert pushes.applied(part(hello, 3, [3, 100])).state == "applied"  # a duplicate: nothing changes
+    assert pushes.applied(part(hello, 4, [100])).k == 4
+    np.testing.assert_allclose(cluster.weights([100]), first_rows([100]) - np.float32(2.0), rtol=1e-6)
+    assert again.hello("b").incarnation == 2
+    again.process.end()
+    third = cluster.start()
+    assert third.call("Status", Empty(), StatusReply).recovered_rows == 1  # what the second start recovered need not be again
+    assert third.hello("b").incarnation == 3
+
+
+def test_without_a_journal_a_restart_after_kill_9_is_refused(cluster: Cluster) -> None:
+    cluster.write(1, ", durability: none")
     shard = cluster.start()
     shard.create()
     assert Pushes(shard).applied(part(shard.hello(), 1, [1])).state == "applied"
@@ -486,7 +517,8 @@ def test_after_kill_9_a_restart_is_refused(cluster: Cluster) -> None:
     assert "Traceback" not in text
 
 
-def test_an_emptied_node_fails_the_shard_and_the_next_start(cluster: Cluster, server: Server) -> None:
+def test_without_a_journal_an_emptied_node_fails_the_shard_and_the_next_start(cluster: Cluster, server: Server) -> None:
+    cluster.write(1, ", durability: none")
     shard = cluster.start()
     shard.create()
     hello, pushes = shard.hello(), Pushes(shard)
@@ -541,9 +573,8 @@ def test_a_sync_step_is_released_to_all_at_once(cluster: Cluster) -> None:
     of_a, of_b = Pushes(shard), Pushes(shard)
     for sequence in (1, 2):
         of_a.send(part(a, sequence, [1], 4.0, table=table))
-        assert of_a.next().state == "accepted"
         assert of_b.applied(part(b, sequence, [1, 2], 2.0, trainer="b", table=table)).k == sequence
-        assert of_a.next().k == sequence
+        assert [of_a.next().state, of_a.next().k] == ["accepted", sequence]
     assert cluster.weights([1, 2], table).tolist() == [[-6.0], [-2.0]]
 
 

@@ -24,8 +24,20 @@ from kvemb.stores.markers import MARKER_KEY
 from kvemb.stores.memory import memory_node
 from kvemb.stores.registry import open_store
 from kvemb.stores.topology import NodeMap
+from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.servers import ServerNodes, redis_client
-from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, StoreContract, records_of, require_rows, row_keys, within, write
+from kvemb.testing.store_contract import (
+    CLUSTER,
+    GENERATION,
+    Nodes,
+    PagedStoreContract,
+    StoreContract,
+    records_of,
+    require_rows,
+    row_keys,
+    within,
+    write,
+)
 
 _numbers = itertools.count()
 
@@ -37,6 +49,7 @@ class MemoryNodes(Nodes):
 
     def __init__(self) -> None:
         number = next(_numbers)
+        self._saved: dict[int, dict[bytes, tuple[bytes, int]]] = {}
         super().__init__(StorageConfig("memory", (f"memory-{number}-0:1", f"memory-{number}-1:1")))
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
@@ -49,17 +62,25 @@ class MemoryNodes(Nodes):
     def flush(self, index: int) -> None:
         memory_node(self.config.nodes[index]).flush()
 
+    def restart(self, index: int, *, saved: bool = False) -> None:
+        node = memory_node(self.config.nodes[index])
+        node.run_id = f"process-{next(_numbers)}"
+        node.values = dict(self._saved[index]) if saved else {}
+
+    def save(self, index: int) -> None:
+        self._saved[index] = dict(memory_node(self.config.nodes[index]).values)
+
     def stop(self, index: int) -> None:
         memory_node(self.config.nodes[index]).down = True
 
 
-class TestMemoryStore(StoreContract):
+class TestMemoryStore(RepairContract):
     @pytest.fixture
     def nodes(self) -> Nodes:
         return MemoryNodes()
 
 
-class _OnServers(StoreContract):
+class _Servers(StoreContract):
     kind = ""
     n_nodes = 2
 
@@ -83,6 +104,10 @@ class _OnServers(StoreContract):
                 running.resume(index)
 
 
+class _OnServers(_Servers, RepairContract):
+    pass
+
+
 class TestValkeyStore(_OnServers):
     kind = "valkey"
 
@@ -96,6 +121,19 @@ class TestMemcachedStore(_OnServers):
 
 
 class TestRedisClusterStore(_OnServers):
+    kind = "redis-cluster"
+    n_nodes = 3
+
+
+class TestPagedValkeyStore(_Servers, PagedStoreContract):
+    kind = "valkey"
+
+
+class TestPagedRedisStore(_Servers, PagedStoreContract):
+    kind = "redis"
+
+
+class TestPagedRedisClusterStore(_Servers, PagedStoreContract):
     kind = "redis-cluster"
     n_nodes = 3
 

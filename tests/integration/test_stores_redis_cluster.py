@@ -8,14 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvemb.errors import NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.hashing import mix64
 from kvemb.keys import N_SLOTS, RowKeys, slot_tags, text_slot
+from kvemb.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.base import Store, WritePart
 from kvemb.stores.cluster_map import marker_keys
 from kvemb.stores.markers import Marker
+from kvemb.stores.redis_cluster import RedisClusterStore
 from kvemb.testing.servers import ServerNodes, redis_client
-from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, read, records_of, require_rows, row_keys, within, write
+from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, TAG, read, records_of, require_rows, row_keys, within, write
 
 ALL = RowKeys(TAG, mix64(np.arange(1, 1_000_000, dtype=np.uint64)))
 SLOTS = ALL.slots()
@@ -25,6 +27,24 @@ SLOT = 1234
 def rows_in(slot: int) -> RowKeys:
     """About sixty rows of one slot."""
     return ALL.take(np.flatnonzero(slot == SLOTS))
+
+
+PAGES = paged_keys(TAG, np.arange(3_000_000, dtype=np.uint64), page_layout(SIZE))
+PAGE_SLOTS = PAGES[:: PAGES.layout.rows_per_page].slots()
+
+
+def paged_rows_in(slot: int) -> PagedKeys:
+    """Every row of about three pages of one slot."""
+    n = PAGES.layout.rows_per_page
+    pages = np.flatnonzero(slot == PAGE_SLOTS)
+    assert len(pages)
+    rows = (pages[:, None] * n + np.arange(n)).reshape(-1)
+    return PAGES.take(rows[rows < len(PAGES)])
+
+
+def mixed_paged(slot: int) -> PagedKeys:
+    """The same between rows of pages of all slots."""
+    return PAGES.take(np.unique(np.concatenate([paged_rows_in(slot).ids, np.arange(0, 60_000, 41, dtype=np.uint64)])).astype(np.intp))
 
 
 def mixed(slot: int) -> RowKeys:
@@ -101,16 +121,18 @@ def store(running: ServerNodes, mover: Mover) -> Iterator[Store]:
 
 
 def encoded(keys: RowKeys) -> list[bytes]:
-    return [bytes(key) for key in keys.encode()]
+    return list(dict.fromkeys(bytes(key) for key in keys.encode()))
 
 
+@pytest.mark.parametrize("layout", ["keyed", "paged"])
 @pytest.mark.parametrize("moved", ["no row", "half of the rows", "every row", "rows and marker"])
-def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Mover, moved: str) -> None:
-    keys, inside = mixed(SLOT), rows_in(SLOT)
+def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Mover, moved: str, layout: str) -> None:
+    keys, inside = (mixed(SLOT), rows_in(SLOT)) if layout == "keyed" else (mixed_paged(SLOT), paged_rows_in(SLOT))
     write(store, keys, records_of(keys))
     to = (mover.owner(SLOT) + 1) % 3
     source = mover.begin(SLOT, to)
-    share = {"no row": 0, "half of the rows": len(inside) // 2}.get(moved, len(inside))
+    n_keys = len(encoded(inside))
+    share = {"no row": 0, "half of the rows": n_keys // 2}.get(moved, n_keys)
     mover.migrate(source, to, encoded(inside)[:share] + ([marker_keys()[SLOT]] if moved == "rows and marker" else []))
     require_rows(store, keys, records_of(keys))
     require_rows(store, inside, records_of(inside))
@@ -120,16 +142,21 @@ def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Move
     store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     left = ~np.isin(keys.ids, gone.ids)
     np.testing.assert_array_equal(read(store, keys).found, left)
+    new = gone if layout == "keyed" else paged_keys(TAG, gone.ids, page_layout(SIZE), np.ones(len(gone), dtype=bool))
+    assert store.write([WritePart(new, records_of(gone, salt=2))], within())[0].stored.all()
+    require_rows(store, gone, records_of(gone, salt=2))
+    store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     mover.finish(SLOT, source, to)
     result = read(store, keys)
     np.testing.assert_array_equal(result.found, left)
     np.testing.assert_array_equal(result.records[left], records_of(keys, salt=1)[left])
 
 
-def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running: ServerNodes, mover: Mover) -> None:
+@pytest.mark.parametrize("layout", ["keyed", "paged"])
+def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running: ServerNodes, mover: Mover, layout: str) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
     assert text_slot(name.encode()) == SLOT
-    keys = mixed(SLOT)
+    keys = mixed(SLOT) if layout == "keyed" else mixed_paged(SLOT)
     with running.store() as writer, running.store() as eraser, running.store() as asker:
         for other in (writer, eraser, asker):
             other.open(within())
@@ -164,9 +191,12 @@ def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) 
         mover.finish(SLOT, source, to)
 
 
-def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Mover) -> None:
+@pytest.mark.parametrize("layout", ["keyed", "paged"])
+def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Mover, layout: str) -> None:
     slots = [100 + 500 * index for index in range(12)]
-    keys = RowKeys(TAG, np.unique(np.concatenate([rows_in(slot).ids for slot in slots] + [row_keys(500).ids])))
+    rows = rows_in if layout == "keyed" else paged_rows_in
+    keys = RowKeys(TAG, np.unique(np.concatenate([rows(slot).ids for slot in slots] + [row_keys(500).ids * (layout == "keyed")])))
+    keys = keys if layout == "keyed" else PAGES.take(keys.ids.astype(np.intp))
     write(store, keys, records_of(keys))
     done = threading.Event()
     failures: list[BaseException] = []
@@ -176,7 +206,7 @@ def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Move
             for slot in slots:
                 to = (mover.owner(slot) + 1) % 3
                 source = mover.begin(slot, to)
-                inside = encoded(rows_in(slot))
+                inside = encoded(rows(slot))
                 mover.migrate(source, to, inside[: len(inside) // 2])
                 mover.finish(slot, source, to)
         except BaseException as error:
@@ -228,3 +258,90 @@ def test_a_broken_off_provisioning_is_completed_and_a_foreign_key_refused(runnin
             store.provision(CLUSTER, GENERATION, within())
         with pytest.raises(NotProvisionedError):
             store.open(within())
+
+
+def move_without_keys(mover: Mover, slot: int, to: int) -> None:
+    """What another primary holds of a dead one's slots, after `redis-cli --cluster fix`: nothing."""
+    client = mover.clients[mover.owner(slot)]
+    client.delete(*client.execute_command("CLUSTER GETKEYSINSLOT", slot, 10_000))
+    mover.move(slot, to)
+
+
+def test_rows_of_slots_that_came_without_their_keys_are_never_new(store: Store, mover: Mover) -> None:
+    keys = RowKeys(TAG, np.concatenate([rows_in(SLOT).ids, rows_in(SLOT + 1).ids, row_keys(1500).ids]))
+    keys = keys.take(np.unique(keys.ids, return_index=True)[1])
+    write(store, keys, records_of(keys))
+    source = mover.owner(SLOT)
+    to = (source + 1) % 3
+    other = rows_in(N_SLOTS * to // 3 + 700)
+    assert mover.owner(N_SLOTS * to // 3 + 700) == to
+    mover.move(SLOT + 1, to)
+    require_rows(store, keys, records_of(keys))  # a slot that came with its keys is as good as before
+    move_without_keys(mover, SLOT, to)
+    for _ in range(3):
+        with pytest.raises(NodeLostError, match=rf"slot {SLOT}\b"):
+            read(store, keys)
+    with pytest.raises(NodeLostError, match=rf"slot {SLOT}\b"):
+        read(store, RowKeys(TAG, np.concatenate([rows_in(SLOT).ids, other.ids])))  # whose last slot is another one
+    (lost,) = store.lost_nodes(within())
+    assert (lost.address, lost.why) == (f"127.0.0.1:{mover.ports[to]}", "empty")
+
+
+def test_an_importing_node_that_was_emptied_says_nothing_about_rows(store: Store, mover: Mover) -> None:
+    inside = rows_in(SLOT)
+    write(store, inside, records_of(inside))
+    to = (mover.owner(SLOT) + 1) % 3
+    mover.migrate(mover.begin(SLOT, to), to, encoded(inside))
+    require_rows(store, inside, records_of(inside))
+    mover.clients[to].flushall()
+    with pytest.raises(NodeLostError, match=f"127.0.0.1:{mover.ports[to]}"):
+        read(store, inside)
+
+
+def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(running: ServerNodes, mover: Mover) -> None:
+    inside = rows_in(SLOT)
+    written = inside.take(np.arange(1, len(inside)))
+    source = mover.owner(SLOT)
+    to = (source + 1) % 3
+    with running.store() as store:
+        store.provision(CLUSTER, GENERATION, within())
+        store.open(within())
+        write(store, written, records_of(written))
+        assert isinstance(store, RedisClusterStore)
+        settled = store._any_settled_slot
+        here = f"127.0.0.1:{mover.ports[to]}"
+        store._any_settled_slot = lambda address, slot_map: None if address == here else settled(address, slot_map)  # type: ignore[method-assign]
+        mover.begin(SLOT, to)
+        mover.migrate(source, to, encoded(written))
+        require_rows(store, written, records_of(written))  # a row that is found is a row
+        with pytest.raises(DeadlineExceededError, match="marker of a slot has not moved"):
+            read(store, inside, deadline=within(0.5))
+        mover.migrate(source, to, [marker_keys()[SLOT]])
+        np.testing.assert_array_equal(read(store, inside).found, np.arange(len(inside)) > 0)
+
+
+def test_a_node_that_hangs_lets_the_next_batch_ask_for_the_map(store: Store, running: ServerNodes, mover: Mover) -> None:
+    keys = row_keys(100)
+    write(store, keys, records_of(keys))
+    assert isinstance(store, RedisClusterStore)
+    before = store._map
+    running.pause(2)
+    try:
+        with pytest.raises(DeadlineExceededError):
+            read(store, keys, deadline=within(0.3))
+    finally:
+        running.resume(2)
+    require_rows(store, keys, records_of(keys))
+    assert store._map is not before
+
+
+def test_two_threads_may_take_the_same_renewed_primary(store: Store) -> None:
+    class Taken(set[str]):
+        """As another thread leaves it that was faster."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    assert isinstance(store, RedisClusterStore)
+    store._changed = Taken()
+    assert not read(store, row_keys(10)).found.any()

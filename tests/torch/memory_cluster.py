@@ -70,10 +70,15 @@ class MemoryCluster:
         self.versions: list[Mapping[str, NDArray[np.uint64]]] = []
         self.hyper: list[Mapping[str, Mapping[str, float]]] = []
         self.failure: Exception | None = None
+        self.n_pulls = 0
 
     def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, id_dtype: str = "int64") -> MemoryTable:
         definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), id_dtype=id_dtype)
         return self.tables.setdefault(name, MemoryTable(self, definition))
+
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        self.n_pulls += 1
+        return {name: self.tables[name].pull(of, return_versions=True) for name, of in ids.items()}
 
     def push(
         self,

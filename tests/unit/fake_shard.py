@@ -51,6 +51,7 @@ class FakeShard:
         self.hellos: list[HelloRequest] = []
         self.byes: list[ByeRequest] = []
         self.hello_error: KvembError | None = None
+        self.first_step = 0  # as a shard of a sync job tells it
         self.port = 0
         self.start()
 
@@ -74,7 +75,7 @@ class FakeShard:
         self.hellos.append(HelloRequest.decode(data))
         if self.hello_error is not None:
             return Reply(to_wire(self.hello_error), b"").encode()
-        return Reply({}, HelloReply(self.hellos[-1].incarnation or 41, self.last, "async").encode()).encode()
+        return Reply({}, HelloReply(self.hellos[-1].incarnation or 41, self.last, "async", self.first_step).encode()).encode()
 
     def _bye(self, data: bytes, context: Any) -> bytes:
         self.byes.append(ByeRequest.decode(data))

@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import grpc
 import pytest
 
 from kvemb.client import session as session_module
 from kvemb.client.outbox import WINDOW_PARTS
-from kvemb.errors import ClosedError, FencedError, PushRejectedError, ShardFailedError, ShardUnavailableError
-from kvemb.messages import PushPart, PushReply
+from kvemb.errors import ClosedError, FencedError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
+from kvemb.messages import PushPart, PushReply, Reply
 from kvemb.net.deadline import Deadline
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
 
@@ -129,19 +131,67 @@ def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them
     monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
     first_is_in = threading.Event()
 
-    def take_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
-        if part.sequence == 1:
-            yield from accept(shard, part)
-            first_is_in.set()
+    def hold_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        first_is_in.set()
+        return iter(())
 
-    shards[0].script = take_the_first
+    shards[0].script = hold_the_first
     ack = connect().push(rows_of(*range(12)), soon())
     assert first_is_in.wait(WAIT_S)
     shards[0].stop()
-    shards[0].script, shards[0].last = apply, 0
+    shards[0].script = apply
     shards[0].start()
     ack.wait_applied()
     assert shards[0].sequences[-2:] == [1, 2]
+
+
+def test_a_push_longer_than_the_window_goes_out_whole_before_anything_of_it_is_accepted(
+    shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = session_module.split
+    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+
+    def as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        if not part.more:
+            for sequence in range(1, part.sequence + 1):
+                yield PushReply(sequence, "accepted")
+                yield PushReply(sequence, "applied", k=1)
+
+    shards[0].script = as_a_whole
+    session = connect()
+    session.push(rows_of(*range(6 * 3 * WINDOW_PARTS)), soon()).wait_applied()
+    assert shards[0].sequences == list(range(1, 3 * WINDOW_PARTS + 1))
+
+
+def test_all_parts_of_a_refused_push_leave_their_sequences_free(
+    shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = session_module.split
+    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+
+    def refuse_as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        if not part.more:
+            for sequence in range(1, part.sequence + 1):
+                yield PushReply(sequence, "failed", error=to_wire(PushRejectedError("id 7: NaN")))
+
+    shards[0].script = refuse_as_a_whole
+    session = connect()
+    with pytest.raises(PushRejectedError, match="NaN"):
+        session.push(rows_of(*range(13)), soon()).wait()
+    shards[0].script = apply
+    session.push(rows_of(1), soon()).wait_applied()
+    assert shards[0].sequences == [1, 2, 3, 1]
+
+
+def test_a_shard_that_another_process_took_over_is_asked_again_there(shards: list[FakeShard], connect: Connections) -> None:
+    def lose_the_shard(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        yield from accept(shard, part)
+        shard.script = apply
+        yield PushReply(part.sequence, "failed", error=to_wire(ShardUnavailableError("this process has lost the shard")))
+
+    shards[0].script = lose_the_shard
+    connect().push(rows_of(1), soon()).wait_applied()
+    assert shards[0].sequences == [1, 1]
 
 
 def test_a_full_window_holds_the_next_push_back_and_nothing_of_it_is_sent(shards: list[FakeShard], connect: Connections) -> None:
@@ -167,6 +217,33 @@ def test_a_push_after_the_shard_came_up_succeeds(shards: list[FakeShard], connec
         session.push(rows_of(1), Deadline.after(0.2))
     shards[1].start()
     session.push(rows_of(1), soon()).wait_applied()
+
+
+@pytest.mark.parametrize("fault", ["broken connection", "draining"])
+def test_a_hello_that_meets_a_shard_on_its_way_out_is_said_again(shards: list[FakeShard], connect: Connections, fault: str) -> None:
+    answer, tries = shards[0]._hello, []
+
+    def hello(data: bytes, context: Any) -> bytes:
+        tries.append(data)
+        if len(tries) > 2:
+            return answer(data, context)
+        if fault == "draining":
+            return Reply(to_wire(ShardUnavailableError("the shard is draining")), b"").encode()
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed")
+        raise AssertionError
+
+    shards[0].stop()
+    shards[0]._hello = hello  # type: ignore[method-assign]
+    shards[0].start()
+    connect().push(rows_of(1), soon()).wait_applied()
+    assert len(tries) == 3
+
+
+def test_a_hello_to_a_shard_that_stays_on_its_way_out_fails_in_time_with_its_reason(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].hello_error = ShardUnavailableError("the shard is draining")
+    with pytest.raises(ShardUnavailableError, match="draining"):
+        connect().push(rows_of(1), Deadline.after(0.2))
+    assert len(shards[0].hellos) > 1
 
 
 def test_a_forked_child_is_told_what_to_do(shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+import kvemb.pull
 from kvemb import init, optim
 from kvemb.config import StorageConfig
 from kvemb.errors import InvalidInputError, RecordError
@@ -67,7 +68,7 @@ def test_stored_rows_and_new_ones_come_back_each_in_its_place(store: CountingSto
     weights = np.arange(16.0).reshape(4, 4)
     write(store, USER, stored, weights, 77)
     ids = np.array([[8, 100, -5], [3, 8, 2**62]])
-    result = pull(store, [prepare_pull(USER, ids)], SOON)[0]
+    result = pull(store, [prepare_pull(USER, ids)], SOON, versions=True)[0]
     assert result.rows.shape == (2, 3, 4)
     assert np.array_equal(result.rows[0, 0], weights[3])
     assert np.array_equal(result.rows[0, 1], initial_rows(USER, np.array([100], np.uint64))[0])
@@ -130,3 +131,27 @@ def test_another_row_s_record_is_never_used(store: CountingStore) -> None:
     with pytest.raises(RecordError, match="'user', id 2"):
         pull_one(store, USER, [1, 2], out)
     assert (out == -1).all()
+
+
+def test_what_a_pull_returned_does_not_change_with_the_next_one(store: CountingStore) -> None:
+    write(store, USER, np.array([1, 2, 3]), np.arange(12.0).reshape(3, 4), 9)
+    first = pull(store, [prepare_pull(USER, [3, 1, 3])], SOON, versions=True)[0]
+    rows, versions = first.rows.copy(), first.versions.copy()
+    pull(store, [prepare_pull(USER, [2, 9, 2, 8])], SOON, versions=True)
+    assert np.array_equal(first.rows, rows)
+    assert np.array_equal(first.versions, versions)
+
+
+def test_a_pull_larger_than_the_kept_memory_is_as_any_other(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = np.arange(40)
+    rows = pull_one(store, USER, ids)
+    monkeypatch.setattr("kvemb.thread_memory._KEPT_BYTES", 100)
+    monkeypatch.setattr("kvemb.pull._memory", type(kvemb.pull._memory)())
+    assert np.array_equal(pull_one(store, USER, np.append(ids, ids)), np.concatenate([rows, rows]))
+
+
+def test_a_large_batch_with_many_duplicates_is_read_once_per_id(store: CountingStore) -> None:
+    ids = np.random.default_rng(0).integers(0, 300, 5000)
+    rows = pull_one(store, USER, ids)
+    assert len(store.reads[0][0].keys) == len(np.unique(ids))
+    assert np.array_equal(rows, initial_rows(USER, ids.view(np.uint64)))

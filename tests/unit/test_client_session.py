@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvemb.client import session as session_module
-from kvemb.errors import ShardUnavailableError
+from kvemb.errors import ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.messages import PushPart, PushReply, digest_tables
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, rows_of, soon
 
@@ -50,6 +50,27 @@ def test_in_sync_mode_every_shard_gets_a_part_of_every_push(shards: list[FakeSha
     session = connect(2, sync=True)
     session.push(rows_of(*owned(1, 2)), soon()).wait_applied()
     assert [[len(part.tables[0].ids) for part in shard.parts] for shard in shards] == [[0], [2]]
+
+
+def test_a_restarted_sync_trainer_begins_where_the_foremost_shard_is_and_levels_the_others(
+    shards: list[FakeShard], connect: Connections
+) -> None:
+    shards[0].first_step, shards[1].first_step = 9, 7
+    session = connect(2, sync=True)
+    for _ in range(2):
+        session.push(rows_of(*owned(0, 1), *owned(1, 1)), soon()).wait_applied()
+    assert [[(part.sequence, part.step, len(part.tables)) for part in shard.parts] for shard in shards] == [
+        [(1, 9, 1), (2, 10, 1)],
+        [(1, 7, 0), (2, 8, 0), (3, 9, 1), (4, 10, 1)],
+    ]
+
+
+def test_a_refused_empty_part_of_a_restarted_trainer_is_told(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].first_step, shards[1].first_step = 2, 1
+    shards[1].script = lambda shard, part: iter([PushReply(part.sequence, "failed", error=to_wire(ShardFailedError("full stop")))])
+    session = connect(2, sync=True)
+    with pytest.raises(ShardFailedError, match="full stop"):
+        session.push(rows_of(*owned(0, 1)), soon()).wait_applied()
 
 
 def test_in_async_mode_an_empty_push_is_done_at_once(shards: list[FakeShard], connect: Connections) -> None:

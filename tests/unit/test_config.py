@@ -40,6 +40,7 @@ def test_a_small_file_gives_the_defaults() -> None:
     assert loaded.storage == config.StorageConfig("redis", ("a:6379", "b:6379"))
     assert loaded.servers == config.ServersConfig(("c:7000",))
     assert [(table.name, table.dim) for table in loaded.tables] == [("user", 8)]
+    assert config.parse(tree("tables.user.num_ids", 1000), {}).tables[0].num_ids == 1000
     assert config.parse(tree("tables"), {}).tables == config.parse(tree("tables", None), {}).tables == ()
 
 
@@ -50,6 +51,24 @@ def test_every_option_has_an_effect() -> None:
     loaded = config.parse(full, {"U": "me", "P": "secret"})
     assert loaded.storage == config.StorageConfig("redis", ("a:6379", "b:6379"), 2.0, "me", "secret", True)
     assert loaded.servers == config.ServersConfig(("c:7000",), "sync", 4, "/data", 9.5)
+    assert loaded.servers.on_lost_trainer == "abort"
+    full["parameter_servers"]["on_lost_trainer"] = "drop"
+    assert config.parse(full, {"U": "me", "P": "secret"}).servers.on_lost_trainer == "drop"
+    loaded = config.parse(tree("parameter_servers", {"shards": ["c:7000"], "durability": "os", "journal_max_mb": 5}), {})
+    assert (loaded.servers.durability, loaded.servers.journal_max_mb) == ("os", 5)
+
+
+def test_write_behind_needs_a_journal_a_cache_and_async_mode() -> None:
+    loaded = config.parse(tree("parameter_servers", {"shards": ["c:7000"], "write_behind_batches": 4, "write_behind_ms": 20}), {})
+    assert (loaded.servers.write_behind_batches, loaded.servers.write_behind_ms) == (4, 20)
+    for others in ({"mode": "sync", "trainers": 2}, {"durability": "none"}, {"cache_mb": 0}):
+        with pytest.raises(ConfigError, match=r"^parameter_servers.write_behind_batches: (not in sync mode|needs)"):
+            config.parse(tree("parameter_servers", {"shards": ["c:7000"], "write_behind_batches": 4, **others}), {})
+
+
+def test_a_journal_s_size_without_a_journal_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^parameter_servers.journal_max_mb: has no effect with durability none"):
+        config.parse(tree("parameter_servers", {"shards": ["c:7000"], "durability": "none", "journal_max_mb": 5}), {})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +118,17 @@ def test_every_option_has_an_effect() -> None:
         ("parameter_servers.trainers", True, "parameter_servers.trainers"),
         ("parameter_servers.trainers", 1.5, "parameter_servers.trainers"),
         ("parameter_servers.barrier_timeout_s", 5, "parameter_servers.barrier_timeout_s"),
+        ("parameter_servers.on_lost_trainer", "drop", "parameter_servers.on_lost_trainer: has an effect in sync mode only"),
+        ("parameter_servers.on_lost_trainer", "kill", "parameter_servers.on_lost_trainer.*abort, wait, drop"),
         ("parameter_servers.data_dir", None, "parameter_servers.data_dir"),
+        ("parameter_servers.write_behind_batches", -1, "parameter_servers.write_behind_batches.*whole number from 0"),
+        ("parameter_servers.write_behind_batches", True, "parameter_servers.write_behind_batches"),
+        ("parameter_servers.write_behind_ms", 0, "parameter_servers.write_behind_ms.*whole number from 1"),
+        ("parameter_servers.write_behind_ms", 50, "parameter_servers.write_behind_ms: has an effect only with write_behind_batches"),
+        ("parameter_servers.durability", "disk", "parameter_servers.durability.*fsync, os, none"),
+        ("parameter_servers.durability", None, "parameter_servers.durability"),
+        ("parameter_servers.journal_max_mb", 0, "parameter_servers.journal_max_mb"),
+        ("parameter_servers.journal_max_mb", True, "parameter_servers.journal_max_mb"),
         ("parameter_servers.port", 1, "parameter_servers.port"),
         ("parameter_servers.shards", ["c:1", "b:6379"], r"parameter_servers.shards\[1\].*storage.nodes"),
         ("tables", ["user"], "tables"),
@@ -108,6 +137,8 @@ def test_every_option_has_an_effect() -> None:
         ("tables.user.dim", 0, "tables.user.*dim"),
         ("tables.user.dim", "8", "tables.user.*dim"),
         ("tables.user.dims", 8, "tables.user.*dims"),
+        ("tables.user.num_ids", 0, "tables.user.*num_ids"),
+        ("tables.user.num_ids", "all", "tables.user.*num_ids"),
         ("tables.user.name", "item", "tables.user.*name"),
         ("tables.user.tag_attempt", 1, "tables.user.*tag_attempt"),
         ("tables.user.dtype", "float8", "tables.user.*float8"),

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvemb.errors import ClosedError, DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
@@ -229,6 +230,26 @@ def test_an_idle_link_is_stale_once_something_arrives_or_it_ends(link_to: Callab
         assert link.stale
 
 
+class Endless:
+    """A reply that takes whatever comes and is never whole."""
+
+    done = False
+
+    def feed(self, data: NDArray[np.uint8]) -> int:
+        return len(data)
+
+
+def test_a_node_that_sends_a_little_all_the_time_does_not_outlast_the_deadline(link_to: Callable[..., Link]) -> None:
+    def trickle(sock: socket.socket) -> None:
+        with suppress(OSError):
+            while True:  # faster than the wait of any poll
+                sock.sendall(b"+")
+
+    step = Step(memoryview(b"PING\r\n"), Endless())
+    with pytest.raises(DeadlineExceededError, match="peer:1"):
+        run([Conversation(link_to(trickle), [step])], Deadline.after(0.1))
+
+
 def test_a_reply_without_an_end_is_bounded_in_memory(link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvemb.net.link._MAX_BUFFER_BYTES", 1 << 20)
     reply = StrideReply(b"$9999999\r\n", 9999999, b"$-1\r\n", np.zeros((1, 9), np.uint8), np.zeros(1, dtype=bool))
@@ -291,11 +312,15 @@ def test_every_link_of_a_failed_batch_is_dropped(link_to: Callable[..., Link], e
         assert links["a:1"] not in net.dropped
 
 
-def test_links_made_before_one_that_failed_are_closed_too(link_to: Callable[..., Link]) -> None:
+def test_links_made_before_one_that_failed_are_kept_because_nothing_was_sent_on_them(link_to: Callable[..., Link]) -> None:
     net = Connections(link_to)
-    with pytest.raises(NodeUnavailableError), net.pool.lease(["a:1", "down:1"], Deadline.after(5)):
-        pass
-    assert all(link.sock.fileno() == -1 for link in net.made)
+    for _ in range(2):
+        with pytest.raises(NodeUnavailableError), net.pool.lease(["a:1", "down:1"], Deadline.after(5)):
+            pass
+    with net.pool.lease(["a:1"], Deadline.after(5)) as links:
+        run([Conversation(links["a:1"], lines(2))], Deadline.after(20))
+    assert (len(net.made), net.dropped) == (1, [])
+    net.pool.close()
 
 
 def test_a_closed_pool_lends_nothing_and_takes_nothing_back(link_to: Callable[..., Link]) -> None:

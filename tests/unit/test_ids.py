@@ -72,3 +72,24 @@ def test_unusable_ids_are_refused(ids: object, id_dtype: str, message: str) -> N
     with pytest.raises(InvalidInputError, match=message) as caught:
         normalize(ids, id_dtype, "user")  # type: ignore[arg-type]
     assert "'user'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "id_dtype", "named"),
+    [
+        ([3, 10, 11], "int64", "id 10 at position 1"),
+        ([[3], [-1]], "int64", "id -1 at position 1"),
+        ([2**63], "uint64", "id 9223372036854775808 at position 0"),
+        (np.array([0, 200], np.uint8), "int64", "id 200 at position 1"),
+    ],
+)
+def test_ids_of_a_dense_table_must_lie_below_num_ids(ids: object, id_dtype: str, named: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"table 't': {named} is outside 0 to 10 - 1.*num_ids"):
+        normalize(ids, id_dtype, "t", 10)  # type: ignore[arg-type]
+
+
+def test_the_ends_of_a_dense_table_are_inside() -> None:
+    assert normalize([0, 9], "int64", "t", 10)[0].tolist() == [0, 9]
+    assert normalize([], "int64", "t", 1)[0].tolist() == []
+    assert normalize([2**64 - 1], "uint64", "t", 2**64)[0].tolist() == [2**64 - 1]
+    assert normalize([2**63 - 1], "int64", "t", 2**63)[0].tolist() == [2**63 - 1]

@@ -124,13 +124,40 @@ def test_whole_segments_before_a_position_are_deleted(tmp_path: Path) -> None:
     assert left == wanted[12 - len(left) :]
     assert 6 <= len(left) < 12
     assert journal.size_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) < size
-    assert journal.start.segment == positions[6].segment
+    assert journal.start.segment == positions[5].segment
     journal.discard_before(journal.end)
     assert len(list(tmp_path.iterdir())) == 1
     journal.close()
     again = Journal(tmp_path, "fsync")
     assert payloads(again) == wanted[-len(payloads(again)) :]
     again.close()
+
+
+def test_the_segment_of_the_position_stays_even_when_it_ends_there(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "os", segment_bytes=200)
+    (applied,) = put(journal, b"a" * 150)
+    put(journal, b"b" * 150)
+    assert journal.end.segment > applied.segment
+    journal.discard_before(applied)
+    assert journal.start.segment == applied.segment
+    assert payloads(journal, applied) == [b"b" * 150]
+    journal.close()
+
+
+def test_the_segment_of_a_position_that_a_failed_sync_moved_stays(tmp_path: Path, system: FaultyOs) -> None:
+    journal = Journal(tmp_path, "fsync")
+    put(journal, b"one")
+    applied = journal.append([b"two"])
+    system.next_syncs = [True]
+    journal.commit()
+    assert journal.end.segment > applied.segment
+    journal.discard_before(applied)
+    assert journal.start.segment == applied.segment
+    assert payloads(journal, applied) == [b"two"]  # told twice, never left out
+    put(journal, b"three")
+    journal.discard_before(journal.end)
+    assert payloads(journal) == [b"two", b"three"]
+    journal.close()
 
 
 def test_every_commit_is_one_sync_and_a_new_segment_is_known_to_its_folder(tmp_path: Path, system: FaultyOs) -> None:

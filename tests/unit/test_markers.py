@@ -8,12 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
-from kvemb.stores.markers import Marker, diagnose
+from kvemb.stores.markers import Marker, accept, diagnose, why_lost
 from kvemb.stores.topology import NodeMap
 
 MARKER = Marker(b"0123456789abcdef", 1, b"lifetime", 2**64 - 1, 1, "run-1")
 
 GOLDEN_MARKER = "98ac6b76656d622d6d61726b657201c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
+
+
+GOLDEN_REPAIRED = (
+    "9aac6b76656d622d6d61726b657202c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
+    "b030313233343536373839616263646566c3"
+)
+
+
+def test_golden_marker_in_repair() -> None:
+    marker = replace(MARKER, repair="0123456789abcdef", repairing=True)
+    assert marker.encode().hex() == GOLDEN_REPAIRED
+    assert Marker.decode(marker.encode(), "n") == marker
 
 
 def test_golden_marker() -> None:
@@ -40,6 +52,70 @@ def test_each_difference_has_its_error(other: Marker, error: type[StorageError],
     assert "node host:1:" in str(found)
 
 
+REPAIRED = replace(MARKER, repair="a" * 16)
+REPAIRING = replace(REPAIRED, repairing=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "error", "says"),
+    [
+        (MARKER, REPAIRED, NodeSuspectError, "brought back meanwhile"),
+        (MARKER, REPAIRING, NodeLostError, "a" * 16),
+        (REPAIRED, REPAIRING, NodeLostError, "on_lost_node"),
+        (REPAIRING, REPAIRED, NodeLostError, "not going on"),
+        (REPAIRING, replace(REPAIRING, repair="b" * 16), NodeLostError, "not going on"),
+        (REPAIRING, replace(REPAIRING, run_id="run-2"), NodeSuspectError, "run-2"),
+        (REPAIRING, None, NodeLostError, "gone"),
+        (REPAIRING, replace(REPAIRING, node=0), WrongNodeError, "node 0"),
+    ],
+)
+def test_each_state_of_a_repair_has_its_error(expected: Marker, got: Marker | None, error: type[StorageError], says: str) -> None:
+    found = diagnose("host:1", expected, None if got is None else got.encode())
+    assert type(found) is error
+    assert says in str(found)
+
+
+def test_only_a_renewal_by_the_process_that_serves_is_accepted() -> None:
+    moved = replace(REPAIRED, run_id="run-2")
+    assert accept("n", MARKER, MARKER.encode(), "run-1") == MARKER
+    assert accept("n", MARKER, REPAIRED.encode(), "run-1") == REPAIRED
+    assert accept("n", REPAIRED, moved.encode(), "run-2") == moved
+    for got, run_id in (
+        (MARKER, "run-2"),  # from a snapshot
+        (moved, "run-1"),
+        (REPAIRING, "run-1"),
+        (replace(REPAIRED, generation=b"another "), "run-1"),
+        (replace(REPAIRED, node=0), "run-1"),
+        (replace(REPAIRED, cluster_id=b"fedcba9876543210"), "run-1"),
+    ):
+        with pytest.raises((NodeLostError, NodeSuspectError, WrongNodeError)):
+            accept("n", MARKER, got.encode(), run_id)
+
+
+@pytest.mark.parametrize(
+    ("got", "run_id", "why"),
+    [
+        (MARKER, "run-1", None),
+        (REPAIRED, "run-1", None),
+        (None, "run-1", ("empty", None)),
+        (MARKER, "run-2", ("suspect", None)),
+        (REPAIRING, "run-1", ("repairing", "a" * 16)),
+        (REPAIRING, "run-2", ("suspect", None)),
+        (replace(MARKER, generation=b"another "), "run-1", ("suspect", None)),
+    ],
+)
+def test_why_a_node_is_lost(got: Marker | None, run_id: str, why: object) -> None:
+    assert why_lost("n", MARKER, None if got is None else got.encode(), run_id) == why
+
+
+@pytest.mark.parametrize(
+    "other", [replace(REPAIRING, node=0), replace(MARKER, cluster_id=b"fedcba9876543210"), replace(MARKER, map_digest=5)]
+)
+def test_another_node_is_no_case_for_repair(other: Marker) -> None:
+    with pytest.raises(WrongNodeError):
+        why_lost("n", MARKER, other.encode(), "run-1")
+
+
 def test_no_marker_means_the_rows_are_lost() -> None:
     assert type(diagnose("host:1", MARKER, None)) is NodeLostError
 
@@ -57,6 +133,10 @@ def foreign(*body: object, magic: object = "kvemb-marker", version: object = 1) 
         MARKER.encode() + b"\0",
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", magic="other"),
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=2),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=3),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "nonce", 1, version=2),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "nonce", True),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "", True, version=2),
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1),
         foreign("text for bytes", 1, b"lifetime", 0, 1, ""),
         foreign(None, 1, b"lifetime", 0, 1, ""),

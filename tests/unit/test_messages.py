@@ -1,10 +1,11 @@
 """Messages: golden bytes of protocol version 1, round trips, and bytes that nobody should trust.
 
-The goldens in golden/messages_v1.json never change: another protocol version gets a file of its own.
+Once version 1 is released, the goldens in golden/messages_v1.json never change: another protocol version gets a file of its own.
 """
 
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from hypothesis import strategies as st
 
 from kvemb import messages as m
 from kvemb.errors import MessageError
+from kvemb.rounding import round_nearest
 
+F32 = "float32"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())
 
 
-def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, float] | None = None) -> m.TableRows:
+def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, float] | None = None, dtype: str = "float32") -> m.TableRows:
     ids = np.arange(n, dtype=np.uint64) + np.uint64(2**63)
-    values = np.arange(n * dim, dtype=np.float32).reshape(n, dim) / 4
-    return m.TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {})
+    values = round_nearest(np.arange(n * dim, dtype=np.float32).reshape(n, dim) / 4, dtype)
+    return m.TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
 
 
 def part(tables: list[m.TableRows]) -> m.PushPart:
@@ -36,7 +39,10 @@ EXAMPLES: dict[str, m.Message] = {
     "HelloReply": m.HelloReply(1, 0, "async"),
     "PushPart": part([rows(hyper={"lr": 0.5}), rows(0)]),
     "PushPart without tables": part([]),
+    "PushPart of 16-bit gradients": part([rows(dtype="float16"), rows(dtype="bfloat16")]),
+    "PushPart that asks for rows": replace(part([rows()]), return_rows=True),
     "PushReply": m.PushReply(17, "applied", 9, 0.25, 3),
+    "PushReply with rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [b"\x00\x01", b""]),
     "PushReply failed": m.PushReply(17, "failed", error={"type": "PushRejectedError", "message": "no"}),
     "Reply": m.Reply({}, b"\x00\xff"),
     "DescribeReply": m.DescribeReply("demo", b"0123456789abcdef", 0, 2, "sync", 4, [{"name": "user", "dim": 3}]),
@@ -48,8 +54,14 @@ EXAMPLES: dict[str, m.Message] = {
     "CountReply": m.CountReply(2**40),
     "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),
     "IdsReply": m.IdsReply(bytes(16)),
-    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, ""),
+    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, "", 10, 11, 0.25, 12, "n:1: in repair"),
+    "RepairRequest": m.RepairRequest(["n:1", "n:2"], False, 60.0),
+    "RepairReply": m.RepairReply(1, 2**40, 0.5),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
+    "SaveRequest": m.SaveRequest("1" * 32, "s3://bucket/run", 2**63, False, 1.5),
+    "SaveStatusRequest": m.SaveStatusRequest("1" * 32),
+    "SaveReply": m.SaveReply("running", "", 3, 2**40, 5),
+    "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
 
@@ -86,10 +98,17 @@ def test_every_message_type_has_a_golden() -> None:
 
 
 @pytest.mark.parametrize(("n", "dim"), [(0, 0), (0, 8), (1, 1), (1000, 64)])
-def test_rows_of_any_shape_come_back(n: int, dim: int) -> None:
+def test_rows_of_any_shape_and_dtype_come_back(n: int, dim: int) -> None:
     for versions in (False, True):
-        sent = part([rows(n, dim, versions=versions)])
-        assert plain(m.PushPart.decode(sent.encode())) == plain(sent)
+        for dtype in ("float32", "float16", "bfloat16"):
+            sent = part([rows(n, dim, versions=versions, dtype=dtype)])
+            assert plain(m.PushPart.decode(sent.encode())) == plain(sent)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_gradients_take_half_the_bytes_on_the_wire(dtype: str) -> None:
+    full, half = (len(part([rows(1000, 64, versions=False, dtype=d)]).encode()) for d in ("float32", dtype))
+    assert full - half == 1000 * 64 * 2 + len("float32") - len(dtype)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -122,14 +141,17 @@ def test_another_protocol_magic_or_type_is_refused_by_name() -> None:
         (m.HelloRequest, ["t", 1, None, 2]),
         (m.FlushRequest, [1]),
         (m.Reply, [{"type": 1}, b""]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, ["x"]]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, b""]),
         (m.Reply, [{1: "x"}, b""]),
         (m.Reply, [[], b""]),
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, [1]]),
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, {}]),
         (m.TableReply, ["user"]),
-        (m.PushPart, ["t", 1, 1, 1, 0, [], 0]),
-        (m.PushPart, ["t", 1, 1, 1, False, {}, 0]),
-        (m.PushPart, ["t", 1, 1, 1, False, [None], 0]),
+        (m.PushPart, ["t", 1, 1, 1, 0, [], 0, False]),
+        (m.PushPart, ["t", 1, 1, 1, False, {}, 0, False]),
+        (m.PushPart, ["t", 1, 1, 1, False, [None], 0, False]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, 1]),
     ],
 )
 def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[Any]) -> None:
@@ -139,23 +161,29 @@ def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[
 @pytest.mark.parametrize(
     "table",
     [
-        ["user", 1, bytes(8), 1, bytes(4), b""],
-        [1, 1, bytes(8), 1, bytes(4), b"", {}],
-        ["user", 256, bytes(8), 1, bytes(4), b"", {}],
-        ["user", -1, bytes(8), 1, bytes(4), b"", {}],
-        ["user", True, bytes(8), 1, bytes(4), b"", {}],
-        ["user", 1, bytes(7), 1, bytes(4), b"", {}],
-        ["user", 1, "x" * 8, 1, bytes(4), b"", {}],
-        ["user", 1, bytes(8), 2, bytes(4), b"", {}],
-        ["user", 1, bytes(8), -1, b"", b"", {}],
-        ["user", 1, bytes(8), True, bytes(4), b"", {}],
-        ["user", 1, bytes(8), 2**40, bytes(4), b"", {}],
-        ["user", 1, b"", 2**62, b"", b"", {}],
-        ["user", 1, b"", 2**64 - 1, b"", b"", {}],
-        ["user", 1, bytes(8), 1, bytes(4), bytes(16), {}],
-        ["user", 1, bytes(8), 1, bytes(4), b"", {"lr": "x"}],
-        ["user", 1, bytes(8), 1, bytes(4), b"", {1: 0.5}],
-        ["user", 1, bytes(8), 1, bytes(4), b"", []],
+        ["user", 1, bytes(8), 1, F32, bytes(4), b""],
+        [1, 1, bytes(8), 1, F32, bytes(4), b"", {}],
+        ["user", 256, bytes(8), 1, F32, bytes(4), b"", {}],
+        ["user", -1, bytes(8), 1, F32, bytes(4), b"", {}],
+        ["user", True, bytes(8), 1, F32, bytes(4), b"", {}],
+        ["user", 1, bytes(7), 1, F32, bytes(4), b"", {}],
+        ["user", 1, "x" * 8, 1, F32, bytes(4), b"", {}],
+        ["user", 1, bytes(8), 2, F32, bytes(4), b"", {}],
+        ["user", 1, bytes(8), -1, F32, b"", b"", {}],
+        ["user", 1, bytes(8), True, F32, bytes(4), b"", {}],
+        ["user", 1, bytes(8), 2**40, F32, bytes(4), b"", {}],
+        ["user", 1, b"", 2**62, F32, b"", b"", {}],
+        ["user", 1, b"", 2**64 - 1, F32, b"", b"", {}],
+        ["user", 1, bytes(8), 1, F32, bytes(4), bytes(16), {}],
+        ["user", 1, bytes(8), 1, F32, bytes(4), b"", {"lr": "x"}],
+        ["user", 1, bytes(8), 1, F32, bytes(4), b"", {1: 0.5}],
+        ["user", 1, bytes(8), 1, F32, bytes(4), b"", []],
+        ["user", 1, bytes(8), 1, "float16", bytes(4), b"", {}],
+        ["user", 1, bytes(8), 1, "bfloat16", bytes(4), b"", {}],
+        ["user", 1, bytes(8), 1, F32, bytes(2), b"", {}],
+        ["user", 1, bytes(8), 1, "float64", bytes(8), b"", {}],
+        ["user", 1, bytes(8), 1, 4, bytes(4), b"", {}],
+        ["user", 1, bytes(8), 1, [], bytes(4), b"", {}],
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused(table: list[Any]) -> None:
@@ -219,6 +247,8 @@ def test_the_digest_tells_other_data() -> None:
     changed = rows()
     changed.rows[1, 2] += 1
     others = [rows(3), rows(versions=False), rows(hyper={"lr": 0.5}), rows(hyper={"lr": 0.25}), changed]
+    halves = rows(dtype="float16")
+    others += [halves, replace(halves, rows=halves.rows.view(np.uint16), dtype="bfloat16")]  # the same bytes under another name
     digests = [m.digest_tables([other]) for other in others] + [m.digest_tables([]), m.digest_tables([rows(), rows()])]
     assert base == m.digest_tables([rows()])
     assert len({base, *digests}) == len(digests) + 1

@@ -3,7 +3,7 @@
 import pytest
 
 from kvemb.errors import BarrierError
-from paramserver.barrier import Barrier
+from paramserver.barrier import Barrier, Membership
 from paramserver.batch import Part, Push, Ticket
 
 
@@ -18,7 +18,7 @@ def names(step: list[Push]) -> list[str]:
 def barrier(*trainers: str, seats: int = 2, timeout_s: float = 10.0) -> Barrier:
     made = Barrier(seats, timeout_s)
     for trainer in trainers:
-        made.join(trainer)
+        made.join(trainer, 1)
     return made
 
 
@@ -26,7 +26,7 @@ def test_nothing_is_released_before_all_have_joined_and_sent() -> None:
     it = barrier("a")
     it.add(push("a", 1))
     assert it.next_step() == []
-    it.join("b")
+    it.join("b", 1)
     assert it.next_step() == []
     it.add(push("b", 1))
     assert names(it.next_step()) == ["a", "b"]
@@ -44,11 +44,11 @@ def test_a_fast_trainer_waits_step_by_step() -> None:
 
 def test_all_seats_taken_names_who_sits_there() -> None:
     with pytest.raises(BarrierError, match=r"'c'.*a, b"):
-        barrier("a", "b").join("c")
+        barrier("a", "b").join("c", 1)
 
 
 def test_a_restarted_trainer_takes_its_own_seat_again() -> None:
-    barrier("a", "b").join("a")
+    barrier("a", "b").join("a", 1)
 
 
 def test_after_a_goodbye_the_others_go_on_and_what_was_sent_counts() -> None:
@@ -60,14 +60,14 @@ def test_after_a_goodbye_the_others_go_on_and_what_was_sent_counts() -> None:
     assert names(it.next_step()) == ["a", "b"]
     it.add(push("b", 2))
     assert names(it.next_step()) == ["b"]
-    it.join("c")
+    it.join("c", 1)
 
 
 def test_the_next_job_waits_for_all_its_trainers_again() -> None:
     it = barrier("a", "b")
     it.leave("a")
     it.leave("b")
-    it.join("c")
+    it.join("c", 1)
     it.add(push("c", 1))
     assert it.next_step() == []
 
@@ -100,3 +100,206 @@ def test_without_waiting_pushes_there_is_no_deadline() -> None:
     it = barrier("a", "b")
     assert it.deadline_s() is None
     it.check_overdue(1e9)
+
+
+# --- after a restart of the shard -------------------------------------------------------------------------------------------------------
+
+
+def restarted(before: Barrier, seats: int = 3) -> Barrier:
+    """The barrier of the next process, from what the last one knew."""
+    return Barrier(seats, 10.0, Membership(seats, before.membership.members, before.membership.complete))
+
+
+def test_a_job_goes_on_when_exactly_its_members_are_back() -> None:
+    before = barrier("a", "b", "c", seats=3)
+    before.leave("c")
+    it = restarted(before)
+    it.join("a", 1)
+    it.add(push("a", 5))
+    assert it.next_step() == []
+    it.join("b", 1)
+    it.add(push("b", 5))
+    assert names(it.next_step()) == ["a", "b"]  # without waiting for c, who had left
+
+
+def test_a_job_that_had_not_begun_waits_for_all() -> None:
+    it = restarted(barrier("a", "b", seats=3))
+    for trainer in ("a", "b"):
+        it.join(trainer, 1)
+        it.add(push(trainer, 1))
+    assert it.next_step() == []
+    it.join("c", 1)
+    it.add(push("c", 1))
+    assert names(it.next_step()) == ["a", "b", "c"]
+
+
+def test_after_a_restart_the_seats_are_free_for_a_new_job() -> None:
+    it = restarted(barrier("a", "b", "c", seats=3))
+    for trainer in ("x", "y", "z"):
+        it.join(trainer, 2)
+        assert it.next_step() == []
+        it.add(push(trainer, 1))
+    assert names(it.next_step()) == ["x", "y", "z"]
+    assert it.membership.members == (("x", 2), ("y", 2), ("z", 2))
+    it = restarted(it)
+    it.join("x", 2)
+    it.add(push("x", 2))
+    assert it.next_step() == []
+
+
+def test_a_restarted_trainer_is_not_the_member_that_the_job_had() -> None:
+    before = barrier("a", "b", "c", seats=3)
+    before.leave("b")
+    before.leave("c")
+    it = restarted(before)
+    it.join("a", 9)  # another incarnation: its steps begin anew, and the others' will
+    it.add(push("a", 1))
+    assert it.next_step() == []
+
+
+def test_one_newcomer_does_not_complete_a_job_whose_first_member_died() -> None:
+    it = restarted(barrier("a", seats=2), seats=2)
+    it.join("c", 2)
+    it.add(push("c", 1))
+    assert it.next_step() == []
+
+
+def test_when_all_have_left_nobody_is_awaited() -> None:
+    before = barrier("a", "b", seats=2)
+    before.leave("a")
+    before.leave("b")
+    assert (before.membership.members, before.membership.complete) == ((), False)
+    it = restarted(before, seats=2)
+    it.join("a", 1)
+    it.add(push("a", 1))
+    assert it.next_step() == []
+
+
+# --- a member that is silent ------------------------------------------------------------------------------------------------------------
+
+
+def three(on_lost: str) -> Barrier:
+    """A job of three that has done a step, applied at 1 s; a and b have sent the next at 10 s."""
+    it = Barrier(3, 10.0, on_lost=on_lost)
+    for trainer in ("a", "b", "c"):
+        it.join(trainer, 1)
+        it.add(push(trainer, 1))
+    for done in it.next_step():
+        it.settled(done, 1.0)
+    for trainer in ("a", "b"):
+        it.add(push(trainer, 2, at_s=10.0))
+    return it
+
+
+def test_a_silent_member_is_dropped_when_its_lease_runs_out_and_not_before() -> None:
+    it = three("drop")
+    assert (it.deadline_s(), it.lost(19.9), it.lost(20.0)) == (20.0, [], ["c"])
+    it.check_overdue(20.0)
+    it.drop("c")
+    assert names(it.next_step()) == ["a", "b"]
+    assert it.membership.members == (("a", 1), ("b", 1))
+
+
+@pytest.mark.parametrize("on_lost", ["abort", "drop"])
+def test_a_part_of_a_push_is_a_sign_of_life(on_lost: str) -> None:
+    it = three(on_lost)
+    it.heard("c", 15.0)
+    assert (it.deadline_s(), it.lost(24.9)) == (25.0, [])
+    it.check_overdue(24.9)
+
+
+def test_nobody_is_late_whose_last_push_has_no_outcome_yet() -> None:
+    it = Barrier(2, 10.0, on_lost="drop")
+    for trainer in ("a", "b"):
+        it.join(trainer, 1)
+        it.add(push(trainer, 1))
+    step = it.next_step()
+    it.add(push("a", 2, at_s=1.0))  # a runs ahead, b waits for storage to take step 1
+    assert (it.deadline_s(), it.lost(1000.0)) == (None, [])
+    it.check_overdue(1000.0)
+    for done in step:
+        it.settled(done, 1000.0)
+    assert (it.lost(1009.9), it.lost(1010.0)) == ([], ["b"])
+
+
+def test_waiting_is_for_ever_and_says_for_whom() -> None:
+    it = three("wait")
+    assert (it.deadline_s(), it.lost(1e6), it.waits_for(19.9)) == (None, [], "")
+    it.check_overdue(1e6)
+    assert it.waits_for(110.0) == "step 2 waited 100 s for c; here are a, b"
+
+
+def test_a_trainer_that_never_joined_cannot_be_dropped() -> None:
+    it = Barrier(2, 10.0, on_lost="drop")
+    it.join("a", 1)
+    it.add(push("a", 1))
+    assert it.lost(10.0) == []
+    with pytest.raises(BarrierError, match="1 of 2 trainers that never joined"):
+        it.check_overdue(10.0)
+
+
+def test_a_restarted_trainer_begins_with_the_step_that_is_due_and_its_predecessors_push_is_given_up() -> None:
+    it = barrier("a", "b")
+    for trainer in ("a", "b"):
+        it.add(push(trainer, 1))
+    assert names(it.next_step()) == ["a", "b"]
+    it.add(push("b", 2))
+    it.add(push("b", 3))
+    assert [p.step for p in it.join("b", 5)] == [2, 3]
+    assert it.first_step("b") == 2
+    it.add(push("a", 2))
+    assert it.next_step() == []
+    it.add(Push("b", 5, 2, (Part((), Ticket(1, 0, 0)),)))
+    assert [(p.trainer, p.incarnation) for p in it.next_step()] == [("a", 1), ("b", 5)]
+    assert it.first_step("b") == 3
+
+
+def test_where_the_shard_cannot_tell_the_first_step_settles_how_numbers_are_read() -> None:
+    before = barrier("a", "b")
+    it = Barrier(2, 10.0, Membership(2, before.membership.members, before.membership.complete), "wait")
+    it.join("b", 5)
+    assert it.first_step("b") == 0
+    it.join("a", 1)
+    for trainer, incarnation, steps in (("a", 1, (7, 8)), ("b", 5, (1, 2))):
+        for step in steps:
+            it.add(Push(trainer, incarnation, step, (Part((), Ticket(step, 0, 0)),)))
+    assert [names(it.next_step()), names(it.next_step())] == [["a", "b"], ["a", "b"]]
+    assert it.first_step("a") == it.first_step("b") == 9
+    it.add(push("a", 9))
+    it.add(Push("b", 5, 4, (Part((), Ticket(4, 0, 0)),)))
+    with pytest.raises(BarrierError, match="b at step 10, a at step 9"):
+        it.next_step()
+
+
+def test_a_dropped_trainer_comes_back_and_takes_part_from_the_next_step_on() -> None:
+    it = three("drop")
+    it.drop("c")
+    it.next_step()
+    it.add(push("a", 3))
+    assert it.join("c", 4, 30.0) == []
+    assert it.first_step("c") == 3
+    it.add(push("b", 3))
+    assert it.next_step() == []
+    it.add(Push("c", 4, 3, (Part((), Ticket(1, 0, 0)),)))
+    assert names(it.next_step()) == ["a", "b", "c"]
+
+
+def test_a_member_that_is_not_back_after_a_restart_of_the_shard_is_dropped_too() -> None:
+    before = barrier("a", "b", "c", seats=3)
+    it = Barrier(3, 10.0, Membership(3, before.membership.members, before.membership.complete), "drop")
+    for trainer in ("a", "b"):
+        it.join(trainer, 1)
+        it.add(push(trainer, 5, at_s=2.0))
+    assert (it.lost(11.9), it.lost(12.0)) == ([], ["c"])
+    it.drop("c")
+    assert names(it.next_step()) == ["a", "b"]
+
+
+def test_a_new_job_after_a_restart_of_the_shard_drops_nobody() -> None:
+    before = barrier("a", "b", "c", seats=3)
+    it = Barrier(3, 10.0, Membership(3, before.membership.members, before.membership.complete), "drop")
+    it.join("x", 7)
+    it.add(push("x", 1))
+    assert it.lost(10.0) == []
+    with pytest.raises(BarrierError, match="2 of 3 trainers that never joined"):
+        it.check_overdue(10.0)

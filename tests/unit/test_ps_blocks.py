@@ -11,13 +11,15 @@ from kvemb.config import StorageConfig
 from kvemb.errors import LostRowError, NodeUnavailableError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, WritePart
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import engine as engine_module
+from paramserver import scratch as scratch_module
 from paramserver.batch import APPLY, ASSIGN, Batch, CheckedRows
 from paramserver.cache import CacheBudget
-from paramserver.engine import Engine
+from paramserver.engine import Applied, Engine, Pause
 from paramserver.tables import Tables
 
 _NUMBERS = count()
@@ -43,6 +45,11 @@ def never(error: StorageError, pause_s: float) -> None:
     raise error
 
 
+def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
+    """Apply the engine's next batch."""
+    return engine.run(batch, make_version(engine.epoch, engine.k + 1), pause)
+
+
 def stored(store: MemoryStore, definition: TableDef, n: int) -> np.ndarray:
     size = definition.record.size_bytes
     (read,) = store.read([ReadPart(RowKeys(definition.tag, np.arange(n, dtype=np.uint64)), size, size)], Deadline.after(5))
@@ -56,7 +63,7 @@ def train(engine: Engine, tables: Tables) -> None:
         rng = np.random.default_rng(step)
         ids = [np.sort(rng.permutation(60)[:size]) for size in (41, 23)]
         kind = ASSIGN if step == 3 else APPLY
-        engine.run(Batch(kind, (rows(WIDE, ids[0], step), rows(HALF, ids[1], step + 10))), never)
+        run(engine, Batch(kind, (rows(WIDE, ids[0], step), rows(HALF, ids[1], step + 10))), never)
         tables.state(WIDE).cache.forget(np.arange(0, 60, 3, dtype=np.uint64))
 
 
@@ -79,7 +86,7 @@ def test_blocks_of_any_size_and_any_cache_write_the_same_bytes(
 def test_memory_that_is_not_kept_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, expected, tables = make_engine(CACHE_BYTES)
     train(engine, tables)
-    monkeypatch.setattr(engine_module, "_KEPT_BYTES", 41 * WIDE.record.size_bytes)  # for the first table only
+    monkeypatch.setattr(scratch_module, "_KEPT_BYTES", 41 * WIDE.record.size_bytes)  # for the first table only
     engine, store, tables = make_engine(CACHE_BYTES)
     train(engine, tables)
     for definition in (WIDE, HALF):
@@ -90,7 +97,7 @@ def test_what_the_cache_keeps_outlives_the_memory_in_which_it_was_made() -> None
     engine, store, tables = make_engine(CACHE_BYTES)
     first, second = np.arange(20), np.arange(20, 50)
     for step, ids in enumerate((first, second, second)):
-        engine.run(Batch(APPLY, (rows(WIDE, ids, step),)), never)
+        run(engine, Batch(APPLY, (rows(WIDE, ids, step),)), never)
     cache = tables.state(WIDE).cache
     kept = cache.records[cache.find(np.arange(50, dtype=np.uint64))]
     np.testing.assert_array_equal(kept, stored(store, WIDE, 50))
@@ -102,8 +109,8 @@ def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.Mon
     engine, store, _ = make_engine(CACHE_BYTES)
     before, batch = Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), Batch(APPLY, (rows(WIDE, np.arange(45), 2),))
     for one in (whole, engine):
-        one.run(before, never)
-    whole.run(batch, never)
+        run(one, before, never)
+    run(whole, batch, never)
     write = store.write
 
     def half(parts: list[WritePart], deadline: Deadline) -> None:
@@ -114,7 +121,7 @@ def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.Mon
         raise NodeUnavailableError("went away")
 
     monkeypatch.setattr(store, "write", half)
-    applied = engine.run(batch, lambda error, pause_s: None)
+    applied = run(engine, batch, lambda error, pause_s: None)
     assert applied.n_existed == 30
     np.testing.assert_array_equal(stored(store, WIDE, 45), stored(expected, WIDE, 45))
 
@@ -122,10 +129,10 @@ def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.Mon
 def test_a_row_lost_in_a_late_block_stops_the_batch_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", 12)
     engine, store, _ = make_engine(0)
-    engine.run(Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), never)
+    run(engine, Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), never)
     key = bytes(RowKeys(WIDE.tag, np.array([29], np.uint64)).encode()[0])
     memory_node(store.addresses[0]).values.pop(key)
     before = stored(store, WIDE, 30)
     with pytest.raises(LostRowError, match="id 29"):
-        engine.run(Batch(APPLY, (rows(WIDE, np.arange(30), 2),)), never)
+        run(engine, Batch(APPLY, (rows(WIDE, np.arange(30), 2),)), never)
     np.testing.assert_array_equal(stored(store, WIDE, 30), before)

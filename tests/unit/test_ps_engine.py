@@ -19,7 +19,7 @@ from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.cache import CacheBudget
-from paramserver.engine import Engine
+from paramserver.engine import Applied, Engine, Pause
 from paramserver.tables import Tables
 
 _NUMBERS = count()
@@ -61,6 +61,11 @@ def never(error: StorageError, pause_s: float) -> None:
     raise error
 
 
+def run(engine: Engine, batch: Batch, pause: Pause) -> Applied:
+    """Apply the engine's next batch."""
+    return engine.run(batch, make_version(engine.epoch, engine.k + 1), pause)
+
+
 def read(store: Storage, definition: TableDef, ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """found, versions, weights."""
     size, keys = definition.record.size_bytes, RowKeys(definition.tag, np.array(ids, np.uint64))
@@ -81,7 +86,7 @@ def node_of(store: Storage, definition: TableDef, row_id: int) -> tuple[object, 
 def test_a_push_creates_rows_from_their_first_values() -> None:
     store = make_store()
     engine = engine_on(store)
-    assert engine.run(Batch(APPLY, (rows(SGD, [1, 2**64 - 1]),)), never).k == 1
+    assert run(engine, Batch(APPLY, (rows(SGD, [1, 2**64 - 1]),)), never).k == 1
     found, versions, weights = read(store, SGD, [1, 2**64 - 1, 3])
     assert found.tolist() == [True, True, False]
     assert versions[:2].tolist() == [make_version(1, 1)] * 2
@@ -90,14 +95,14 @@ def test_a_push_creates_rows_from_their_first_values() -> None:
 
 def test_one_new_row_alone_works() -> None:
     store = make_store()
-    engine_on(store).run(Batch(APPLY, (rows(SGD, [9]),)), never)
+    run(engine_on(store), Batch(APPLY, (rows(SGD, [9]),)), never)
     np.testing.assert_array_equal(read(store, SGD, [9])[2], first_rows(SGD, [9]) - np.float32(0.5))
 
 
 def test_a_narrow_row_is_created_from_the_value_that_a_pull_showed_before() -> None:
     store = make_store()
     ids = list(range(100))
-    engine_on(store).run(Batch(APPLY, (rows(HALF, ids, 0.0),)), never)
+    run(engine_on(store), Batch(APPLY, (rows(HALF, ids, 0.0),)), never)
     np.testing.assert_array_equal(read(store, HALF, ids)[2], first_rows(HALF, ids))
 
 
@@ -105,7 +110,7 @@ def test_optimizer_state_and_step_are_carried_from_batch_to_batch() -> None:
     store = make_store()
     engine = engine_on(store)
     for _ in range(3):
-        engine.run(Batch(APPLY, (rows(ADAM, [7], 0.25),)), never)
+        run(engine, Batch(APPLY, (rows(ADAM, [7], 0.25),)), never)
     # With one constant gradient every Adam step is lr.
     np.testing.assert_allclose(read(store, ADAM, [7])[2], first_rows(ADAM, [7]) - np.float32(0.3), rtol=1e-5)
 
@@ -113,7 +118,7 @@ def test_optimizer_state_and_step_are_carried_from_batch_to_batch() -> None:
 def test_a_batch_that_names_a_table_without_rows_counts_as_its_step() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(ADAM, []),)), never)
+    run(engine, Batch(APPLY, (rows(ADAM, []),)), never)
     assert (engine.k, engine._tables.state(ADAM).step) == (1, 1)
 
 
@@ -121,7 +126,7 @@ def test_narrow_rows_replay_to_the_same_bits() -> None:
     values = []
     for _ in range(2):
         store = make_store()
-        engine_on(store).run(Batch(APPLY, (rows(HALF, list(range(50)), 0.1),)), never)
+        run(engine_on(store), Batch(APPLY, (rows(HALF, list(range(50)), 0.1),)), never)
         values.append(read(store, HALF, list(range(50)))[2].tobytes())
     assert values[0] == values[1]
 
@@ -139,7 +144,7 @@ def test_a_batch_without_a_reply_is_tried_again_under_the_same_version() -> None
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = half_written
-    applied = engine.run(Batch(APPLY, (rows(SGD, list(range(20))),)), lambda error, pause_s: tries.append((str(error), pause_s)))
+    applied = run(engine, Batch(APPLY, (rows(SGD, list(range(20))),)), lambda error, pause_s: tries.append((str(error), pause_s)))
     assert (applied.k, tries) == (1, [("node x: connection reset", 0.05)])
     _, versions, weights = read(store, SGD, list(range(20)))
     assert set(versions.tolist()) == {make_version(1, 1)}
@@ -157,7 +162,7 @@ def test_pauses_grow_and_giving_up_leaves_the_index_alone() -> None:
             raise error
 
     with pytest.raises(NodeUnavailableError):
-        engine.run(Batch(APPLY, (rows(SGD, [1]),)), pause)
+        run(engine, Batch(APPLY, (rows(SGD, [1]),)), pause)
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     assert (engine.k, engine._tables.state(SGD).n_rows) == (0, 0)
 
@@ -170,69 +175,69 @@ def test_a_write_of_our_own_that_landed_late_is_no_conflict() -> None:
 
     store.spoil = landed_before  # every write now finds its row changed: by itself
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     np.testing.assert_array_equal(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - np.float32(0.5))
 
 
 def test_a_conflict_with_the_same_version_is_retried_with_a_fresh_token() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     node, key = node_of(store, SGD, 1)
 
     def touch(parts: Sequence[WritePart]) -> None:
         node.put(key, node.values[key][0])  # an older write of ours that landed again
 
     store.spoil = touch
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     np.testing.assert_array_equal(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - np.float32(0.5) - np.float32(0.5))
 
 
 def test_rows_that_change_under_every_try_are_given_up() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
     store.write = lambda parts, deadline: [WriteResult(np.zeros(len(part.keys), bool)) for part in parts]  # type: ignore[method-assign]
     with pytest.raises(StorageError, match=r"'sgd'.*another program"):
-        engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+        run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
 
 
 def test_a_missing_row_is_lost_not_new() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     node, key = node_of(store, SGD, 2)
     del node.values[key]
     with pytest.raises(LostRowError, match=r"'sgd', id 2: no row in storage, expected version \(1, 1\)"):
-        engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+        run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     assert key not in node.values
     assert read(store, SGD, [1])[1].tolist() == [make_version(1, 1)]  # nothing of the batch was written
 
 
 def test_a_row_that_the_index_does_not_know_is_refused() -> None:
     store = make_store()
-    engine_on(store).run(Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
+    run(engine_on(store), Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
     with pytest.raises(LostRowError, match=r"id -5: version \(1, 1\) in storage, expected no row"):
-        engine_on(store, epoch=2).run(Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
+        run(engine_on(store, epoch=2), Batch(APPLY, (rows(SGD, [2**64 - 5]),)), never)
 
 
 def test_a_row_of_an_older_version_is_refused() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
     node, key = node_of(store, SGD, 1)
     old = node.values[key][0]
-    engine.run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1]),)), never)
     node.put(key, old)
     with pytest.raises(LostRowError, match=r"version \(1, 1\) in storage, expected version \(1, 2\)"):
-        engine.run(Batch(ASSIGN, (rows(SGD, [1]),)), never)
+        run(engine, Batch(ASSIGN, (rows(SGD, [1]),)), never)
 
 
 def test_a_row_of_a_later_epoch_fences() -> None:
     store = make_store()
-    engine_on(store, epoch=3).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+    run(engine_on(store, epoch=3), Batch(APPLY, (rows(SGD, [1]),)), never)
     with pytest.raises(FencedError, match="epoch"):
-        engine_on(store, epoch=2).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+        run(engine_on(store, epoch=2), Batch(APPLY, (rows(SGD, [1]),)), never)
 
 
 def test_a_foreign_value_is_refused() -> None:
@@ -240,14 +245,14 @@ def test_a_foreign_value_is_refused() -> None:
     node, key = node_of(store, SGD, 1)
     node.put(key, bytes(SGD.record.size_bytes))
     with pytest.raises(RecordError, match="id 1"):
-        engine_on(store).run(Batch(APPLY, (rows(SGD, [1]),)), never)
+        run(engine_on(store), Batch(APPLY, (rows(SGD, [1]),)), never)
 
 
 def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(HALF, [1]),)), never)
-    assert engine.run(Batch(ASSIGN, (rows(HALF, [1, 2], 1 / 3),)), never).n_existed == 1
+    run(engine, Batch(APPLY, (rows(HALF, [1]),)), never)
+    assert run(engine, Batch(ASSIGN, (rows(HALF, [1, 2], 1 / 3),)), never).n_existed == 1
     _, versions, weights = read(store, HALF, [1, 2])
     assert versions.tolist() == [make_version(1, 2)] * 2
     assert (weights == to_float32(round_nearest(np.float32([1 / 3]), "bfloat16"), "bfloat16")).all()
@@ -260,17 +265,17 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
 def test_erase_counts_what_existed_and_a_row_can_come_back() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
-    assert engine.run(Batch(ERASE, (rows(SGD, [2, 3], dim=0),)), never).n_existed == 1
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    assert run(engine, Batch(ERASE, (rows(SGD, [2, 3], dim=0),)), never).n_existed == 1
     assert read(store, SGD, [1, 2])[0].tolist() == [True, False]
-    engine.run(Batch(APPLY, (rows(SGD, [2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [2]),)), never)
     np.testing.assert_array_equal(read(store, SGD, [2])[2], first_rows(SGD, [2]) - np.float32(0.5))
 
 
 def test_all_tables_of_a_batch_are_applied_together() -> None:
     store = make_store()
     engine = engine_on(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1]), rows(ADAM, [1]), rows(HALF, []))), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1]), rows(ADAM, [1]), rows(HALF, []))), never)
     assert read(store, SGD, [1])[1].tolist() == read(store, ADAM, [1])[1].tolist() == [make_version(1, 1)]
 
 
@@ -300,7 +305,7 @@ def test_rows_written_lately_are_not_fetched_again_and_come_out_the_same() -> No
     asked = count_reads(cached)
     for ids in ([1, 2, 3], [2, 3, 4], [1, 4]):
         for engine in engines:
-            engine.run(Batch(APPLY, (rows(ADAM, ids, 0.5),)), never)
+            run(engine, Batch(APPLY, (rows(ADAM, ids, 0.5),)), never)
     assert asked == [3, 1]  # the third batch was all cached
     everything = [1, 2, 3, 4]
     for got, expected in zip(read(cached, ADAM, everything), read(plain, ADAM, everything), strict=True):
@@ -310,7 +315,7 @@ def test_rows_written_lately_are_not_fetched_again_and_come_out_the_same() -> No
 def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:
     store = make_store()
     engine = cached_engine(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     asked = count_reads(store)
 
     def landed_without_a_reply(parts: Sequence[WritePart]) -> list[WriteResult]:
@@ -318,7 +323,7 @@ def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:
         raise NodeUnavailableError("node x: connection reset")
 
     store.spoil = landed_without_a_reply
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), lambda error, pause_s: None)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), lambda error, pause_s: None)
     assert asked == [2]
     np.testing.assert_allclose(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - 1.0, rtol=1e-6)
 
@@ -326,18 +331,61 @@ def test_rows_of_an_unanswered_write_are_fetched_before_the_next_try() -> None:
 def test_a_row_changed_behind_the_cache_is_a_lost_row_on_storage_with_tokens() -> None:
     store = make_store()
     engine = cached_engine(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     node, key = node_of(store, SGD, 1)
     node.values.pop(key)  # type: ignore[attr-defined]
     with pytest.raises(LostRowError, match="id 1"):
-        engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+        run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+
+
+def test_an_erase_that_meets_a_newer_owner_takes_nothing() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    create = Batch(APPLY, (rows(SGD, [1, 2, 3]),))
+    engine.run(create, make_version(1, 1), never)
+    newer = engine_on(store, epoch=2)
+    newer._tables.state(SGD).applied(np.array([1, 2, 3], np.uint64), make_version(1, 1))
+    newer.run(Batch(APPLY, (rows(SGD, [2]),)), make_version(2, 2), never)
+    with pytest.raises(FencedError, match=r"id 2: version \(2, 2\) in storage is of a later epoch"):
+        engine.run(Batch(ERASE, (rows(SGD, [1, 2, 3], dim=0),)), make_version(1, 2), never)
+    assert sum(len(memory_node(address).values) for address in store.addresses) == 3 + len(store.addresses)
+
+
+def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
+    class Busy(Storage):
+        """Somebody else writes one of the rows between the read and the erase, so many times."""
+
+        left = 0
+
+        def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[np.ndarray]:
+            if self.left:
+                self.left -= 1
+                for part in parts:
+                    key = bytes(part.keys.encode()[0])
+                    node = next(node for node in map(memory_node, self.addresses) if key in node.values)
+                    node.put(key, node.values[key][0])
+            return super().erase(parts, deadline)
+
+    number = next(_NUMBERS)
+    store = Busy(StorageConfig("memory", (f"engine-{number}-a:1", f"engine-{number}-b:1")), role="shard:0")
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+    store.open(Deadline.after(5))
+    engine = engine_on(store)
+    engine.run(Batch(APPLY, (rows(SGD, [1, 2, 3]),)), make_version(1, 1), never)
+    store.left = 3
+    assert engine.run(Batch(ERASE, (rows(SGD, [1, 2, 9], dim=0),)), make_version(1, 2), never).n_existed == 2
+    assert store.left == 0
+    assert sum(len(memory_node(address).values) for address in store.addresses) == 1 + len(store.addresses)
+    store.left = 1000
+    with pytest.raises(StorageError, match="1 rows were changed between every read and write"):
+        engine.run(Batch(ERASE, (rows(SGD, [3], dim=0),)), make_version(1, 3), never)
 
 
 def test_erased_rows_leave_the_cache() -> None:
     store = make_store()
     engine = cached_engine(store)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
-    engine.run(Batch(ERASE, (rows(SGD, [1], dim=0),)), never)
-    engine.run(Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
+    run(engine, Batch(ERASE, (rows(SGD, [1], dim=0),)), never)
+    run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     weights = read(store, SGD, [1, 2])[2]
     np.testing.assert_allclose(weights, first_rows(SGD, [1, 2]) - np.array([[0.5], [1.0]]), rtol=1e-6)

@@ -1,5 +1,7 @@
 """The row index behaves as a dict of id to version, whatever the order of puts, erases and rebuilds."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,5 +70,79 @@ def test_ids_of_one_shard_do_not_cluster() -> None:
     ids = ids[shard_of(ids, 64) == 3]
     index = RowIndex()
     index.put(ids, ids + np.uint64(1))
-    home = index._home(ids)
-    assert len(np.unique(home)) > 0.6 * len(ids)
+    rows_per_bucket = np.bincount(index._home(ids, len(index._tags))[0], minlength=len(index._tags))
+    assert (rows_per_bucket == 0).mean() < 0.02
+    assert rows_per_bucket.max() < 24
+
+
+def _spread(start: int, n: int) -> np.ndarray:
+    return np.arange(start, start + n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+@pytest.mark.parametrize("batch", [1000, 30_000, 700_000])
+def test_a_row_takes_at_most_24_bytes_at_every_size(batch: int) -> None:
+    index, n = RowIndex(), 0
+    while n < 700_000:
+        index.put(_spread(n, batch), _spread(n, batch) | np.uint64(1))
+        n += batch
+        assert n < 10_000 or index.size_bytes <= 24 * n
+    assert index.size_bytes == index._pairs.nbytes + index._tags.nbytes
+    assert (index.get(_spread(0, n)) == (_spread(0, n) | np.uint64(1))).all()
+
+
+def test_putting_known_rows_takes_no_room() -> None:
+    index, ids = RowIndex(), _spread(0, 300_000)
+    index.put(ids, ids | np.uint64(1))
+    for n_new in (1, 1000):
+        known = np.concatenate([_spread(index.get(ids).size, n_new), ids])
+        index.put(known, known | np.uint64(1))
+    assert index.size_bytes <= 24 * len(index)
+
+
+def test_growth_happens_in_place() -> None:
+    """The peak while an index grows is its new size and a little: not the old and the new size together."""
+    n, more = 1_200_000, _spread(1_200_000, 1000)
+    ids = _spread(0, n)
+    tracemalloc.start()
+    try:
+        index = RowIndex()
+        index.put(ids, ids | np.uint64(1))
+        before = index.size_bytes
+        tracemalloc.reset_peak()
+        while index.size_bytes == before:
+            more += np.uint64(0x9E3779B97F4A7C15 * 1000 % 2**64)
+            index.put(more, more | np.uint64(1))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < index.size_bytes + (8 << 20)
+
+
+def test_rows_erased_and_put_again_over_and_over_take_no_more_room() -> None:
+    index, n = RowIndex(), 100_000
+    index.put(_spread(0, n), _spread(0, n) | np.uint64(1))
+    size = index.size_bytes
+    for round_ in range(12):  # the same rows, then others in the place of some
+        assert index.erase(_spread(0, n)) == n
+        index.put(_spread(0, n), _spread(round_, n) | np.uint64(1))
+    assert index.size_bytes == size
+    for round_ in range(40):
+        first = round_ * 10_000
+        assert index.erase(_spread(first, 10_000)) == 10_000
+        index.put(_spread(first + n, 10_000), _spread(first + n, 10_000) | np.uint64(1))
+        assert len(index) == n
+        assert index.size_bytes <= 24 * n
+    ids = _spread(400_000, n)
+    assert (index.get(ids) == (ids | np.uint64(1))).all()
+    assert not index.get(_spread(0, 400_000)).any()
+
+
+def test_an_index_that_lost_most_of_its_rows_shrinks_with_its_next_growth() -> None:
+    index, n = RowIndex(), 200_000
+    index.put(_spread(0, n), _spread(0, n) | np.uint64(1))
+    assert index.erase(_spread(0, n - 1000)) == n - 1000
+    index.put(_spread(n, n // 2), _spread(n, n // 2) | np.uint64(1))
+    assert index.size_bytes <= 24 * len(index)
+    ids = _spread(n - 1000, 1000 + n // 2)
+    assert (index.get(ids) == (ids | np.uint64(1))).all()
+    assert len(index) == len(ids)

@@ -4,17 +4,14 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import (
-    ConfigError,
     InvalidInputError,
     KvembError,
-    LostRowError,
     NodeLostError,
     NodeUnavailableError,
     NotProvisionedError,
@@ -29,9 +26,8 @@ from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from kvemb.table_registry import META_NAME
 from paramserver.data_dir import DataDir
-from paramserver.ownership import INTENT, LOADED, STATE, claim, confirm, join_cluster
+from paramserver.ownership import INTENT, join_cluster
 from paramserver.registry import Registry
-from paramserver.state_file import ShardState, TableImage, encode
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]
@@ -68,13 +64,6 @@ def join(
         raise AssertionError("waited")
 
     return join_cluster(make_store(nodes), data, shard, deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait)
-
-
-def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2) -> ShardState:
-    cluster_id = join(nodes, data, shard)
-    state = claim(make_store(nodes), data, shard, n_shards, cluster_id, 5)
-    confirm(data)
-    return state
 
 
 def test_shard_0_provisions_once_and_the_others_join(folder: Folder, tmp_path: Path) -> None:
@@ -143,65 +132,6 @@ def test_the_nodes_of_another_cluster_are_refused(folder: Folder, tmp_path: Path
     join(other, folder(tmp_path / "other", 0))
     with pytest.raises(WrongNodeError, match="belong to cluster"):
         join(other, data)
-
-
-def test_epochs_rise_with_every_clean_restart_and_the_state_comes_back(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data)
-    assert (first.epoch, first.k, first.tables) == (1, 0, ())
-    ids = np.arange(3, dtype=np.uint64)
-    saved = ShardState(first.cluster_id, 0, 2, 1, 7, 0, 4, (TableImage(TABLE, 2, ids, ids + np.uint64(1)),), (("a", 3, 9),))
-    data.write(STATE, encode(saved))
-    second = start(nodes, data)
-    assert (second.epoch, second.k, second.next_incarnation, second.sessions) == (2, 7, 4, (("a", 3, 9),))
-    assert second.tables[0].versions.tolist() == [1, 2, 3]
-    assert data.read(STATE) is None
-    assert data.read(LOADED) is not None
-
-
-def test_a_shard_that_ended_without_saving_is_refused(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 1)
-    join(nodes, folder(tmp_path, 0))
-    start(nodes, data, 1)
-    with pytest.raises(LostRowError, match=r"shard 1: its last owner \(epoch 1\) ended without saving"):
-        start(nodes, data, 1)
-
-
-def test_a_start_that_was_given_up_before_serving_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data)
-    data.write(STATE, encode(first))
-    for epoch in (2, 3):
-        assert claim(make_store(nodes), data, 0, 2, first.cluster_id, 5).epoch == epoch
-    assert start(nodes, data).epoch == 4
-
-
-def test_a_state_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data)
-    old = list(encode(first))
-    data.write(STATE, old)
-    start(nodes, data)
-    data.write(STATE, old)
-    with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):
-        start(nodes, data)
-
-
-def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    start(nodes, data)
-    data.write(STATE, [b"kvembsst" + bytes(40)])
-    with pytest.raises(ParameterServerError):
-        start(nodes, data)
-    assert data.read(STATE) is not None
-
-
-@pytest.mark.parametrize("shard", [0, 2])
-def test_another_number_of_shards_is_refused(folder: Folder, tmp_path: Path, shard: int) -> None:
-    nodes = addresses()
-    start(nodes, folder(tmp_path, 0), n_shards=2)
-    with pytest.raises(ConfigError, match="3 given, this cluster was made with 2"):
-        start(nodes, folder(tmp_path / "other", shard), shard, n_shards=3)
 
 
 def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvemb.errors import FencedError, PushRejectedError
 from kvemb.messages import PushReply
-from paramserver.batch import Part, Ticket
+from paramserver.batch import Part, Push, Ticket
 from paramserver.sessions import KEPT_ANSWERS, Session, Sessions
 
 
@@ -64,6 +64,8 @@ def test_a_duplicate_gets_its_first_answer() -> None:
     duplicate = session.known(1, 5)
     assert duplicate is ticket
     duplicate.answer(heard.append)
+    assert heard == []  # a duplicate of what is not in the journal yet is no more accepted than the original
+    ticket.accept()
     ticket.finish(PushReply(1, "applied", k=8))
     session.known(1, 5).answer(heard.append)
     assert [(r.state, r.k) for r in heard] == [("accepted", 0), ("applied", 8), ("accepted", 0), ("applied", 8)]
@@ -88,16 +90,42 @@ def test_old_answers_are_forgotten_but_never_one_that_is_still_to_come() -> None
     assert session.known(1, 123).final.state == "applied"
 
 
-def test_an_incomplete_push_is_not_kept_over_a_restart() -> None:
+def test_what_is_not_in_the_journal_is_not_kept_over_a_restart() -> None:
     sessions = Sessions(issues=True)
     session = sessions.hello("a", 0)
     accept(session, 1)
-    accept(session, 2, more=True)
-    assert session.last_sequence == 2
+    accept(session, 2)
+    accept(session, 3, more=True)
+    assert (session.last_sequence, sessions.kept()) == (3, [("a", 1, 0)])
+    ticket = Ticket(1, 0, 0)
+    sessions.journaled(Push("a", 1, 1, (Part((), ticket),)))
+    sessions.journaled(Push("a", 99, 1, (Part((), Ticket(7, 0, 0)),)))  # of an incarnation that is no longer in force
     assert sessions.kept() == [("a", 1, 1)]
     again = Sessions(True, 2, sessions.kept())
     assert again.live == []
     assert again.hello("a", 1).last_sequence == 1
+
+
+def test_the_journal_brings_sessions_back() -> None:
+    sessions = Sessions(True, 3, [("a", 2, 5)])
+    for trainer, incarnation, sequence in (("a", 2, 7), ("b", 4, 0), ("b", 4, 3), ("a", 2, 6), ("b", 1, 9)):
+        sessions.restore(trainer, incarnation, sequence)
+    assert sessions.kept() == [("a", 2, 7), ("b", 4, 3)]
+    assert (sessions.next_incarnation, sessions.live) == (5, [])
+    sessions.restore("a", 6)
+    assert sessions.kept()[0] == ("a", 6, 0)
+    with pytest.raises(FencedError):
+        sessions.check_hello("a", 2)
+
+
+def test_a_part_of_a_refused_step_stays_refused_over_a_restart() -> None:
+    sessions = Sessions(True)
+    sessions.restore("a", 1, 1)
+    sessions.restore("a", 1, 2, refused=True)
+    session, heard = sessions.hello("a", 1), []
+    for sequence in (1, 2):
+        session.known(sequence, 0).answer(heard.append)
+    assert [reply.state for reply in heard] == ["accepted", "applied", "accepted", "failed"]
 
 
 def test_goodbye_gives_up_an_incomplete_push_and_frees_its_numbers() -> None:
@@ -117,3 +145,26 @@ def test_a_new_incarnation_gives_up_the_old_ones_incomplete_push() -> None:
     ticket = accept(sessions.hello("a", 0), 1, more=True)
     assert sessions.hello("a", 0).last_sequence == 0
     assert ticket.final.error["type"] == "FencedError"
+
+
+@pytest.mark.parametrize("issues", [True, False])
+def test_a_dropped_incarnation_is_fenced_and_told_why_also_after_a_restart(issues: bool) -> None:
+    sessions = Sessions(issues)
+    sessions.hello("a", 0 if issues else 1)
+    ticket = accept(sessions.find("a", 1), 1, more=True)
+    fence = sessions.fence("a", "step 7 waited 60 s for a")
+    assert ticket.final is not None
+    assert ticket.final.error["type"] == "FencedError"
+    for call in (sessions.find, sessions.check_hello):
+        with pytest.raises(FencedError, match="incarnation 1 was dropped from the sync job: step 7 waited 60 s for a"):
+            call("a", 1)
+    again = Sessions(issues, sessions.next_incarnation)
+    again.restore("a", 1, 1)
+    again.restore("a", fence)
+    for call in (again.find, again.check_hello):
+        with pytest.raises(FencedError, match="or dropped"):
+            call("a", 1)
+    for restored in (sessions, again):
+        back = restored.hello("a", 0 if issues else 9)
+        assert back.incarnation > 1
+        assert restored.find("a", back.incarnation).last_sequence == 0

@@ -11,7 +11,7 @@ from kvemb.errors import PushRejectedError, UnknownTableError
 from kvemb.hashing import shard_of
 from kvemb.messages import PushPart, TableRows, digest_tables
 from kvemb.table_def import TableDef
-from paramserver.batch import ERASE
+from paramserver.batch import ASSIGN, ERASE
 from paramserver.validate import check_part, check_rows
 
 TABLE = TableDef("user", 2, kvemb.optim.adam(lr=0.5), kvemb.init.zeros())
@@ -94,3 +94,14 @@ def test_erase_carries_no_rows() -> None:
     assert check_rows(rows(rows=np.empty((4, 0), np.float32)), find, 1, 3, ERASE).rows.shape == (4, 0)
     with pytest.raises(PushRejectedError, match="dim 2, expected 0"):
         check_rows(rows(), find, 1, 3, ERASE)
+
+
+@pytest.mark.parametrize("kind", ["", ASSIGN, ERASE])
+def test_ids_outside_a_dense_table_are_refused_by_name(kind: str) -> None:
+    dense = TableDef("user", 2, kvemb.optim.adam(lr=0.5), kvemb.init.zeros(), num_ids=int(OWNED[3]))
+    values = np.empty((len(OWNED), 0), np.float32) if kind == ERASE else np.ones((len(OWNED), 2), np.float32)
+    sent = rows(schema=dense.schema, rows=values)
+    with pytest.raises(PushRejectedError, match=rf"table 'user': id {int(OWNED[3])} is outside 0 to {int(OWNED[3])} - 1"):
+        check_rows(sent, lambda name, schema: dense, 1, 3, kind)
+    inside = rows(schema=dense.schema, rows=values[:3], ids=OWNED[:3])
+    assert check_rows(inside, lambda name, schema: dense, 1, 3, kind).ids.tolist() == OWNED[:3].tolist()

@@ -10,9 +10,9 @@ from kvemb.stores.base import NodeStats
 LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
 
 
-def shard(number: int, failure: str = "", error: str = "") -> ShardStatus:
+def shard(number: int, failure: str = "", error: str = "", repair: str = "") -> ShardStatus:
     values = {field.name: 1.0 if field.type in (float, "float") else 1 for field in fields(StatusReply)}
-    return ShardStatus(number, f"h:{number}", None if error else StatusReply(**values | {"failure": failure}), error)  # type: ignore[arg-type]
+    return ShardStatus(number, f"h:{number}", None if error else StatusReply(**values | {"failure": failure, "repair": repair}), error)  # type: ignore[arg-type]
 
 
 def lines(*shards: ShardStatus, used: int = 50) -> list[str]:
@@ -31,6 +31,12 @@ def test_trouble_stands_below_the_table_and_its_kind_in_it() -> None:
     table = [line for line in printed if line[:1].isdigit()]
     assert [line.split("  ")[-1] for line in table] == ["ok", "failed", "retrying", "no answer"]
     assert printed[-3:] == [f"shard 1: {LONG.strip()}", "shard 2: OutOfMemory: node n:1", "shard 3: no route to h:3"]
+
+
+def test_a_repair_stands_below_and_is_no_trouble() -> None:
+    printed = lines(shard(0), shard(1, repair="node n:1: in repair"))
+    assert printed[-1] == "shard 1 repairs: node n:1: in repair"
+    assert healthy(ClusterStatus((shard(0, repair="node n:1: in repair"),), ()))
 
 
 def test_a_cluster_without_trouble_has_nothing_below() -> None:

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, TableMismatchError
+from kvemb.keys import RowKeys
+from kvemb.pages import PagedKeys, page_layout
 from kvemb.table_def import TableDef
+from kvemb.table_registry import decode_registry, encode_registry
 
 
 def definition(**changed: object) -> TableDef:
@@ -29,3 +32,67 @@ def test_other_values_are_no_integers(field: str, value: object) -> None:
 def test_an_unknown_storage_dtype_names_the_table() -> None:
     with pytest.raises(InvalidInputError, match="table 'user': unknown storage dtype 'float8'"):
         definition(dtype="float8")
+
+
+# A released definition's digest and registry must never change: its rows and its cluster would be refused.
+GOLDEN_SCHEMAS = [144, 237]
+GOLDEN_REGISTRY = (
+    "94ac6b76656d622d7461626c657301019189a46e616d65a475736572a364696d04a56474797065a7666c6f61743332a869645f6474797065a5696e743634a96f7074"
+    "696d697a657285a46b696e64a3736764a26c72cb3f50624dd2f1a9fca86d6f6d656e74756dcb0000000000000000ac7765696768745f6465636179cb000000000000"
+    "0000a86e65737465726f76c2ab696e697469616c697a657281a46b696e64a57a65726f73a47365656400a6726564756365a373756dab7461675f617474656d707400"
+)
+
+
+def test_golden_definitions() -> None:
+    adam = TableDef("item", 16, optim.adam(), init.uniform(), dtype="float16", id_dtype="uint64", seed=3, reduce="mean")
+    assert [definition().schema, adam.schema] == GOLDEN_SCHEMAS
+    assert encode_registry(1, [definition()]).hex() == GOLDEN_REGISTRY
+    assert definition(num_ids=1000).schema == 126
+
+
+def test_num_ids_is_identity_and_survives_the_registry() -> None:
+    dense = definition(num_ids=np.int32(1000))
+    assert type(dense.num_ids) is int
+    assert decode_registry(encode_registry(1, [dense, definition(name="b")]))[1] == {"user": dense, "b": definition(name="b")}
+    assert dense.pages == page_layout(dense.record.size_bytes)
+    assert definition().pages is None
+    assert len({definition(num_ids=n).schema for n in (None, 1, 2, 1000, 1001)}) > 3  # 8 bits each
+    for first, second in ((dense, definition()), (definition(), dense), (dense, definition(num_ids=999))):
+        with pytest.raises(TableMismatchError, match="num_ids: exists with"):
+            first.require_same(second)
+    dense.require_same(definition(num_ids=1000))
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 3.0, "9", (1 << 63) + 1])
+def test_num_ids_of_signed_ids_ends_at_2_to_the_63(value: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"table 'user': num_ids is .* give an integer in \[1, 2\*\*63\], or None"):
+        definition(num_ids=value)
+    assert definition(num_ids=1 << 63).num_ids == 1 << 63
+    assert definition(num_ids=(1 << 64) - 1, id_dtype="uint64").schema < 256
+    with pytest.raises(InvalidInputError, match=r"\[1, 2\*\*64 - 1\]"):
+        definition(num_ids=1 << 64, id_dtype="uint64")
+
+
+def test_rows_lie_in_pages_only_with_num_ids_and_where_storage_has_them() -> None:
+    ids = np.array([3, 1], np.uint64)
+    kinds = {(n, pages): type(definition(num_ids=n).keys(ids, pages=pages)) for n in (None, 9) for pages in (True, False)}
+    assert kinds == {(None, True): RowKeys, (None, False): RowKeys, (9, False): RowKeys, (9, True): PagedKeys}
+    opened = definition(num_ids=9).keys(ids, pages=True, new=np.array([False, True]))
+    assert isinstance(opened, PagedKeys)
+    assert opened.opens is not None
+    assert opened.opens.tolist() == [False, True]
+
+
+def test_a_page_that_was_found_stands_for_all_of_its_rows() -> None:
+    dense = definition(num_ids=1000)
+    assert dense.pages is not None
+    n = dense.pages.rows_per_page
+    found = RowKeys(dense.tag, np.array([1, 1000 // n, 1000 // n + 1], np.uint64))
+    rows = dense.rows_under(found, pages=True)
+    assert isinstance(rows, PagedKeys)
+    assert rows.ids.tolist() == [*range(n, 2 * n), *range(1000 // n * n, 1000)]
+    assert dense.rows_under(found, pages=False) is found
+    assert definition().rows_under(found, pages=True) is found
+    last = definition(num_ids=(1 << 64) - 1, id_dtype="uint64")
+    ends = last.rows_under(RowKeys(last.tag, np.array([(2**64 - 2) // n], np.uint64)), pages=True).ids.tolist()
+    assert ends == list(range((2**64 - 2) // n * n, 2**64 - 1))

@@ -109,8 +109,10 @@ def test_a_memcached_write_without_a_condition_is_never_sent() -> None:
 
 
 def test_md_and_small_values_over_meta() -> None:
-    codec = MetaCodec()
-    assert sent(codec.erase_steps(KEYS, np.zeros(2, dtype=np.uint8))) == b"md " + A + b"\r\nmd " + B + b"\r\n"
+    codec, out = MetaCodec(), np.zeros(2, dtype=np.uint8)
+    assert sent(codec.erase_steps(KEYS, out)) == b"md " + A + b"\r\nmd " + B + b"\r\n"
+    tokens = np.array([0, 120], dtype=np.uint64)  # 0: the row was missing when it was read
+    assert sent(codec.erase_steps(KEYS, out, tokens)) == b"md " + A + b" C000\r\nmd " + B + b" C120\r\n"
     assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"mg kvemb:marker v\r\n"
     assert bytes(codec.put_step(b"k", b"EN\r\n")[0].request) == b"ms k 4\r\nEN\r\n\r\n"
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
-from kvemb.ids import normalize, to_caller
-from kvemb.segment import group
+from kvemb.ids import normalize
 from trainer.torch.ports import TablePort
+from trainer.torch.shared import Found, SharedLookups, look_up
 
 MAX_PENDING = 1000
 """Lookups of one module that may wait for a step: more than any sane gradient accumulation, and memory stays
@@ -95,6 +95,7 @@ class TableModule(nn.Module):
         self.padding_idx = padding_idx
         self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
         self.pending = Pending(table)
+        self.shared: SharedLookups | None = None
 
     @property
     def embedding_dim(self) -> int:
@@ -110,7 +111,7 @@ class TableModule(nn.Module):
         if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
             raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
         definition = self.table.definition
-        ids, _ = normalize([padding_idx], definition.id_dtype, definition.name)
+        ids, _ = normalize([padding_idx], definition.id_dtype, definition.name, definition.num_ids)
         return np.uint64(ids[0])
 
     def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -131,15 +132,17 @@ class TableModule(nn.Module):
         if recording:
             self.pending.check_room()
         definition = self.table.definition
-        flat, shape = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name)
-        groups = group(self._with_padding(flat))
-        rows, versions = self.table.pull(to_caller(groups.ids, definition.id_dtype), return_versions=True)
-        leaf = torch.from_numpy(rows).to(input.device)
+        flat, shape = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name, definition.num_ids)
+        found = self._find(self._with_padding(flat), recording)
+        leaf = torch.from_numpy(found.rows).to(input.device)
         if recording:
-            self._record(leaf, Lookup(groups.ids, versions, self._padding_id))
-        # np.array: distinct ascending ids share one array with `groups`, and torch wants memory of its own.
-        at = torch.from_numpy(np.array(groups.inverse[: len(flat)], np.int64)).reshape(shape).to(input.device)
-        return leaf, at, None if self._padding_id is None else int(groups.inverse[-1])
+            self._record(leaf, Lookup(found.ids, found.versions, self._padding_id))
+        at = torch.from_numpy(found.inverse[: len(flat)].astype(np.int64, copy=False)).reshape(shape).to(input.device)
+        return leaf, at, None if self._padding_id is None else int(found.inverse[-1])
+
+    def _find(self, ids: NDArray[np.uint64], recording: bool) -> Found:
+        # Without steps nothing would end the use of rows pulled ahead: only what trains shares.
+        return self.shared.look_up(self.table, ids) if recording and self.shared is not None else look_up(self.table, ids)
 
     def _with_padding(self, flat: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Add the padding id at the end: torch needs a position for it, even if no input has it, to add up as always."""

@@ -19,6 +19,7 @@ from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
 from trainer.torch.lookup import Pending, TableModule
 from trainer.torch.ports import AckPort, ClusterPort
+from trainer.torch.shared import SharedLookups
 
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Distinct ids [n], gradients [n, dim], versions [n] of one table."""
@@ -75,9 +76,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         defaults = {key: value for key, value in next(iter(values.values())).items() if key in common}
         super().__init__([{"params": [], "table": name, **values[name]} for name in values], defaults)
         self._share_leaves()
+        tables = {name: pending.table for name, pending in self._pending.items()}
+        self._shared = SharedLookups(tables, self._cluster) if len(tables) > 1 else None
         for name, modules in self._modules_of.items():
             for module in modules:
-                module.pending = self._pending[name]
+                module.pending, module.shared = self._pending[name], self._shared
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait for a step, or set them to zero. Forward passes whose backward is to come are
@@ -114,6 +117,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_owned()
+        if self._shared is not None:
+            self._shared.forget()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = self._empty_parts() if self._overflowed() else self._parts()
         sync = self._cluster.mode == "sync"
@@ -221,8 +226,11 @@ def _merge(pending: Pending, factor: float) -> Part:
     ]
     if not pushed:
         return _empty(pending.table.dim)
+    if len(pushed) == 1:  # the ids of one lookup are distinct
+        ids, grads, versions = pushed[0]
+        return ids, grads * np.float32(factor) if factor != 1.0 else grads, versions
     columns = zip(*pushed, strict=True)
-    ids, grads, versions = (np.concatenate(arrays) if len(arrays) > 1 else arrays[0] for arrays in columns)
+    ids, grads, versions = (np.concatenate(arrays) for arrays in columns)
     groups = group_ids(ids)
     summed = groups.sum(grads)
     # Out of place: without duplicates `summed` is still the leaf's own gradient.

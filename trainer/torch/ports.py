@@ -28,11 +28,15 @@ class AckPort(Protocol):
 
 
 class ClusterPort(Protocol):
-    """The push of several tables at once."""
+    """Several tables at once."""
 
     @property
     def mode(self) -> str:
         """Either "sync" or "async"."""
+        ...
+
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+        """Fetch rows and versions of several tables at once, by table name; each as `TablePort.pull`."""
         ...
 
     def push(

@@ -1,0 +1,12 @@
+"""The checkpoint format: what lies under a checkpoint's URL, written and read through fsspec and pyarrow.
+
+    <url>/<table>/shard-<i>-part-<j>.parquet            rows: id, version, weights[, slots], ascending by the ids' 64 bits
+    <url>/<table>/_erased/shard-<i>-part-<j>.parquet    incremental: ids erased since the base
+    <url>/<table>/_ids/shard-<i>-part-<j>.parquet       incremental: every id there is, where the erased ones are not known
+    <url>/saving.json                                   what is the same for all shards, while a save is under way
+    <url>/shard-<i>.json                                what one shard has finished, while a save is under way
+    <url>/manifest.json                                 written last: without it there is no checkpoint
+
+What must not live here: how a running cluster is cut or filled (paramserver.saver, paramserver.loader). pyarrow and fsspec are imported
+when they are first used, so that clusters that never save need neither.
+"""

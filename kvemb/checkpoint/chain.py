@@ -1,0 +1,208 @@
+"""A full checkpoint and the incremental ones built on it, read as one: newest wins, erased rows stay away.
+
+All files of one table and saved shard are sorted by id, so the levels are merged as streams: of every stream one block is held, and each
+turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, whatever the sizes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.checkpoint.manifest import Manifest
+from kvemb.checkpoint.names import ERASED, IDS
+from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
+from kvemb.checkpoint.rows import RowBlock
+from kvemb.errors import CheckpointError, TableMismatchError
+from kvemb.table_def import TableDef
+
+MAX_LEVELS = 64
+Ids = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Checkpoints, newest first; the last one is full."""
+
+    levels: tuple[Checkpoint, ...]
+
+    @property
+    def newest(self) -> Manifest:
+        """The manifest that says which tables there are."""
+        return self.levels[0].manifest
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(level.manifest.size_bytes for level in self.levels)
+
+    def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
+        """Yield the rows that one shard had of a table, ascending by id.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        levels = [level for level in self.levels if level.manifest.table(definition.name) is not None]
+        if len(levels) == 1:
+            yield from levels[0].rows(definition, shard)
+            return
+        merging = [_Level.of(level, definition, shard) for level in levels]
+        while any(level.rows.fill() for level in merging):
+            yield from _merge(merging)
+
+    def rows_of(self, definition: TableDef, shards: Sequence[int]) -> Iterator[RowBlock]:
+        """Yield the rows that several shards had of a table, ascending by id; raises as `rows`."""
+        streams = [_Stream(self.rows(definition, shard)) for shard in shards]
+        while filled := [stream for stream in streams if stream.fill()]:
+            bound = min(stream.last for stream in filled)
+            taken = [block for stream in filled if isinstance(block := stream.take(bound), RowBlock)]
+            merged = RowBlock.concatenate(taken)
+            yield merged if len(taken) == 1 else merged.take(np.argsort(merged.ids))
+
+
+def open_chain(url: str) -> Chain:
+    """Open a checkpoint with everything it is built on.
+
+    Raises:
+        CheckpointError: a checkpoint of the chain is missing, damaged, or not the one that was built on.
+    """
+    levels = [open_checkpoint(url)]
+    while (base := levels[-1].manifest.base) is not None:
+        if len(levels) == MAX_LEVELS:
+            raise CheckpointError(f"{levels[0].storage!r}: built on {MAX_LEVELS} others or more; save a full checkpoint now and then")
+        below = open_checkpoint(sibling_url(levels[-1].storage.url, base.name))
+        _check_link(levels[-1], below)
+        levels.append(below)
+    return Chain(tuple(levels))
+
+
+def sibling_url(url: str, name: str) -> str:
+    """Return the URL of a checkpoint beside this one.
+
+    Example:
+        >>> sibling_url("s3://bucket/run/step-2", "step-1")
+        's3://bucket/run/step-1'
+    """
+    return f"{url.rpartition('/')[0]}/{name}"
+
+
+def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
+    """Refuse a base that is not the one this checkpoint was made on."""
+    above, below = upper.manifest, lower.manifest
+    where = upper.storage.where("manifest.json")
+    assert above.base is not None
+    if below.save_id != above.base.save_id:
+        raise CheckpointError(f"{where}: built on save {above.base.save_id}; {lower.storage!r} now holds save {below.save_id}")
+    if (above.cluster_id, above.n_shards, above.weights_only) != (below.cluster_id, below.n_shards, below.weights_only):
+        raise CheckpointError(f"{where}: of another cluster, number of shards or kind than its base {lower.storage!r}")
+    if any(ours.version < theirs.version for ours, theirs in zip(above.cuts, below.cuts, strict=True)):
+        raise CheckpointError(f"{where}: cut before its base {lower.storage!r} was")
+    for table in below.tables:
+        again = above.table(table.definition.name)
+        if again is None:
+            raise CheckpointError(f"{where}: lacks table {table.definition.name!r} of its base {lower.storage!r}")
+        try:
+            table.definition.require_same(again.definition)
+        except TableMismatchError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+
+
+class _Stream:
+    """Blocks of one kind of one level, of which the first rows are taken away again and again."""
+
+    def __init__(self, blocks: Iterator[RowBlock] | Iterator[Ids]) -> None:
+        self._blocks: Iterator[Any] = blocks
+        self._held: RowBlock | Ids | None = None
+
+    def fill(self) -> bool:
+        """Hold a block that is not empty, if there is any left."""
+        while self._held is None or not len(self._held):
+            self._held = next(self._blocks, None)
+            if self._held is None:
+                return False
+        return True
+
+    @property
+    def last(self) -> int:
+        """The last id of the block held."""
+        return int(_ids(self._held)[-1])
+
+    def take(self, bound: int) -> RowBlock | Ids | None:
+        """Take away and return what is held up to this id; None when that is nothing."""
+        if self._held is None or not len(self._held):
+            return None
+        ids = _ids(self._held)
+        n = int(np.searchsorted(ids, np.uint64(bound), side="right"))
+        taken, self._held = _slice(self._held, slice(0, n)), _slice(self._held, slice(n, None))
+        return taken if n else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """The streams of one checkpoint; `all_ids` only where it lists every id that there is."""
+
+    rows: _Stream
+    erased: _Stream
+    all_ids: _Stream | None
+
+    @staticmethod
+    def of(level: Checkpoint, definition: TableDef, shard: int) -> "_Level":
+        has_ids = bool(level.manifest.files_of(definition.name, shard, IDS))
+        return _Level(
+            _Stream(level.rows(definition, shard)),
+            _Stream(level.ids(definition, shard, ERASED)),
+            _Stream(level.ids(definition, shard, IDS)) if has_ids else None,
+        )
+
+    @property
+    def streams(self) -> list[_Stream]:
+        return [self.rows, self.erased, *([self.all_ids] if self.all_ids is not None else [])]
+
+
+def _merge(levels: Sequence[_Level]) -> Iterator[RowBlock]:
+    """Take one turn: everything up to the smallest last id."""
+    bound = min(stream.last for level in levels for stream in level.streams if stream.fill())
+    kept: list[RowBlock] = []
+    hidden: list[Ids] = []  # ids that newer levels have spoken of
+    only: list[Ids] = []  # for each newer level that lists them: the ids that may exist
+    for level in levels:
+        rows, erased = level.rows.take(bound), level.erased.take(bound)
+        if isinstance(rows, RowBlock):
+            keep = np.ones(len(rows), bool)
+            for ids in hidden:
+                keep &= ~_is_in(rows.ids, ids)
+            for ids in only:
+                keep &= _is_in(rows.ids, ids)
+            kept.append(rows if keep.all() else rows.take(keep))
+            hidden.append(rows.ids)
+        if isinstance(erased, np.ndarray):
+            hidden.append(erased)
+        if level.all_ids is not None:
+            there = level.all_ids.take(bound)
+            only.append(there if isinstance(there, np.ndarray) else np.empty(0, np.uint64))
+    kept = [block for block in kept if len(block)]
+    if len(kept) == 1:
+        yield kept[0]
+    elif kept:
+        merged = RowBlock.concatenate(kept)
+        yield merged.take(np.argsort(merged.ids))
+
+
+def _is_in(ids: Ids, of: Ids) -> NDArray[np.bool_]:
+    """Which ids stand in another ascending array: bool [n]."""
+    if not len(of):
+        return np.zeros(len(ids), bool)
+    at = np.minimum(np.searchsorted(of, ids), len(of) - 1)
+    found: NDArray[np.bool_] = of[at] == ids
+    return found
+
+
+def _ids(block: RowBlock | Ids | None) -> Ids:
+    assert block is not None
+    return block.ids if isinstance(block, RowBlock) else block
+
+
+def _slice(block: RowBlock | Ids, rows: slice) -> RowBlock | Ids:
+    return block.take(rows) if isinstance(block, RowBlock) else block[rows]

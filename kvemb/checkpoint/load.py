@@ -1,0 +1,168 @@
+"""Loading a checkpoint into a cluster, seen from the client: verifies it, has every shard check it, decides, and watches.
+
+Before the decision nothing has changed, except that tables which did not exist may have been created, empty. After it every shard will
+load, also one that is down now, when it is started; until all have, pulls see old and new rows side by side.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvemb.checkpoint.chain import Chain, open_chain
+from kvemb.checkpoint.decision import META_NAME, Decision, Report, newest_decision, newest_report, report_name
+from kvemb.checkpoint.manifest import Manifest
+from kvemb.checkpoint.verify import verify_chain
+from kvemb.client.servers import Servers
+from kvemb.errors import CheckpointError, ParameterServerError, StorageError
+from kvemb.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+from kvemb.table_def import TableDef
+
+_POLL_S, _CALL_S = 0.25, 60.0
+
+Progress = Callable[[str, int, int], None]
+"""Called now and then with (what is being done, how much is done, how much there is): "verifying" in bytes, "loading" in rows."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """A finished load."""
+
+    url: str
+    manifest: Manifest
+    n_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The cluster that is loaded: its shards, its storage, its tables."""
+
+    servers: Servers
+    store: Store
+    tables: Mapping[str, TableDef]
+    timeout_s: float
+
+
+def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: Progress | None = None) -> LoadResult:
+    """Load a checkpoint; see `kvemb.cluster.Cluster.load`."""
+    begun = time.monotonic()
+    chain = _verified(url, loading.tables, progress)
+    url, save_id = chain.levels[0].storage.url, chain.newest.save_id
+    load_id = secrets.token_hex(16)
+    _ask_all(loading, LoadRequest(load_id, url, save_id, False))
+    _create_tables(loading, chain)
+    _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id), loading.timeout_s)
+    for reply in loading.servers.try_each("Load", [LoadRequest(load_id, url, save_id, True)] * len(loading.servers), Empty, _deadline()):
+        if isinstance(reply, Exception) and not isinstance(reply, ParameterServerError):
+            raise reply  # a shard that does not answer now loads when it is started
+    reports = _watch(loading, load_id, stall_timeout_s, progress)
+    return LoadResult(url, chain.newest, sum(report.rows_done for report in reports), time.monotonic() - begun)
+
+
+def decide(store: Store, tables: Mapping[str, TableDef], url: str, *, timeout_s: float, progress: Progress | None = None) -> Manifest:
+    """Decide a load while shards are down: they carry it out when they are started. It takes the place of a load that cannot be finished.
+
+    Args:
+        store: open.
+        tables: the cluster's, by name.
+        url: of the checkpoint.
+        timeout_s: of one storage call.
+        progress: see `load`.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or holds a table that the cluster does not have; nothing was decided.
+    """
+    chain = _verified(url, tables, progress)
+    missing = [table.definition.name for table in chain.newest.tables if table.definition.name not in tables]
+    if missing:
+        raise CheckpointError(f"table {missing[0]!r} does not exist, and only running shards create tables: load while they run")
+    serial = _next_serial(store, timeout_s)
+    _decide(store, Decision(serial, secrets.token_hex(16), chain.levels[0].storage.url, chain.newest.save_id), timeout_s)
+    return chain.newest
+
+
+def _verified(url: str, tables: Mapping[str, TableDef], progress: Progress | None) -> Chain:
+    chain = open_chain(url)
+    for table in chain.newest.tables:
+        if table.definition.name in tables:
+            tables[table.definition.name].require_same(table.definition)
+    verify_chain(chain, None if progress is None else lambda done, total: progress("verifying", done, total)).require_good()
+    return chain
+
+
+def _ask_all(loading: Loading, request: LoadRequest) -> None:
+    loading.servers.call_each("Load", [request] * len(loading.servers), Empty, _deadline())
+
+
+def _create_tables(loading: Loading, chain: Chain) -> None:
+    for table in chain.newest.tables:
+        if table.definition.name not in loading.tables:
+            request = CreateTableRequest(table.definition.with_tag_attempt(0).to_dict(), True)
+            loading.servers.call(0, "CreateTable", request, TableReply, _deadline())
+
+
+def _next_serial(store: Store, timeout_s: float) -> int:
+    """Above every earlier decision's, also of those that nodes have lost since: that is why it is a time."""
+    last = newest_decision(store.get_meta(META_NAME, Deadline.after(timeout_s)))
+    return max(time.time_ns() // 1_000_000, 1 + (0 if last is None else last.serial))
+
+
+def _decide(store: Store, decision: Decision, timeout_s: float) -> None:
+    try:
+        store.put_meta(META_NAME, decision.encode(), Deadline.after(timeout_s))
+    except StorageError as error:
+        raise CheckpointError(
+            f"the decision to load {decision.url} may stand on some storage nodes and not on others ({error}); load again when all nodes "
+            "answer, before any shard is restarted"
+        ) from error
+
+
+def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Progress | None) -> list[Report]:
+    """Wait until every shard has loaded and serves.
+
+    Raises:
+        CheckpointError: a shard has failed, or none has come any further for so long. The load stays decided.
+    """
+    moved, seen = time.monotonic(), ""
+    while True:
+        reports = [report for report in _reports(loading) if report is not None and report.load_id == load_id]
+        for shard, report in enumerate(_reports(loading)):
+            if report is not None and report.load_id == load_id and report.state == "failed":
+                raise CheckpointError(f"shard {shard}: {report.error}. The load stays decided: mend the cause, then start the shard again")
+        if progress is not None and reports:
+            progress("loading", sum(_share_done(report) for report in reports), sum(2 * report.rows for report in reports))
+        if len(reports) == len(loading.servers) and all(report.state == "done" for report in reports) and _all_serve(loading):
+            return reports
+        if seen != (seen := repr(reports)):
+            moved = time.monotonic()
+        if time.monotonic() - moved > stall_timeout_s:
+            raise CheckpointError(
+                f"no shard has come any further for {stall_timeout_s:g} s: {reports}. The load stays decided: shards that are down load "
+                "when they are started"
+            )
+        time.sleep(_POLL_S)
+
+
+def _share_done(report: Report) -> int:
+    """Reading and writing are half of it each."""
+    return {"reading": report.rows_done, "writing": report.rows + report.rows_done, "done": 2 * report.rows}.get(report.state, 0)
+
+
+def _reports(loading: Loading) -> list[Report | None]:
+    try:
+        found = [loading.store.get_meta(report_name(i), Deadline.after(loading.timeout_s)) for i in range(len(loading.servers))]
+    except StorageError:
+        return [None] * len(loading.servers)
+    return [newest_report(copies) for copies in found]
+
+
+def _all_serve(loading: Loading) -> bool:
+    replies = loading.servers.try_each("Describe", [Empty()] * len(loading.servers), DescribeReply, Deadline.after(loading.timeout_s))
+    return all(isinstance(reply, DescribeReply) for reply in replies)
+
+
+def _deadline() -> Deadline:
+    return Deadline.after(_CALL_S)

@@ -1,0 +1,64 @@
+"""A line on a terminal that says how far a long piece of work is, how fast, and how long it will take. Elsewhere it says nothing."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_EVERY_S = 0.2
+
+
+class Meter:
+    """One line, rewritten in place; a context manager that ends it.
+
+    Args:
+        stream: where to; only a terminal is written to.
+        unit: "rows" or "B".
+        clock: seconds.
+    """
+
+    def __init__(self, stream: TextIO, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._unit, self._clock = stream, unit, clock
+        self._shown = stream.isatty()
+        self._what, self._begun, self._first, self._last = "", 0.0, 0, 0.0
+        self._width = 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that so much of so much is done; the rate counts from the first call with this `what`."""
+        now = self._clock()
+        if what != self._what:
+            self._what, self._begun, self._first = what, now, done
+        if self._shown and (now - self._last >= _EVERY_S or done >= total):
+            self._last = now
+            line = describe(what, done, total, done - self._first, now - self._begun, self._unit)
+            self._stream.write("\r" + line.ljust(self._width))
+            self._stream.flush()
+            self._width = len(line)
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            self._stream.write("\r" + " " * self._width + "\r")
+            self._stream.flush()
+
+
+def describe(what: str, done: int, total: int, done_here: int, seconds: float, unit: str) -> str:
+    """Return the line.
+
+    Example:
+        >>> describe("saving", 25_000_000, 100_000_000, 20_000_000, 10.0, "B")
+        'saving 25.0 of 100.0 MB (25 %), 2.0 MB/s, 38 s left'
+        >>> describe("saving", 0, 100, 0, 0.0, "rows")
+        'saving 0 of 100 rows (0 %)'
+    """
+    scale, name = (1e6, "MB") if unit == "B" else (1, unit)
+    shown = f"{done / scale:.1f} of {total / scale:.1f}" if unit == "B" else f"{done:,} of {total:,}"
+    text = f"{what} {shown} {name} ({100 * done // total if total else 100} %)"
+    if seconds <= 0 or done_here <= 0:
+        return text
+    rate = done_here / seconds
+    speed = f"{rate / scale:.1f} MB/s" if unit == "B" else f"{rate:,.0f} {name}/s"
+    left_s = max(0, total - done) / rate
+    left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min" if left_s < 5400 else f"{left_s / 3600:.1f} h"
+    return f"{text}, {speed}" + (f", {left} left" if done < total else "")

@@ -1,0 +1,178 @@
+"""Saving a cluster, seen from the client: tells every shard to save, waits, and writes the manifest once all are done.
+
+A save that was broken off leaves `saving.json` and the shards' fragments. `resume` goes on with it: shards that were done stay done, the
+others are cut anew. Without `resume` a new save takes its place.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvemb.checkpoint.fragment import SaveInfo, assemble
+from kvemb.checkpoint.manifest import Base, Manifest
+from kvemb.checkpoint.manifest_codec import check_extra, decode_manifest, encode_manifest, read_hex
+from kvemb.checkpoint.names import MANIFEST, SAVING, check_name, fragment_path
+from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
+from kvemb.checkpoint.storage import CheckpointStorage, absolute_url
+from kvemb.checkpoint.strict_json import MAX_DOCUMENT_BYTES, decode, encode
+from kvemb.checkpoint.writer import read_fragment
+from kvemb.client.servers import Servers
+from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
+from kvemb.messages import SaveReply, SaveRequest, SaveStatusRequest
+from kvemb.net.deadline import Deadline
+
+_POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S = 0.01, 0.2, 10.0, 60.0
+
+Progress = Callable[[int, int, int], None]
+"""Called now and then with (rows done, rows in all, bytes written) of all shards together."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A finished save."""
+
+    url: str
+    manifest: Manifest
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The cluster that is saved: its shards, its name, its id in hex."""
+
+    servers: Servers
+    cluster: str
+    cluster_id: str
+
+
+def save(
+    saving: Saving,
+    url: str,
+    *,
+    base: str | None,
+    weights_only: bool,
+    extra: Mapping[str, Any] | None,
+    resume: bool,
+    timeout_s: float,
+    progress: Progress | None = None,
+) -> SaveResult:
+    """Save the cluster; see `kvemb.cluster.Cluster.save`."""
+    begun = time.monotonic()
+    storage = CheckpointStorage(url)
+    if storage.size(MANIFEST) is not None:
+        raise CheckpointError(f"{storage!r} holds a checkpoint already; save under another name, or delete it first")
+    below = None if base is None else _open_base(saving, storage, base, weights_only)
+    info = _info(saving, storage, below, weights_only, check_extra(dict(extra or {})), resume=resume)
+    n_shards = len(saving.servers)
+    cuts = [0] * n_shards if below is None else [cut.version for cut in below.manifest.cuts]
+    requests = [SaveRequest(info.save_id, storage.url, cuts[shard], weights_only, timeout_s) for shard in range(n_shards)]
+    saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
+    _wait(saving.servers, info.save_id, requests, progress)
+    manifest = _finish(storage, info, n_shards, below)
+    return SaveResult(storage.url, manifest, time.monotonic() - begun)
+
+
+def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_only: bool) -> Checkpoint:
+    """Open the base and refuse one that this checkpoint cannot be built on."""
+    url = absolute_url(base)
+    if url.rpartition("/")[0] != storage.url.rpartition("/")[0] or url == storage.url:
+        raise InvalidInputError(f"base {url}: a checkpoint and its base lie beside each other; {storage.url} is to be the new one")
+    check_name(url.rpartition("/")[2])
+    check_name(storage.url.rpartition("/")[2])
+    below = open_checkpoint(url)
+    manifest = below.manifest
+    if manifest.cluster_id != saving.cluster_id or manifest.n_shards != len(saving.servers):
+        raise CheckpointError(
+            f"{below.storage!r}: of cluster {manifest.cluster_id} with {manifest.n_shards} shards, not a base for this one"
+        )
+    if manifest.weights_only != weights_only:
+        raise InvalidInputError("weights_only must be as in the base")
+    return below
+
+
+def _info(
+    saving: Saving, storage: CheckpointStorage, below: Checkpoint | None, weights_only: bool, extra: dict[str, Any], *, resume: bool
+) -> SaveInfo:
+    """Return what is the same for all shards: as noted by the save that is resumed, or new and noted."""
+    base = None if below is None else Base(below.storage.url.rpartition("/")[2], below.manifest.save_id)
+    save_id, created_s = secrets.token_hex(16), int(time.time())
+    if resume:
+        noted = storage.read(SAVING, MAX_DOCUMENT_BYTES)  # CheckpointError: there is nothing to resume
+        fields = decode(noted, storage.where(SAVING)).only("save_id", "created_s", "cluster_id", "weights_only", "base")
+        same = (saving.cluster_id, weights_only, "" if base is None else base.save_id)
+        if same != (fields.text("cluster_id"), fields.flag("weights_only"), fields.text("base")):
+            raise InvalidInputError(f"{storage!r}: the save to be resumed is of another cluster, or was begun with other options")
+        save_id, created_s = read_hex(fields, "save_id"), fields.integer("created_s", 0, 1 << 53)
+    info = SaveInfo(save_id, saving.cluster, saving.cluster_id, created_s, weights_only, base, extra)
+    if not resume:
+        note = {"save_id": save_id, "created_s": created_s, "cluster_id": saving.cluster_id, "weights_only": weights_only}
+        storage.write(SAVING, encode({**note, "base": "" if base is None else base.save_id}))
+    return info
+
+
+def _wait(servers: Servers, save_id: str, requests: Sequence[SaveRequest], progress: Progress | None) -> None:
+    """Poll until every shard is done.
+
+    Raises:
+        CheckpointError: a shard failed, or was restarted and has forgotten the save.
+        ShardUnavailableError: a shard has not answered for a minute.
+    """
+    heard = [time.monotonic()] * len(servers)
+    replies: list[SaveReply | Exception] = []
+    asked = [SaveStatusRequest(save_id)] * len(servers)
+    pause_s = _POLL_S
+    while True:
+        replies = servers.try_each("SaveStatus", asked, SaveReply, Deadline.after(_CALL_S))
+        now = time.monotonic()
+        for shard, reply in enumerate(replies):
+            if isinstance(reply, SaveReply):
+                heard[shard] = now
+                _check(shard, reply)
+            elif not isinstance(reply, ShardUnavailableError) or now - heard[shard] > _AWAY_S:
+                raise reply
+        known = [reply for reply in replies if isinstance(reply, SaveReply)]
+        if progress is not None and len(known) == len(servers):
+            progress(sum(r.rows_done for r in known), sum(r.rows for r in known), sum(r.bytes_done for r in known))
+        if all(reply.state == "done" for reply in known) and len(known) == len(servers):
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+
+def _check(shard: int, reply: SaveReply) -> None:
+    if reply.state == "failed":
+        raise CheckpointError(
+            f"shard {shard}: {reply.error}. Nothing counts before the manifest is there; save again, or go on with resume"
+        )
+    if reply.state not in ("running", "done"):
+        raise CheckpointError(f"shard {shard} knows nothing of the save: it was restarted meanwhile. Save again, or go on with resume")
+
+
+def _finish(storage: CheckpointStorage, info: SaveInfo, n_shards: int, below: Checkpoint | None) -> Manifest:
+    """Put the fragments together, look whether everything is there, and write the manifest."""
+    fragments = [read_fragment(storage, shard) for shard in range(n_shards)]
+    if any(fragment is None for fragment in fragments):
+        shard = next(number for number, fragment in enumerate(fragments) if fragment is None)
+        raise CheckpointError(
+            f"{storage.where(fragment_path(shard))}: shard {shard} says that it is done, but nothing is here; the URL must mean the same "
+            "place on the machines of all shards and of this process"
+        )
+    manifest = assemble(info, [fragment for fragment in fragments if fragment is not None])
+    data = encode_manifest(manifest)
+    decode_manifest(data, storage.where(MANIFEST))
+    there = set(storage.names())
+    for entry in manifest.files:
+        if entry.path not in there or storage.size(entry.path) != entry.size_bytes:
+            raise CheckpointError(f"{storage.where(entry.path)}: missing or cut off, although its shard has written it")
+    if below is not None and open_checkpoint(below.storage.url).manifest.save_id != below.manifest.save_id:
+        raise CheckpointError(f"{below.storage!r}: the base was replaced while this checkpoint was built on it")
+    wanted = {entry.path for entry in manifest.files}
+    for path in sorted(there - wanted):  # of an earlier try
+        if path.endswith(".parquet"):
+            storage.delete(path)
+    storage.write(MANIFEST, data)
+    for path in [*(fragment_path(shard) for shard in range(n_shards)), SAVING]:
+        storage.delete(path)
+    return manifest

@@ -1,0 +1,291 @@
+"""An index of ids: each with a number of 64 bits (a row's version, a place in an array). Pure, NumPy only.
+
+Shards know by it which rows exist, and both caches of rows (`kvemb.record_cache`) find theirs.
+
+A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
+(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty: a lookup compares the 8 tags of a bucket at once,
+as one word, and then looks at one pair, also where buckets are nearly full. All operations take batches of distinct ids, a block at a time
+so that what one step leaves is still in the processor's cache for the next; there is no loop over rows.
+
+Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken, so a row costs 20 to 23.7 bytes from about
+a thousand rows on, at any number of them. Growth happens in place, a window of the table at a time: a larger table keeps the order of the
+hashes, so every row moves up, and the last go first. Where the system can extend an allocation (Linux remaps its pages) the peak is the new
+size and a few MB; elsewhere it is the old and the new size, while the pairs are copied over. A row that came early is moved about
+1 / (_GROWTH - 1) times in all: putting rows one small batch after the other into a table that grows takes about three times as long as
+putting them all at once.
+
+An erased id keeps its place (a bucket that was full must stay so) until the next growth, and gets it back when put again; erasing alone
+gives no memory back. Not thread-safe; its users hold the lock.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.hashing import digest64, mix64_inplace
+
+Ids = NDArray[np.uint64]
+Versions = NDArray[np.uint64]
+Places = NDArray[np.int64]
+
+_ERASED = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # as a version: epoch and k both at their very end, which no shard reaches
+_WIDTH = 8  # places of a bucket: their tags are one word
+_MIN_BUCKETS = 128
+_MAX_LOAD = 0.85
+_GROWTH = 1.18
+_BLOCK_ROWS = 1 << 16
+_WINDOW_BUCKETS = 1 << 13
+# Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
+_KEY = np.uint64(digest64("row index"))
+_1, _32, _56, _255 = (np.uint64(n) for n in (1, 32, 56, 255))
+_EVERY_01, _EVERY_7F = np.uint64(0x0101_0101_0101_0101), np.uint64(0x7F7F_7F7F_7F7F_7F7F)
+
+
+class Index(Protocol):
+    """What shards ask of an index. `RowIndex` holds all of it in memory.
+
+    One that keeps sorted runs of (id, version) on disk would have to offer the same in batches: `get` of 10**5 random ids without a read
+    from disk for each of those that do not exist (a filter per run), `put` and `erase` into a small table in memory that is written out
+    as a run (an erased id as such, until the runs below are merged), and `arrays` and `sorted_ids` as merges of all runs. The journal and
+    the saved state already bring an index back after a crash, so its runs need not be durable one by one.
+    """
+
+    def __len__(self) -> int:
+        """How many ids there are."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes."""
+
+    def get(self, ids: Ids) -> Versions:
+        """See `RowIndex.get`."""
+
+    def put(self, ids: Ids, versions: Versions) -> None:
+        """See `RowIndex.put`."""
+
+    def erase(self, ids: Ids) -> int:
+        """See `RowIndex.erase`."""
+
+    def arrays(self) -> tuple[Ids, Versions]:
+        """See `RowIndex.arrays`."""
+
+    def sorted_ids(self, after: int, first: bool, limit: int) -> Ids:
+        """See `RowIndex.sorted_ids`."""
+
+
+class RowIndex:
+    """Maps ids to versions.
+
+    Example:
+        >>> index = RowIndex()
+        >>> index.put(np.array([7, 9], np.uint64), np.array([1, 2], np.uint64))
+        >>> index.get(np.array([9, 8, 7], np.uint64)), len(index)
+        (array([2, 0, 1], dtype=uint64), 2)
+    """
+
+    def __init__(self) -> None:
+        self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
+        self._pairs = np.zeros(2 * _WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
+        self._n_rows = self._n_used = 0
+
+    def __len__(self) -> int:
+        return self._n_rows
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the hash table."""
+        return self._pairs.nbytes + self._tags.nbytes
+
+    def get(self, ids: Ids) -> Versions:
+        """Return each id's version, 0 where it does not exist: uint64 [n]."""
+        versions = np.empty(len(ids), np.uint64)
+        for block in _blocks(len(ids)):
+            places = self._find(ids[block])[0]
+            held = self._pairs.take(2 * places + 1, mode="clip")
+            held[(places < 0) | (held == _ERASED)] = 0
+            versions[block] = held
+        return versions
+
+    def put(self, ids: Ids, versions: Versions) -> None:
+        """Set the versions of n distinct ids, known or new.
+
+        Args:
+            ids: uint64 [n], distinct.
+            versions: uint64 [n], neither 0 nor 2**64 - 1.
+        """
+        assert not ((versions == 0) | (versions == _ERASED)).any()
+        for block in _blocks(len(ids)):
+            places, buckets = self._find(ids[block])
+            n_new = int(np.count_nonzero(places < 0))
+            if self._n_used + n_new > _MAX_LOAD * _WIDTH * len(self._tags):
+                self._rebuild(n_new + self._count_new(ids[block.stop :]))
+                places, buckets = self._find(ids[block])
+            self._put(ids[block], versions[block], places, buckets)
+
+    def erase(self, ids: Ids) -> int:
+        """Forget n distinct ids; return how many of them existed."""
+        n_rows = self._n_rows
+        for block in _blocks(len(ids)):
+            places = self._find(ids[block])[0]
+            at = 2 * places[places >= 0] + 1
+            self._n_rows -= int(np.count_nonzero(self._pairs[at] != _ERASED))
+            self._pairs[at] = _ERASED
+        return n_rows - self._n_rows
+
+    def arrays(self) -> tuple[Ids, Versions]:
+        """Return copies of all ids and their versions, in no particular order."""
+        return self._rows(slice(0, len(self._tags)))
+
+    def sorted_ids(self, after: int, first: bool, limit: int) -> Ids:
+        """Return at most `limit` ids in ascending order, from `after` on: inclusive when `first`, otherwise the ones behind it.
+
+        Example:
+            >>> index = RowIndex()
+            >>> index.put(np.array([5, 3, 9], np.uint64), np.ones(3, np.uint64))
+            >>> index.sorted_ids(0, True, 2), index.sorted_ids(5, False, 2)
+            (array([3, 5], dtype=uint64), array([9], dtype=uint64))
+        """
+        ids = self.arrays()[0]
+        ids = ids[ids >= np.uint64(after)] if first else ids[ids > np.uint64(after)]
+        if len(ids) > limit:
+            ids = np.partition(ids, limit - 1)[:limit]
+        return np.sort(ids)
+
+    # --- looking ----------------------------------------------------------------------------------------------------------------
+
+    def _home(self, ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
+        """The bucket where each id's probes begin, ascending with the hash, and its tag, 1 to 255."""
+        hashes, scratch = ids ^ _KEY, np.empty_like(ids)
+        mix64_inplace(hashes, scratch)
+        tags = np.maximum(np.bitwise_and(hashes, _255, out=scratch), _1, out=scratch)
+        hashes >>= _32
+        hashes *= np.uint64(n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
+        hashes >>= _32
+        return hashes.view(np.int64), tags
+
+    def _find(self, ids: Ids) -> tuple[Places, Places]:
+        """The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each."""
+        buckets, tags = self._home(ids, len(self._tags))
+        tags *= _EVERY_01
+        words = self._tags.take(buckets, mode="clip")
+        alike = _zero_bytes(words ^ tags)
+        places, found = self._look(ids, buckets, alike)
+        places[~found] = -1
+        left = np.flatnonzero(~found)
+        left = left[(alike[left] != 0) | (words[left] >> _56 != 0)]
+        while len(left):
+            alike[left] &= alike[left] - _1  # the first of them was another id
+            on = left[alike[left] == 0]
+            left, on = left[alike[left] != 0], on[self._tags[buckets[on]] >> _56 != 0]
+            buckets[on] = (buckets[on] + 1) % len(self._tags)
+            alike[on] = _zero_bytes(self._tags[buckets[on]] ^ tags[on])
+            left = np.concatenate([left, on])
+            at, found = self._look(ids[left], buckets[left], alike[left])
+            places[left[found]] = at[found]
+            left = left[~found]
+        return places, buckets
+
+    def _look(self, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
+        """Compare ids with the first place of their buckets whose tag is theirs."""
+        lowest = np.negative(alike)
+        lowest &= alike
+        lowest -= _1
+        some = alike != 0
+        places = buckets * _WIDTH
+        places += np.bitwise_count(lowest) >> 3
+        places *= some  # those without one all look at the same place, which costs nothing
+        some &= self._pairs.take(2 * places, mode="clip") == ids
+        return places, some
+
+    def _count_new(self, ids: Ids) -> int:
+        return sum(int(np.count_nonzero(self._find(ids[block])[0] < 0)) for block in _blocks(len(ids)))
+
+    def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
+        """Copies of what stands in some buckets."""
+        pairs = self._pairs.reshape(-1, 2)[buckets.start * _WIDTH : buckets.stop * _WIDTH]
+        live = self._tags[buckets].view(np.uint8) != 0
+        live &= pairs[:, 1] != _ERASED
+        return pairs[live, 0], pairs[live, 1]
+
+    # --- changing ---------------------------------------------------------------------------------------------------------------
+
+    def _put(self, ids: Ids, versions: Versions, places: Places, buckets: Places) -> None:
+        known = places >= 0
+        new = np.flatnonzero(~known)
+        at = 2 * (places if not len(new) else places[known]) + 1
+        self._n_rows += len(new) + int(np.count_nonzero(self._pairs[at] == _ERASED))
+        self._pairs[at] = versions if not len(new) else versions[known]
+        self._insert(ids[new], versions[new], buckets[new])
+
+    def _insert(self, ids: Ids, versions: Versions, buckets: Places) -> None:
+        """Give ids that are not in the table a place each: the first empty one of their bucket, or of the next that has one.
+
+        Several ids may claim one empty place in a round: all write, the one that is found there afterwards has won.
+        """
+        tags, every_tag = self._home(ids, 1)[1].astype(np.uint8), self._tags.view(np.uint8)
+        self._n_used += len(ids)
+        while len(ids):
+            n_taken = _WIDTH - np.bitwise_count(_zero_bytes(self._tags[buckets])).astype(np.int64)
+            full = n_taken == _WIDTH
+            if full.any():
+                buckets = (buckets + full) % len(self._tags)
+                continue
+            at = buckets * _WIDTH + n_taken
+            self._pairs[2 * at] = ids
+            won = self._pairs[2 * at] == ids
+            self._pairs[2 * at[won] + 1] = versions[won]
+            every_tag[at[won]] = tags[won]
+            lost = np.flatnonzero(~won)
+            ids, versions, tags, buckets = ids[lost], versions[lost], tags[lost], buckets[lost]
+
+    def _rebuild(self, n_more: int) -> None:
+        """Make room for n_more rows, or give up room that erased ids took; their places become free."""
+        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (_GROWTH / _MAX_LOAD / _WIDTH)) + 1)
+        self._resize(max(n_old, n_new))
+        starts = range(0, n_old, _WINDOW_BUCKETS)
+        self._n_used, late = 0, [self._rows(slice(0, 0))]
+        for start in reversed(starts) if n_new > n_old else starts:
+            window = slice(start, min(start + _WINDOW_BUCKETS, n_old))
+            ids, versions = self._rows(window)
+            self._tags[window] = 0
+            late.append(self._fill(ids, versions, slice(window.start * n_new // n_old, window.stop * n_new // n_old), n_new))
+        self._resize(n_new)
+        late_ids = np.concatenate([ids for ids, _ in late])
+        self._insert(late_ids, np.concatenate([versions for _, versions in late]), self._find(late_ids)[1])
+
+    def _fill(self, ids: Ids, versions: Versions, window: slice, n_buckets: int) -> tuple[Ids, Versions]:
+        """Put rows into empty buckets, in the order of their hashes; return the few that belong elsewhere or find no room there."""
+        buckets, tags = self._home(ids, n_buckets)
+        rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which this one makes use of
+        buckets = buckets[rows]
+        first, last = np.searchsorted(buckets, (window.start, window.stop))
+        rank = np.arange(last - first)
+        at = np.maximum.accumulate(buckets[first:last] * _WIDTH - rank) + rank
+        n_fit = int(np.searchsorted(at, window.stop * _WIDTH))
+        these, at = rows[first : first + n_fit], at[:n_fit]
+        self._pairs[2 * at], self._pairs[2 * at + 1] = ids[these], versions[these]
+        self._tags.view(np.uint8)[at] = tags[these]
+        self._n_used += n_fit
+        others = np.concatenate([rows[:first], rows[first + n_fit :]])
+        return ids[others], versions[others]
+
+    def _resize(self, n_buckets: int) -> None:
+        # refcheck counts references that are none to the memory; views of these two arrays never outlive a method.
+        self._pairs.resize(2 * _WIDTH * n_buckets, refcheck=False)  # first: when there is no memory for it, nothing has changed
+        self._tags.resize(n_buckets, refcheck=False)
+
+
+def _zero_bytes(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mark the highest bit of every byte that is 0, no other bit."""
+    marks = words & _EVERY_7F
+    marks += _EVERY_7F
+    marks |= words
+    marks |= _EVERY_7F
+    np.invert(marks, out=marks)
+    return marks
+
+
+def _blocks(n: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK_ROWS, n)) for start in range(0, n, _BLOCK_ROWS))

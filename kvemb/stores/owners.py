@@ -1,0 +1,80 @@
+"""The record that says who owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
+
+A process that was taken for dead and runs on (a zombie) would overwrite what its successor writes. So the successor puts its own, higher
+epoch on the nodes first, and whoever opens a connection as that shard reads the record before anything else (see `Store.fence`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgpack
+
+from kvemb.errors import FencedError, ProtocolError
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What the nodes say about a shard.
+
+    Args:
+        epoch: of the last owner's versions, above 0.
+        n_shards: the cluster's number of shards; rows are owned by shard, so it is part of the cluster.
+    """
+
+    epoch: int
+    n_shards: int
+
+    def encode(self) -> bytes:
+        """The bytes stored under `owner_name`.
+
+        Example:
+            >>> Owner.decode(Owner(3, 2).encode(), "shard 0")
+            Owner(epoch=3, n_shards=2)
+        """
+        packed: bytes = msgpack.packb({"epoch": self.epoch, "n_shards": self.n_shards})
+        return packed
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> "Owner":
+        """Read the record.
+
+        Raises:
+            ProtocolError: these bytes are no owner record; the message says where they stand.
+        """
+        try:
+            fields = msgpack.unpackb(data, max_map_len=8, max_array_len=0, max_str_len=32, max_bin_len=0)
+            owner = Owner(fields["epoch"], fields["n_shards"])
+            if [type(owner.epoch), type(owner.n_shards)] != [int, int]:
+                raise ValueError("a field of another type")
+        except Exception as error:
+            raise ProtocolError(f"{where}: expected an owner record, got {data[:40]!r}") from error
+        return owner
+
+
+def owner_name(shard: int) -> str:
+    """The name of the shard's owner record, for `Store.get_meta`."""
+    return f"kvemb:owner:{shard}"
+
+
+def newest_owner(copies: Iterable[bytes | None], shard: int) -> Owner | None:
+    """The record with the highest epoch of those that the nodes hold; None when there is none: the shard never had an owner.
+
+    Raises:
+        ProtocolError: a copy is damaged.
+    """
+    owners = [Owner.decode(copy, f"the owner record of shard {shard}") for copy in copies if copy is not None]
+    return max(owners, key=lambda owner: owner.epoch, default=None)
+
+
+def require_not_fenced(copies: Iterable[bytes | None], shard: int, epoch: int) -> None:
+    """Refuse to go on under an epoch that a newer owner has overtaken.
+
+    Raises:
+        FencedError: a higher epoch stands there.
+    """
+    owner = newest_owner(copies, shard)
+    if owner is not None and owner.epoch > epoch:
+        raise FencedError(
+            f"shard {shard}: a process with epoch {owner.epoch} has taken over from this one (epoch {epoch}), which must not write any "
+            "more. Nothing that was acknowledged is lost: the newer process applies it. End this process."
+        )

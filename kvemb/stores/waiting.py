@@ -1,0 +1,57 @@
+"""What a trainer does about a node that is down or being repaired: wait for it, within the deadline of its call, or fail at once.
+
+The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. Nothing
+of a batch that failed is used: the whole batch is read again, so that no answer is put together from before and after a repair.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError
+from kvemb.net.deadline import Deadline
+
+WAIT, FAIL = "wait", "fail"
+PASSING = (NodeLostError, NodeSuspectError)
+"""Errors that a repair ends."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+R = TypeVar("R")
+
+
+def waits(role: str, on_lost_node: str) -> bool:
+    """Whether a store of this role waits; shards never do, because it is they who repair.
+
+    Example:
+        >>> waits("trainer", "wait"), waits("trainer", "fail"), waits("shard:0", "wait")
+        (True, False, False)
+    """
+    return role == "trainer" and on_lost_node == WAIT
+
+
+def waiting(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = (*PASSING, NodeUnavailableError)) -> R:
+    """Call until it succeeds.
+
+    Args:
+        call: what to do; may be called again after any of the errors.
+        deadline: of all calls.
+        errors: those that are waited for.
+
+    Raises:
+        StorageError: the last of those errors, once the deadline leaves no time for another try; others at once.
+    """
+    pause_s = _FIRST_PAUSE_S
+    last: StorageError | None = None
+    while True:
+        try:
+            return call()
+        except errors as error:
+            last = error
+            if deadline.remaining_s() <= pause_s:
+                raise type(error)(f"{error} Waited {deadline.timeout_s:g} s for it; the call's timeout allows no more.") from error
+        except DeadlineExceededError:
+            if last is None:
+                raise
+            raise last from None  # what was waited for says more than that the last try had too little time
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,236 @@
+"""The faults that a chaos run draws from: each does something bad to a running ledger and undoes it. Recovery is the product's business.
+
+What must not live here: when which fault happens (chaos), what it costs (chaos), whether the promise was kept (ledger).
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvemb.local_cluster.servers import KINDS
+from kvemb.testing.faults import processes, storage
+from kvemb.testing.faults.proxy import DOWN, UP, FaultProxy, Flow
+from kvemb.testing.faults.run import LedgerRun
+
+_REDIS_KINDS = ("valkey", "redis", "redis-cluster")
+_OWN_MAP_KINDS = ("valkey", "redis", "memcached")
+_SHARD_GRACE_S = 40.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a fault works on: the run, its own source of chance, and a clock that a stop ends early."""
+
+    run: LedgerRun
+    random: random.Random
+    stopping: threading.Event
+
+    def hold(self, least_s: float, most_s: float) -> None:
+        """Let the fault last."""
+        self.stopping.wait(self.random.uniform(least_s, most_s))
+
+    def node(self) -> int:
+        """Choose a node."""
+        return self.random.randrange(len(self.run.cluster.servers))
+
+    def shard(self) -> int:
+        """Choose a shard."""
+        return self.random.randrange(len(self.run.cluster.shards))
+
+    def proxy(self) -> FaultProxy:
+        """Choose a node's or a shard's proxy."""
+        return self.random.choice([*self.run.cluster.node_proxies, *self.run.cluster.shard_proxies])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Args:
+        name: for reports.
+        act: does it, and undoes it before it returns.
+        kinds: the storage kinds on which it makes sense.
+        network: whether it may happen beside a fault of a process.
+        needs: what the product must be able to do: "journal", "takeover", "repair".
+    """
+
+    name: str
+    act: Callable[[Scene], None]
+    kinds: tuple[str, ...] = KINDS
+    network: bool = False
+    needs: frozenset[str] = frozenset()
+
+
+def node_hangs(scene: Scene) -> None:
+    """SIGSTOP, and SIGCONT a moment later."""
+    with processes.paused(scene.run.cluster.servers[scene.node()].process):
+        scene.hold(0.3, 4)
+
+
+def node_full(scene: Scene) -> None:
+    """No room for one more record."""
+    with storage.full(scene.run.cluster.servers[scene.node()], record_bytes=12 + 4 * 16):
+        scene.hold(0.5, 2)
+
+
+def node_flushed(scene: Scene) -> None:
+    """FLUSHALL or flush_all while everybody works."""
+    storage.flush(scene.run.cluster.servers[scene.node()])
+
+
+def node_lost(scene: Scene) -> None:
+    """SIGKILL, and a restart that brings nothing back."""
+    node = scene.node()
+    processes.kill(scene.run.cluster.servers[node].process)
+    scene.hold(0, 2)
+    scene.run.cluster.restart_node(node)
+
+
+def node_rolled_back(scene: Scene) -> None:
+    """SIGKILL, and a restart that brings an old snapshot back."""
+    node = scene.node()
+    storage.snapshot(scene.run.cluster.servers[node])
+    scene.hold(0.5, 2)
+    scene.run.cluster.restart_node(node, snapshot=True)
+
+
+def nodes_swapped(scene: Scene) -> None:
+    """Two nodes' addresses lead to each other's servers, for a while."""
+    first, second = scene.random.sample(scene.run.cluster.node_proxies, 2)
+    for _ in range(2):
+        first.target, second.target = second.target, first.target
+        first.reset_all()
+        second.reset_all()
+        scene.hold(1, 2)
+
+
+def shard_hangs(scene: Scene) -> None:
+    """SIGSTOP, and SIGCONT a moment later."""
+    with processes.paused(scene.run.cluster.shards[scene.shard()]):
+        scene.hold(0.3, 3)
+
+
+def shard_ends(scene: Scene) -> None:
+    """SIGTERM under load, and a restart."""
+    shard = scene.shard()
+    processes.terminate(scene.run.cluster.shards[shard], _SHARD_GRACE_S)
+    scene.run.cluster.start_shard(shard)
+
+
+def shards_roll(scene: Scene) -> None:
+    """SIGTERM and a restart of one shard after the other."""
+    for shard in range(len(scene.run.cluster.shards)):
+        processes.terminate(scene.run.cluster.shards[shard], _SHARD_GRACE_S)
+        scene.run.cluster.start_shard(shard)
+
+
+def shard_killed(scene: Scene) -> None:
+    """SIGKILL, and a restart."""
+    shard = scene.shard()
+    processes.kill(scene.run.cluster.shards[shard])
+    scene.hold(0, 1)
+    scene.run.cluster.start_shard(shard)
+
+
+def shard_replaced(scene: Scene) -> None:
+    """A shard hangs in the middle of whatever it does, another process takes over, the first goes on."""
+    cluster, shard = scene.run.cluster, scene.shard()
+    old = cluster.shards[shard]
+    processes.pause(old)
+    scene.hold(0, 1)
+    cluster.move_shard(shard)
+    cluster.start_shard(shard, "--take-over")
+    cluster.shard_proxies[shard].reset_all()  # trainers find the new one behind the same address
+    processes.resume(old)
+    scene.hold(0.5, 2)
+    processes.kill(old)
+
+
+def trainer_killed(scene: Scene) -> None:
+    """SIGKILL in the middle of a push, and a restart under the same name."""
+    trainer = scene.random.randrange(len(scene.run.trainers))
+    processes.kill(scene.run.trainers[trainer])
+    scene.run.start_trainer(trainer)
+
+
+def trainer_hangs(scene: Scene) -> None:
+    """SIGSTOP, and SIGCONT a moment later."""
+    with processes.paused(scene.random.choice(scene.run.trainers)):
+        scene.hold(0.3, 2)
+
+
+def _flows(*flows: Flow, way: str | None = None) -> Callable[[Scene], None]:
+    """A fault that sets one of these flows on one proxy for a while."""
+
+    def act(scene: Scene) -> None:
+        proxy = scene.proxy()
+        proxy.set(scene.random.choice(flows), UP if way == "up" else DOWN if way == "down" else None)
+        scene.hold(0.3, 3)
+        proxy.heal()
+
+    return act
+
+
+def connections_reset(scene: Scene) -> None:
+    """Every connection of a proxy is reset, several times."""
+    proxy = scene.proxy()
+    for _ in range(scene.random.randrange(1, 5)):
+        proxy.reset_all()
+        scene.hold(0, 0.3)
+
+
+def connections_half_closed(scene: Scene) -> None:
+    """One direction of every connection of a proxy ends."""
+    scene.proxy().half_close(scene.random.choice((UP, DOWN)))
+
+
+def connections_refused(scene: Scene) -> None:
+    """Open connections are reset and new ones too, for a while."""
+    proxy = scene.proxy()
+    proxy.refuse()
+    proxy.reset_all()
+    scene.hold(0.3, 2)
+    proxy.heal()
+
+
+def _cut(scene: Scene) -> None:
+    """Connections end in the middle of a value."""
+    proxy = scene.proxy()
+    for _ in range(4):
+        how = scene.random.choice(("reset", "eof"))
+        proxy.set(Flow(cut_after_bytes=scene.random.randrange(1, 20_000), cut=how), scene.random.choice((UP, DOWN)))  # type: ignore[arg-type]
+        scene.hold(0.1, 0.4)
+    proxy.heal()
+
+
+def _needs(*what: str) -> frozenset[str]:
+    return frozenset(what)
+
+
+FAULTS = (
+    Fault("node hangs", node_hangs),
+    Fault("node full", node_full, needs=_needs("full")),
+    Fault("node flushed", node_flushed, needs=_needs("repair")),
+    Fault("node lost", node_lost, needs=_needs("repair")),
+    Fault("node rolled back", node_rolled_back, _REDIS_KINDS, needs=_needs("repair")),
+    Fault("nodes swapped", nodes_swapped, _OWN_MAP_KINDS, needs=_needs("swap")),
+    Fault("shard hangs", shard_hangs),
+    Fault("shard ends", shard_ends),
+    Fault("shards roll", shards_roll),
+    Fault("shard killed", shard_killed, needs=_needs("journal")),
+    Fault("shard replaced", shard_replaced, needs=_needs("takeover")),
+    Fault("trainer killed", trainer_killed),
+    Fault("trainer hangs", trainer_hangs),
+    Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), network=True),
+    Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), network=True),
+    Fault("partition", _flows(Flow(swallow=True)), network=True),
+    Fault("one-way partition", _flows(Flow(swallow=True), way="up"), network=True),
+    Fault("one-way partition back", _flows(Flow(swallow=True), way="down"), network=True),
+    Fault("late writes", _flows(Flow(hold=True), way="up"), network=True),
+    Fault("late replies", _flows(Flow(hold=True), way="down"), network=True),
+    Fault("resets", connections_reset, network=True),
+    Fault("half-closed", connections_half_closed, network=True),
+    Fault("refused", connections_refused, network=True),
+    Fault("cut in mid-value", _cut, network=True),
+)

@@ -1,0 +1,182 @@
+"""`python -m kvemb.testing.faults.chaos`: the ledger under a seeded random schedule of faults, and what came of it.
+
+Faults come one after the other, at times a fault of the network beside one of a process; after each, every trainer must get an
+acknowledgement again before the next. What happens follows from the seed; what exactly it meets depends on the machine's timing.
+"""
+
+import argparse
+import random
+import secrets
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvemb.errors import KvembError
+from kvemb.local_cluster.servers import KINDS
+from kvemb.net.deadline import Deadline
+from kvemb.testing.faults.catalogue import FAULTS, Fault, Scene
+from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.faults.ledger import ACKED, Verdict
+from kvemb.testing.faults.run import LedgerRun
+
+CAN = frozenset({"journal", "takeover", "repair", "full"})
+"""What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
+_RECOVERY_S = 90.0
+_STORAGE_TIMEOUT_S = 2.0
+
+
+@dataclass
+class Event:
+    """One fault that happened, on the monotonic clock."""
+
+    name: str
+    start_s: float
+    end_s: float = 0.0  # when every trainer had an acknowledgement again
+    error: str = ""
+
+
+@dataclass
+class Report:
+    """What a run did."""
+
+    seed: int
+    events: list[Event] = field(default_factory=list)
+    verdict: Verdict | None = None
+    stalls_s: dict[str, float] = field(default_factory=dict)  # longest time that a trainer went without an acknowledgement, by fault
+    trouble: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Whether everything recovered and the promise was kept."""
+        return not self.trouble and self.verdict is not None and self.verdict.kept and self.verdict.pushes_acked > 0
+
+    def __str__(self) -> str:
+        lines = [f"{'FAULT':<24}{'TIMES':>6}{'LONGEST STALL':>16}"]
+        for name in sorted(self.stalls_s):
+            lines.append(f"{name:<24}{sum(event.name == name for event in self.events):>6}{self.stalls_s[name]:>14.2f} s")
+        lines.append(f"faults injected {len(self.events)}, {self.verdict or 'nothing verified'}")
+        return "\n".join([*lines, *([self.trouble] if self.trouble else []), f"seed {self.seed}: {'kept' if self.kept else 'BROKEN'}"])
+
+
+class Chaos:
+    """Draws faults for a while.
+
+    Args:
+        run: of trainers that push.
+        faults: to draw from.
+        seed: of the draw.
+    """
+
+    def __init__(self, run: LedgerRun, faults: tuple[Fault, ...], seed: int) -> None:
+        self._run, self._faults, self._random = run, faults, random.Random(seed)
+        self.report = Report(seed)
+
+    def play(self, seconds: float) -> None:
+        """Inject faults until the time is over. What does not recover ends it, in `report.trouble`."""
+        self._run.wait_for_acks(20, Deadline.after(_RECOVERY_S))
+        start_s, end = time.monotonic(), Deadline.after(seconds)
+        while not end.expired and not self.report.trouble:
+            events = self._inject(self._draw())
+            recovered = self._recover(events)
+            names = " beside ".join(event.name for event in events)
+            print(f"{events[0].start_s - start_s:7.1f} s  {names}: {recovered}", flush=True)
+            time.sleep(min(end.remaining_s(), self._random.uniform(0.1, 0.8)))
+
+    def judge(self) -> Report:
+        """Stop the trainers and verify every row."""
+        try:
+            self._run.cluster.heal()
+            self.report.verdict = self._run.finish()
+        except (KvembError, OSError) as error:
+            self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"
+        if not self.report.kept:
+            self.report.trouble += f"\n{self._run.last_words()}"
+        for record in self._run.records():
+            self._note_stalls(record.times(ACKED))
+        return self.report
+
+    def _draw(self) -> list[Fault]:
+        first = self._random.choice(self._faults)
+        network = [fault for fault in self._faults if fault.network]
+        if first.network or not network or self._random.random() > 0.3:
+            return [first]
+        return [first, self._random.choice(network)]
+
+    def _inject(self, faults: list[Fault]) -> list[Event]:
+        """Let the faults happen at once; return when all are undone."""
+        events = [Event(fault.name, time.monotonic()) for fault in faults]
+        scenes = [Scene(self._run, random.Random(self._random.random()), threading.Event()) for _ in faults]
+
+        def act(fault: Fault, scene: Scene, event: Event) -> None:
+            try:
+                fault.act(scene)
+            except Exception as error:  # a shard that does not start is a finding, not the end of the harness
+                event.error = f"{type(error).__name__}: {error}"
+
+        threads = [threading.Thread(target=act, args=one, name=f"fault {one[0].name}") for one in zip(faults, scenes, events, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.report.events += events
+        return events
+
+    def _recover(self, events: list[Event]) -> str:
+        undone_s = time.monotonic()
+        errors = [event.error for event in events if event.error]
+        try:
+            if errors:
+                raise TimeoutError("; ".join(errors))
+            self._run.wait_for_acks(8, Deadline.after(_RECOVERY_S))  # more than were on their way
+        except TimeoutError as error:
+            self.report.trouble = f"no recovery from {' beside '.join(event.name for event in events)}: {str(error).splitlines()[0]}"
+            return f"NOT RECOVERED: {error}"
+        for event in events:
+            event.end_s = time.monotonic()
+        return f"lasted {undone_s - events[0].start_s:.1f} s, pushes went on {time.monotonic() - undone_s:.1f} s later"
+
+    def _note_stalls(self, acked_s: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> None:
+        for event in self.report.events:
+            stalls_s = np.diff(acked_s, append=acked_s[-1:])
+            touched = (acked_s <= (event.end_s or np.inf)) & (acked_s + stalls_s >= event.start_s)
+            longest_s = float(stalls_s[touched].max(initial=0.0))
+            self.report.stalls_s[event.name] = max(longest_s, self.report.stalls_s.get(event.name, 0.0))
+
+
+def chosen_faults(store: str, only: list[str]) -> tuple[Fault, ...]:
+    """The faults of a run: those named, or all that this release recovers from on that store."""
+    if only:
+        return tuple(fault for fault in FAULTS if fault.name in only)
+    return tuple(fault for fault in FAULTS if store in fault.kinds and fault.needs <= CAN)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run chaos; return 0 when the promise was kept."""
+    parser = argparse.ArgumentParser(prog="python -m kvemb.testing.faults.chaos", description="The ledger under random faults.")
+    parser.add_argument("--store", default="redis", choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seed", type=int, help="of faults and pushes; drawn unless given")
+    parser.add_argument("--trainers", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument(
+        "--only", action="append", default=[], choices=[fault.name for fault in FAULTS], help="just this fault; may be repeated"
+    )
+    args = parser.parse_args(argv)
+    seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
+    faults = chosen_faults(args.store, args.only)
+    print(f"{args.store}, seed {seed}, {args.seconds:g} s, faults: {', '.join(fault.name for fault in faults)}", flush=True)
+    cluster = FaultyCluster(args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S})
+    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed) as run:
+        chaos = Chaos(run, faults, seed)
+        chaos.play(args.seconds)
+        report = chaos.judge()
+    print(report)
+    return 0 if report.kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""A local cluster with a proxy in front of every storage node and every shard, and with whatever else of kvemb.yaml a test wants.
+
+What must not live here: the faults themselves (proxy, processes, storage).
+"""
+
+import copy
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from types import TracebackType
+
+import redis
+
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
+from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer
+from kvemb.net.deadline import Deadline
+from kvemb.testing.faults.proxy import FaultProxy
+
+
+class FaultyCluster(LocalCluster):
+    """A LocalCluster whose every connection goes through a proxy; a context manager.
+
+    Args:
+        store, nodes, shards, mode, trainers, memory_mb: see `LocalCluster`.
+        storage: further keys of the storage section, e.g. {"timeout_s": 1}.
+        servers: further keys of the parameter_servers section.
+        shard_program: what runs instead of `python -m paramserver`, with the same options behind it.
+    """
+
+    def __init__(
+        self,
+        store: str = "redis",
+        nodes: int = 3,
+        *,
+        shards: int = 2,
+        mode: str = "async",
+        trainers: int = 0,
+        memory_mb: int = 256,
+        storage: Mapping[str, object] | None = None,
+        servers: Mapping[str, object] | None = None,
+        shard_program: Sequence[str] = (),
+    ) -> None:
+        self._more_storage, self._more_servers = dict(storage or {}), dict(servers or {})
+        self._shard_program = list(shard_program)
+        self._retired: list[LocalProcess] = []
+        self._shard_targets: list[str] = []
+        self.node_proxies: list[FaultProxy] = []
+        self.shard_proxies: list[FaultProxy] = []
+        super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
+
+    def launch_shard(self, index: int, *options: str) -> LocalProcess:
+        """Start one shard without waiting; a process that runs for it already is left alone and ended with the cluster."""
+        if index < len(self.shards) and self.shards[index].poll() is None:
+            self._retired.append(self.shards[index])
+        return super().launch_shard(index, "--listen", self._shard_targets[index], *options)
+
+    def move_shard(self, index: int) -> None:
+        """Let the shard's next process listen on another port: the last one still has the old."""
+        port = free_ports(1)[0]
+        self._shard_targets[index] = f"127.0.0.1:{port}"
+        self.shard_proxies[index].target = ("127.0.0.1", port)
+
+    def restart_node(self, index: int, *, snapshot: bool = False) -> None:
+        """Kill a node and start it again: empty, or with the snapshot that `storage.snapshot` took."""
+        server = self.servers[index]
+        kept = server.snapshot_path.with_suffix(".kept")
+        server.restart(snapshot=kept if snapshot else None, member=True)
+        if self.store == "redis-cluster":
+            self._announce(server, self.node_proxies[index])
+            self._await_cluster()
+
+    def heal(self) -> None:
+        """Let every proxy pass everything on, and every stopped process go on."""
+        for proxy in (*self.node_proxies, *self.shard_proxies):
+            proxy.heal()
+        for process in (*(server.process for server in self.servers), *self.shards, *self._retired):
+            process.signal(signal.SIGCONT)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.heal()
+        finally:
+            super().__exit__(kind, error, trace)
+
+    def _stop(self) -> None:
+        for process in self._retired:
+            process.kill()
+        super()._stop()
+        for proxy in (*self.node_proxies, *self.shard_proxies):
+            proxy.close()
+
+    def _shard_command(self, index: int) -> list[str]:
+        command = super()._shard_command(index)
+        return [*self._shard_program, *command[3:]] if self._shard_program else command
+
+    def _node_addresses(self) -> list[str]:
+        self.node_proxies = [FaultProxy(server.address, seed=index) for index, server in enumerate(self.servers)]
+        if self.store == "redis-cluster":
+            for server, proxy in zip(self.servers, self.node_proxies, strict=True):
+                self._announce(server, proxy)
+            self._await_cluster()
+        return [proxy.address for proxy in self.node_proxies]
+
+    def _shard_addresses(self) -> list[str]:
+        self._shard_targets = super()._shard_addresses()
+        self.shard_proxies = [FaultProxy(target, seed=100 + index) for index, target in enumerate(self._shard_targets)]
+        return [proxy.address for proxy in self.shard_proxies]
+
+    def _config(self, *nodes: str, shards: list[str]) -> dict[str, object]:
+        tree: dict[str, object] = copy.deepcopy(super()._config(*nodes, shards=shards))
+        for name, more in (("storage", self._more_storage), ("parameter_servers", self._more_servers)):
+            section = tree[name]
+            assert isinstance(section, dict)
+            section.update(more)
+        return tree
+
+    def _announce(self, server: StorageServer, proxy: FaultProxy) -> None:
+        """Let a Redis Cluster's node tell clients and other nodes that it is where its proxy is."""
+        with closing(redis.Redis(port=server.port, protocol=2, socket_timeout=10)) as client:
+            client.config_set("cluster-announce-port", proxy.port)
+
+    def _await_cluster(self) -> None:
+        """Wait until every node knows every node by its proxy, and every slot is served."""
+        deadline, wanted = Deadline.after(START_TIMEOUT_S), {proxy.port for proxy in self.node_proxies}
+        while not all(_knows(server, wanted) for server in self.servers if server.process.poll() is None):
+            if deadline.expired:
+                raise LocalProcessError(f"the Redis Cluster does not know its nodes by the ports {sorted(wanted)}")
+            time.sleep(0.05)
+
+
+def _knows(server: StorageServer, ports: set[int]) -> bool:
+    with closing(redis.Redis(port=server.port, protocol=2, socket_timeout=10, decode_responses=True)) as client:
+        state = client.execute_command("CLUSTER INFO")
+        nodes = client.execute_command("CLUSTER NODES")
+    known = {int(address.rpartition(":")[2]) for address in nodes}  # by "host:port", a dict
+    return bool(state["cluster_state"] == "ok" and known == ports)

@@ -1,0 +1,115 @@
+"""A ledger run: a faulty cluster, its trainers as processes, and the verdict at the end. Tests and chaos put the faults in between."""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvemb
+from kvemb.errors import KvembError
+from kvemb.local_cluster.processes import LocalProcess, python_env
+from kvemb.net.deadline import Deadline
+from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.faults.ledger import ACKED, DIM, TABLE, Ids, Plan, Record, Verdict, Verifier
+from kvemb.testing.faults.trainer import create_table
+
+_FENCE_TABLE = "ledger_fence"
+
+
+class LedgerRun:
+    """Trainers that push until told to stop; a context manager.
+
+    Args:
+        cluster: running.
+        n_trainers: how many.
+        seed: of what they push.
+        pause_s: between two pushes of one trainer.
+        grace_s: how long a trainer that was told to stop waits for its last acknowledgements.
+    """
+
+    def __init__(
+        self, cluster: FaultyCluster, *, n_trainers: int = 3, seed: int = 0, pause_s: float = 0.005, grace_s: float = 60.0
+    ) -> None:
+        self.cluster, self.plan = cluster, Plan(seed, n_trainers)
+        self._pause_s, self._grace_s = pause_s, grace_s
+        self._files = [cluster.folder / f"ledger-{trainer}" for trainer in range(n_trainers)]
+        self.trainers: list[LocalProcess] = []
+
+    def __enter__(self) -> "LedgerRun":
+        create_table(self.cluster.url)
+        for trainer in range(self.plan.n_trainers):
+            self.start_trainer(trainer)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.trainers:
+            process.kill()
+
+    def start_trainer(self, trainer: int) -> LocalProcess:
+        """Start (again) one trainer; it goes on behind the last push that it sent."""
+        plan = ["--seed", str(self.plan.seed), "--trainers", str(self.plan.n_trainers), "--trainer", str(trainer)]
+        files = ["--config", str(self.cluster.config_path), "--file", str(self._files[trainer])]
+        times = ["--pause-s", str(self._pause_s), "--grace-s", str(self._grace_s)]
+        command = [sys.executable, "-m", "kvemb.testing.faults.trainer", *plan, *files, *times]
+        process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", python_env())
+        self.trainers[trainer : trainer + 1] = [process]
+        return process
+
+    def records(self) -> list[Record]:
+        """What the trainers have noted so far."""
+        return [Record.read(path) for path in self._files]
+
+    def n_acked(self) -> list[int]:
+        """Acknowledged pushes of each trainer so far."""
+        return [len(record.numbers(ACKED)) for record in self.records()]
+
+    def wait_for_acks(self, more: int, deadline: Deadline, trainers: Sequence[int] | None = None) -> None:
+        """Wait until each of the trainers has so many more acknowledged pushes.
+
+        Raises:
+            TimeoutError: not within the deadline; with what the trainers and shards said last.
+        """
+        chosen = range(self.plan.n_trainers) if trainers is None else trainers
+        wanted = [n + more for n in self.n_acked()]
+        while not all(self.n_acked()[trainer] >= wanted[trainer] for trainer in chosen):
+            if deadline.expired:
+                raise TimeoutError(f"acknowledged {self.n_acked()}, waited for {wanted}:\n{self.last_words()}")
+            time.sleep(0.05)
+
+    def finish(self, timeout_s: float = 90.0) -> Verdict:
+        """Stop the trainers, wait until all that was accepted is applied, read every row, and judge."""
+        for process in self.trainers:
+            process.signal(signal.SIGTERM)
+        for process in self.trainers:
+            process.stop(timeout_s)
+        self._await_applied(Deadline.after(timeout_s))
+        with kvemb.connect(self.cluster.url, read_only=True, timeout_s=timeout_s) as cluster:
+            table = cluster.table(TABLE)
+
+            def pull(ids: Ids) -> NDArray[np.float32]:
+                return table.pull(ids, timeout_s=timeout_s)
+
+            return Verifier(self.plan, self.records(), len(self.cluster.shards), pull).run()
+
+    def last_words(self) -> str:
+        """The ends of all logs."""
+        processes = [*self.trainers, *self.cluster.shards]
+        return "\n".join(f"{process.name} (exit code {process.poll()}):\n{process.log_tail()}" for process in processes)
+
+    def _await_applied(self, deadline: Deadline) -> None:
+        """Have every shard apply something behind everything that it has accepted, from whomever."""
+        while True:
+            try:
+                with kvemb.connect(self.cluster.url, timeout_s=20) as cluster:
+                    options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
+                    fence = cluster.create_table(_FENCE_TABLE, dim=DIM, exist_ok=True, **options)  # type: ignore[arg-type]
+                    fence.push(np.arange(64), np.ones((64, DIM))).wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
+                    return
+            except KvembError:
+                if deadline.expired:
+                    raise
+                time.sleep(0.2)

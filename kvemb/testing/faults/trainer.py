@@ -1,0 +1,147 @@
+"""A trainer of the ledger, as a process of its own: `python -m kvemb.testing.faults.trainer …`. Pushes until SIGTERM, whatever happens.
+
+It trusts what the errors promise: after "nothing was sent" it sends the same push again, after anything else a push that was not
+acknowledged stays as it is. What must not live here: what a push consists of (ledger).
+"""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import kvemb
+from kvemb.client.ack import Ack
+from kvemb.errors import KvembError, ShardUnavailableError, StorageError
+from kvemb.testing.faults.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, Plan, Record, torn
+
+_CREATE_S = 30.0
+_TRY_S = 1.0
+_PAUSE_S = 0.2
+
+
+class LedgerTrainer:
+    """Sends one trainer's pushes.
+
+    Args:
+        config: kvemb.yaml.
+        plan: of the run.
+        trainer: number.
+        path: of its ledger file; it goes on where the file ends.
+        depth: pushes on their way at once.
+        pause_s: between two pushes.
+        check_every: pushes between two looks at what pulls return.
+    """
+
+    def __init__(
+        self, config: str, plan: Plan, trainer: int, path: Path, *, depth: int = 6, pause_s: float = 0.005, check_every: int = 25
+    ) -> None:
+        self._config, self._plan, self._trainer = config, plan, trainer
+        self._depth, self._pause_s, self._check_every = depth, pause_s, check_every
+        self._n = Record.read(path).next_push
+        self._noted = False
+        self._file = LedgerFile(path)
+        self._waiting: deque[tuple[int, Ack]] = deque()
+        self._late = threading.Event()
+        self.stop = threading.Event()
+
+    def run(self, grace_s: float) -> None:
+        """Push until `stop` is set, then wait so long for what is on its way."""
+        threading.Thread(target=self._give_up_late, args=(grace_s,), name="ledger-grace", daemon=True).start()
+        while not (self.stop.is_set() and not self._waiting) and not self._late.is_set():
+            try:
+                with kvemb.connect(self._config, trainer=f"ledger-{self._trainer}", timeout_s=20) as cluster:
+                    self._push_all(cluster.table(TABLE))
+            except KvembError as error:
+                print(f"{time.monotonic():.3f} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                self._settle_failed()
+                self.stop.wait(_PAUSE_S)
+        self._file.close()
+
+    def _give_up_late(self, grace_s: float) -> None:
+        self.stop.wait()
+        time.sleep(grace_s)
+        self._late.set()
+
+    def _push_all(self, table: kvemb.Table) -> None:
+        while not self.stop.is_set():
+            self._push_one(table)
+            while len(self._waiting) >= self._depth:
+                self._await_oldest()
+            if self._n % self._check_every == 0 and self._waiting:
+                self._look(table)
+            self.stop.wait(self._pause_s)
+        while self._waiting and not self._late.is_set():
+            self._await_oldest()
+
+    def _push_one(self, table: kvemb.Table) -> None:
+        ids, grads = self._plan.push(self._trainer, self._n)
+        if not self._noted:
+            self._file.note(SENT, self._n)
+            self._noted = True
+        try:
+            ack = table.push(ids, grads, timeout_s=_TRY_S)
+        except ShardUnavailableError:
+            return  # nothing was sent: the same again
+        self._waiting.append((self._n, ack))
+        self._n, self._noted = self._n + 1, False
+
+    def _await_oldest(self) -> None:
+        n, ack = self._waiting[0]
+        try:
+            ack.wait(timeout_s=_TRY_S)
+        except ShardUnavailableError:
+            if self._late.is_set():
+                raise
+            return  # the client goes on sending it
+        self._file.note(ACKED, n)
+        self._waiting.popleft()
+
+    def _look(self, table: kvemb.Table) -> None:
+        """Once a push is applied, every pull must see it, and whole rows."""
+        n, ack = self._waiting[-1]
+        try:
+            ack.wait_applied(timeout_s=_TRY_S)
+            ids = self._plan.ids(n // self._plan.pushes_per_generation)
+            rows = table.pull(ids, timeout_s=_TRY_S)
+        except (ShardUnavailableError, StorageError):
+            return
+        counts = self._plan.counts(rows, self._trainer, n)
+        if torn(rows).any() or (counts != self._plan.members(self._trainer, n)).any():
+            self._file.note(BAD_READ, n)
+            print(f"bad read of push {n}: {counts.tolist()} torn {torn(rows).sum()}", file=sys.stderr, flush=True)
+
+    def _settle_failed(self) -> None:
+        """The session is over: keep what was acknowledged before."""
+        for n, ack in self._waiting:
+            self._file.note(ACKED if ack.accepted else FAILED, n)
+        self._waiting.clear()
+
+
+def create_table(url: str) -> None:
+    """Create the ledger's table."""
+    with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
+        cluster.create_table(TABLE, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+
+
+def main() -> int:
+    """Run one trainer."""
+    parser = argparse.ArgumentParser(prog="python -m kvemb.testing.faults.trainer", description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--trainers", type=int, required=True)
+    parser.add_argument("--trainer", type=int, required=True)
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--pause-s", type=float, default=0.005)
+    parser.add_argument("--grace-s", type=float, default=60.0)
+    args = parser.parse_args()
+    trainer = LedgerTrainer(args.config, Plan(args.seed, args.trainers), args.trainer, args.file, pause_s=args.pause_s)
+    signal.signal(signal.SIGTERM, lambda *_: trainer.stop.set())
+    trainer.run(args.grace_s)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

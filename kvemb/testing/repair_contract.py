@@ -1,0 +1,351 @@
+"""The contract of a store, repair and fencing included: what shards and trainers see of a node that has lost its rows.
+
+A new backend derives its test class from `RepairContract`, which brings all of `StoreContract` along.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvemb.errors import (
+    FencedError,
+    InvalidInputError,
+    NodeLostError,
+    NodeSuspectError,
+    NodeUnavailableError,
+    NotProvisionedError,
+)
+from kvemb.keys import RowKeys
+from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.markers import Identity
+from kvemb.stores.owners import Owner, owner_name
+from kvemb.stores.repair import LostNode
+from kvemb.testing.store_contract import (
+    CLUSTER,
+    GENERATION,
+    SIZE,
+    Nodes,
+    StoreContract,
+    read,
+    records_of,
+    require_rows,
+    row_keys,
+    within,
+    write,
+)
+from kvemb.wire.stride_reply import StrideReply
+
+ROWS = row_keys(600)
+KNOWN = Identity(CLUSTER, GENERATION)
+LOST = (NodeLostError, NodeSuspectError)
+
+
+def lost(store: Store) -> list[LostNode]:
+    """The lost nodes, once the server that was started again serves."""
+    deadline = within()
+    while not (found := store.lost_nodes(within())):
+        assert not deadline.expired, "no node was found lost"
+        time.sleep(0.05)
+    return found
+
+
+def begun(store: Store, address: str, *, even_if_whole: bool = False) -> str:
+    """Begin a repair; a nonce is expected."""
+    nonce = store.begin_repair(address, within(), even_if_whole=even_if_whole)
+    assert nonce is not None
+    return nonce
+
+
+def rows_of(store: Store, address: str, keys: RowKeys = ROWS) -> RowKeys:
+    """The keys that belong to a node."""
+    return keys.take(np.flatnonzero(store.keys_of(address, keys)))
+
+
+def write_back(store: Store, address: str, nonce: str, keys: RowKeys, salt: int = 0) -> None:
+    """Write rows to a node in repair, over whatever is there."""
+    tokens = store.read_in_repair(address, nonce, [ReadPart(keys, SIZE, SIZE, tokens=True)], within())[0].in_key_order().tokens
+    result = store.write_in_repair(address, nonce, [WritePart(keys, records_of(keys, salt=salt), tokens)], within())[0]
+    assert result.stored.all()
+
+
+def repair(store: Store, address: str, salt: int = 0) -> None:
+    """The whole repair of a node, by the only shard."""
+    nonce = begun(store, address)
+    write_back(store, address, nonce, rows_of(store, address), salt)
+    store.report_repaired(address, nonce, 0, within())
+    assert store.finish_repair(address, nonce, 1, within())
+
+
+def eventually_reads(store: Store, salt: int = 0, keys: RowKeys = ROWS) -> None:
+    """A store that saw the loss goes on by itself: at most those batches fail that it had begun before."""
+    for _ in range(2):
+        with suppress(*LOST, NodeUnavailableError):
+            return require_rows(store, keys, records_of(keys, salt=salt))
+    require_rows(store, keys, records_of(keys, salt=salt))
+
+
+def own(store: Store, epoch: int) -> None:
+    """Take shard 0 under an epoch."""
+    store.put_meta(owner_name(0), Owner(epoch, 1).encode(), within())
+    store.fence(0, epoch, within())
+
+
+def _interrupted(reply: StrideReply, data: NDArray[np.uint8]) -> int:
+    raise KeyboardInterrupt
+
+
+class RepairContract(StoreContract):
+    """Every store passes these."""
+
+    @pytest.fixture
+    def trainer(self, nodes: Nodes, store: Store) -> Iterator[Store]:
+        """Another process's store, open, on a cluster that holds ROWS."""
+        write(store, ROWS, records_of(ROWS))
+        with nodes.store() as trainer:
+            trainer.open(within())
+            require_rows(trainer, ROWS, records_of(ROWS))
+            yield trainer
+
+    # --- repair -----------------------------------------------------------------------------------------------------------------
+
+    def test_whole_nodes_are_not_lost_and_not_repaired(self, store: Store, trainer: Store) -> None:
+        assert store.lost_nodes(within()) == []
+        assert store.begin_repair(store.addresses[0], within()) is None
+        require_rows(trainer, ROWS, records_of(ROWS))
+
+    @pytest.mark.parametrize("how", ["started again empty", "flushed"])
+    def test_a_lost_node_is_repaired_while_others_serve_and_every_store_goes_on(
+        self, nodes: Nodes, store: Store, trainer: Store, how: str
+    ) -> None:
+        nodes.flush(0) if how == "flushed" else nodes.restart(0)
+        (found,) = lost(store)
+        assert (found.why, found.nonce) == ("empty", None)
+        here = store.keys_of(found.address, ROWS)
+        mine, others = ROWS.take(np.flatnonzero(here)), ROWS.take(np.flatnonzero(~here))
+        assert 0 < len(mine) < len(ROWS)
+        nonce = begun(store, found.address)
+        assert store.lost_nodes(within()) == [LostNode(found.address, "repairing", nonce)]
+        for one in (store, trainer):
+            with pytest.raises(LOST, match=found.address):
+                read(one, mine)
+            require_rows(one, others, records_of(others))
+        with pytest.raises(LOST, match=found.address):
+            write(store, mine, records_of(mine))
+        with nodes.store() as late, pytest.raises(LOST, match=found.address):
+            late.open(within())
+        write_back(store, found.address, nonce, mine)
+        assert not store.finish_repair(found.address, nonce, 1, within())
+        with pytest.raises(LOST, match=found.address):
+            read(trainer, mine)
+        store.report_repaired(found.address, nonce, 0, within())
+        assert store.finish_repair(found.address, nonce, 1, within())
+        assert store.lost_nodes(within()) == []
+        eventually_reads(trainer)
+        eventually_reads(store)
+        assert write(store, ROWS, records_of(ROWS, salt=1)).all()
+        eventually_reads(trainer, salt=1)
+        with nodes.store() as late:
+            late.open(within())
+            require_rows(late, ROWS, records_of(ROWS, salt=1))
+
+    @pytest.mark.parametrize("how", ["flushed", "started again empty"])
+    def test_a_loss_in_mid_repair_starts_it_over(self, nodes: Nodes, store: Store, trainer: Store, how: str) -> None:
+        nodes.flush(0)
+        (found,) = lost(store)
+        first = begun(store, found.address)
+        mine = rows_of(store, found.address)
+        write_back(store, found.address, first, mine)
+        store.report_repaired(found.address, first, 0, within())
+        nodes.flush(0) if how == "flushed" else nodes.restart(0)
+        lost(store)  # it serves again
+        for call in (
+            lambda: store.read_in_repair(found.address, first, [ReadPart(mine, SIZE, SIZE)], within()),
+            lambda: store.report_repaired(found.address, first, 0, within()),
+            lambda: store.finish_repair(found.address, first, 1, within()),
+        ):
+            with pytest.raises((*LOST, NodeUnavailableError)):
+                call()
+        assert [node.why for node in store.lost_nodes(within())] == ["empty"]
+        second = begun(store, found.address)
+        assert second != first
+        assert not store.finish_repair(found.address, second, 1, within())
+        repair(store, found.address)
+        eventually_reads(trainer)
+
+    def test_two_shards_begin_at_once_and_finish_when_both_have_reported(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        with nodes.store() as other, ThreadPoolExecutor(2) as threads:
+            other.open(within())
+            nodes.flush(0)
+            address = lost(store)[0].address
+            together = Barrier(2)
+
+            def begin(one: Store) -> str:
+                together.wait(20)
+                return begun(one, address)
+
+            nonce, same = threads.map(begin, (store, other))
+            assert nonce == same
+            mine = rows_of(store, address)
+            half = len(mine) // 2
+            write_back(store, address, nonce, mine[:half])
+            store.report_repaired(address, nonce, 0, within())
+            assert not store.finish_repair(address, nonce, 2, within())
+            with pytest.raises(LOST):
+                read(trainer, mine[:half])
+            write_back(other, address, nonce, mine[half:])
+            other.report_repaired(address, nonce, 1, within())
+            assert other.finish_repair(address, nonce, 2, within())
+            assert store.finish_repair(address, nonce, 2, within())
+            for one in (store, other, trainer):
+                eventually_reads(one)
+
+    def test_a_wrong_nonce_and_rows_of_other_nodes_are_refused(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        nodes.flush(0)
+        address = lost(store)[0].address
+        nonce, mine = begun(store, address), rows_of(store, address)
+        zeros = np.zeros(len(mine), dtype=np.uint64)
+        with pytest.raises(NodeLostError):
+            store.write_in_repair(address, "0" * 16, [WritePart(mine, records_of(mine), zeros)], within())
+        with pytest.raises(NodeLostError):
+            store.report_repaired(address, "0" * 16, 0, within())
+        with pytest.raises(NodeLostError):
+            store.finish_repair(address, "0" * 16, 1, within())
+        with pytest.raises(InvalidInputError, match=address):
+            store.write_in_repair(address, nonce, [WritePart(ROWS, records_of(ROWS), np.zeros(len(ROWS), dtype=np.uint64))], within())
+        assert not store.read_in_repair(address, nonce, [ReadPart(mine, SIZE, SIZE)], within())[0].found.any()
+
+    def test_a_node_from_an_old_snapshot_is_suspect_until_its_rows_were_compared(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        nodes.save(0)
+        write(store, ROWS, records_of(ROWS, salt=1))
+        gone = ROWS[:100]
+        store.erase([WritePart(gone, np.empty((100, 0), np.uint8))], within())
+        nodes.restart(0, saved=True)
+        (found,) = lost(store)
+        assert found.why == "suspect"
+        for one in (store, trainer):
+            with pytest.raises((NodeSuspectError, NodeUnavailableError)):
+                read(one, ROWS)
+            with pytest.raises(NodeSuspectError, match=found.address):
+                read(one, ROWS)
+        nonce = begun(store, found.address)
+        blocks = store.keys_on(found.address, within())
+        assert blocks is not None
+        seen = np.concatenate([block.ids for block in blocks if block.tag == ROWS.tag])
+        mine = rows_of(store, found.address)
+        assert set(seen.tolist()) == set(mine.ids.tolist())  # those that were erased included
+        back = rows_of(store, found.address, gone)
+        assert store.read_in_repair(found.address, nonce, [ReadPart(back, SIZE, SIZE)], within())[0].found.all()
+        store.erase_in_repair(found.address, nonce, [WritePart(back, np.empty((len(back), 0), np.uint8))], within())
+        write_back(store, found.address, nonce, rows_of(store, found.address, ROWS[100:]), salt=1)
+        store.report_repaired(found.address, nonce, 0, within())
+        assert store.finish_repair(found.address, nonce, 1, within())
+        for one in (store, trainer):
+            eventually_reads(one, 1, ROWS[100:])
+            result = read(one, ROWS)
+            assert not result.found[:100].any()
+
+    def test_a_restart_from_a_snapshot_in_mid_repair_starts_it_over(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        nodes.flush(0)
+        address = lost(store)[0].address
+        first = begun(store, address)
+        nodes.save(0)  # the snapshot holds the nonce, and no rows
+        write_back(store, address, first, rows_of(store, address))
+        store.report_repaired(address, first, 0, within())
+        nodes.restart(0, saved=True)
+        assert lost(store)[0].why in ("suspect", "empty")
+        with pytest.raises((*LOST, NodeUnavailableError)):
+            store.finish_repair(address, first, 1, within())
+        assert begun(store, address) != first
+        repair(store, address)
+        eventually_reads(trainer)
+
+    def test_a_node_that_looks_whole_can_be_repaired_too(self, store: Store, trainer: Store) -> None:
+        address = store.addresses[0]
+        nonce = begun(store, address, even_if_whole=True)
+        with pytest.raises(LOST, match=address):
+            read(trainer, ROWS)
+        write_back(store, address, nonce, rows_of(store, address), salt=1)
+        store.report_repaired(address, nonce, 0, within())
+        assert store.finish_repair(address, nonce, 1, within())
+        for one in (store, trainer):
+            eventually_reads(one, 1, rows_of(store, address))
+
+    def test_a_shard_opens_and_repairs_a_cluster_that_has_lost_everything(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        for index in range(len(store.addresses)):
+            nodes.flush(index)
+        with nodes.store() as unknowing, pytest.raises(NotProvisionedError):
+            unknowing.open(within())
+        with nodes.store() as shard:
+            markers = shard.open(within(), KNOWN)
+            assert {marker.cluster_id for marker in markers} == {CLUSTER}
+            assert {node.why for node in shard.lost_nodes(within())} == {"empty"}
+            own(shard, 3)
+            for address in shard.addresses:
+                repair(shard, address)
+            assert shard.lost_nodes(within()) == []
+            require_rows(shard, ROWS, records_of(ROWS))
+            assert shard.owner_epoch(0, within()) == 3
+        eventually_reads(trainer)
+
+    def test_small_values_are_put_back_in_repair(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+        own(store, 5)
+        store.put_meta("kvemb:test", b"value", within())
+        nodes.restart(0)
+        address = lost(store)[0].address
+        nonce = begun(store, address)
+        write_back(store, address, nonce, rows_of(store, address))
+        store.put_meta_in_repair(address, nonce, "kvemb:test", b"value", within())
+        store.report_repaired(address, nonce, 0, within())
+        assert store.finish_repair(address, nonce, 1, within())
+        with nodes.store() as late:
+            late.open(within())
+            assert set(late.get_meta("kvemb:test", within())) == {b"value"}
+            assert set(late.get_meta(owner_name(0), within())) == {Owner(5, 1).encode()}
+
+    # --- fencing ----------------------------------------------------------------------------------------------------------------
+
+    def test_the_owner_epoch_is_the_highest_on_any_node(self, store: Store) -> None:
+        assert store.owner_epoch(0, within()) == 0
+        own(store, 4)
+        assert (store.owner_epoch(0, within()), store.owner_epoch(1, within())) == (4, 0)
+
+    def test_after_a_takeover_the_older_process_writes_nothing_on_a_new_connection(
+        self, nodes: Nodes, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own(store, 1)
+        write(store, ROWS, records_of(ROWS))
+        tokens = read(store, ROWS, tokens=True).tokens
+        with nodes.store() as successor:
+            successor.open(within())
+            own(successor, 2)
+            successor.kill_other_writers(within())
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt, FencedError):  # it gives its connections up
+                patch.setattr(StrideReply, "feed", _interrupted)
+                read(store, ROWS)
+            with pytest.raises(FencedError, match=r"epoch 2.*epoch 1"):
+                store.write([WritePart(ROWS, records_of(ROWS, salt=1), tokens)], within())
+            with pytest.raises(FencedError):
+                store.fence(0, 1, within())
+            require_rows(successor, ROWS, records_of(ROWS))
+            assert write(successor, ROWS, records_of(ROWS, salt=2)).all()
+
+    def test_a_takeover_ends_the_older_connections_and_spares_its_own(self, nodes: Nodes, store: Store) -> None:
+        if store.capabilities.cas:
+            pytest.skip("compare-and-swap guards every write")
+        own(store, 1)
+        write(store, ROWS, records_of(ROWS))
+        with nodes.store() as successor:
+            successor.open(within())
+            require_rows(successor, ROWS, records_of(ROWS))
+            own(successor, 2)
+            assert successor.kill_other_writers(within()) >= len(store.addresses)
+            assert successor.kill_other_writers(within()) == 0
+            require_rows(successor, ROWS, records_of(ROWS))
+            with pytest.raises(FencedError):
+                read(store, ROWS)

@@ -1,0 +1,38 @@
+"""Rows of one table whose new records are computed and not stored yet. A value; no behaviour beyond picking rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.record import HEADER_SIZE
+from kvemb.stores.base import WritePart
+from paramserver.batch import CheckedRows
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Rows to write, and what to write.
+
+    Args:
+        rows: n rows of a batch.
+        part: their new records, and the tokens under which they may be written.
+        at: int64 [n], their places in the cache as they were when they were fetched; -1 for those that were read.
+    """
+
+    rows: CheckedRows
+    part: WritePart
+    at: NDArray[np.int64]
+
+    @property
+    def weights(self) -> NDArray[np.uint8]:
+        """The new weights as they are stored, without the slots: a copy, uint8 [n, row bytes]."""
+        return self.part.records[:, HEADER_SIZE : self.rows.definition.record.prefix_bytes].copy()
+
+    def take(self, which: NDArray[np.bool_]) -> "Prepared":
+        """Return the rows where `which` (bool [n]) selects; copies."""
+        part, chosen = self.part, np.flatnonzero(which)
+        whole = part.records.view(f"V{part.records.shape[1]}")[:, 0]  # records as items, which are copied at once
+        records = whole[chosen].view(np.uint8).reshape(len(chosen), part.records.shape[1])
+        tokens = None if part.tokens is None else part.tokens[chosen]
+        return Prepared(self.rows.take(which), WritePart(part.keys.take(chosen), records, tokens), self.at[chosen])

@@ -1,0 +1,355 @@
+"""Repair: brings a node that lost its rows, or single rows, back to exactly what this shard's index says. Apply thread only.
+
+The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
+the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
+stands on the damaged node (`kvemb.stores.repair`): every shard restores its rows everywhere first, and only then waits for the others, so
+that two shards that begin with different nodes never wait for each other.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import (
+    DeadlineExceededError,
+    FencedError,
+    LostRowError,
+    NodeFullError,
+    NodeLostError,
+    NodeSuspectError,
+    NodeUnavailableError,
+    StorageError,
+)
+from kvemb.hashing import shard_of
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.record import HEADER_SIZE
+from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
+from kvemb.table_def import TableDef
+from paramserver.batch import Batch
+from paramserver.erasing import Erase, Read, erase_as_read
+from paramserver.patience import MAX_CONFLICT_ROUNDS, MEDDLED
+from paramserver.rescue import Ahead, Pause
+from paramserver.tables import Tables, TableState
+from paramserver.validate import shown_id
+
+Ids = NDArray[np.uint64]
+
+
+class Reconstruct(Protocol):
+    """Makes records anew (`paramserver.snapshot.Reconstructor.records`)."""
+
+    def __call__(self, table: TableState, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
+        """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
+
+
+_PASSING = (NodeLostError, NodeSuspectError, NodeUnavailableError, DeadlineExceededError, NodeFullError)
+_BLOCK_ROWS = 1 << 16  # of one read or write
+_LEAST_TIMEOUT_S = 20.0  # of one call: nothing else can be done meanwhile, and markers of a Redis Cluster come by the thousand
+_RECONSTRUCT_ROWS = 1 << 20  # of one pass over the journal
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+log = logging.getLogger("paramserver")
+
+
+@dataclass
+class RepairFigures:
+    """What was repaired since the shard started, for status and logs."""
+
+    nodes: int = 0
+    rows: int = 0
+    erased: int = 0
+    seconds: float = 0.0
+    now: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Port:
+    """Reads and writes of rows, either at one node in repair, or as every batch does."""
+
+    read: Read
+    write: Callable[[list[WritePart], Deadline], list[WriteResult]]
+    erase: Erase
+
+
+class Repairer:
+    """Restores rows of one shard.
+
+    Args:
+        store: open.
+        tables: of this shard.
+        shard: (number, of how many).
+        epoch: of this process.
+        reconstruct: makes records that the cache does not have.
+        timeout_s: deadline of one storage call.
+        metas: (name, value) of small values that every node holds a copy of, as they are now.
+        still_ours: raises FencedError once another process owns the shard.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        shard: tuple[int, int],
+        *,
+        epoch: int,
+        reconstruct: Reconstruct,
+        timeout_s: float,
+        metas: Callable[[], Iterable[tuple[str, bytes]]],
+        still_ours: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._tables, self._still_ours = store, tables, still_ours
+        self._shard, self._n_shards = shard
+        self.epoch = epoch
+        self._reconstruct, self._timeout_s, self._metas = reconstruct, max(timeout_s, _LEAST_TIMEOUT_S), metas
+        self.figures = RepairFigures()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every node."""
+        return self._store.addresses
+
+    def nodes(self, ahead: Ahead, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+        """Repair every node that is lost, and wait until the other shards have done their part; return how many.
+
+        Args:
+            ahead: rows of these versions are left alone; `NO_BATCH` between batches.
+            pause: called while a node cannot be reached, and while other shards are at work.
+            suspects: addresses whose rows are to be compared although their markers are in order (evictions).
+
+        Raises:
+            LostRowError: a row cannot be reconstructed; its node stays out of use.
+            StorageError: a node belongs to somebody else; or what `pause` raises.
+        """
+        started_s, before = time.monotonic(), self.figures.rows
+        asked, restored = set(suspects), dict[str, str]()
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                open_ = self._restore_all(asked, restored, ahead)
+                if not open_:
+                    break
+                waiting: StorageError = NodeLostError(
+                    f"node {', '.join(open_)}: in repair; other shards have not restored their rows there yet"
+                )
+            except _PASSING as error:
+                waiting = error
+            self.figures.now = str(waiting)
+            pause(waiting, pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        took_s, n_rows = time.monotonic() - started_s, self.figures.rows - before
+        self.figures.seconds += took_s
+        self.figures.nodes += len(restored)
+        self.figures.now = ""
+        if restored:
+            log.warning("repaired %s: %d rows rewritten in %.1f s (%.0f rows/s)", ", ".join(restored), n_rows, took_s, n_rows / took_s)
+        return len(restored)
+
+    def rows(self, batch: Batch, ahead: Ahead) -> int:
+        """Compare the rows of a batch with the index and restore those that differ, on nodes that are in order; return how many.
+
+        Raises:
+            LostRowError: a row cannot be reconstructed.
+            StorageError: as every read and write.
+        """
+        port = _Port(self._store.read, self._store.write, self._store.erase)
+        found: list[tuple[TableState, Ids, Ids, NDArray[np.bool_]]] = []  # all are looked at before any is written
+        for rows in batch.tables:
+            state = self._tables.state(rows.definition)
+            for block in _blocks(len(rows.ids)):
+                ids = rows.ids[block]
+                ids = ids[~state.cache.is_pinned(ids)]  # dirty rows are older in storage than in the index, and will be written anyway
+                wanted = state.versions(ids)
+                if ahead.tail is not None:
+                    wanted = ahead.tail.wanted(rows.definition, ids, wanted)
+                    ids, wanted = ids[wanted != 0], wanted[wanted != 0]  # others are erased later on
+                found.append((state, ids, wanted, self._differs(state, ids, wanted, ahead, port)))
+        for state, ids, wanted, wrong in found:
+            self._bring_back(state, ids[wrong], wanted[wrong], port)
+        n_rows = sum(int(wrong.sum()) for *_, wrong in found)
+        if n_rows:
+            log.error("%d rows of a batch were missing or old in storage and have been restored; did a node lose them?", n_rows)
+        return n_rows
+
+    def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: Ahead) -> list[str]:
+        """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
+        lost = {node.address for node in self._store.lost_nodes(self._deadline())}
+        still_open = []
+        for address in sorted(lost | asked):
+            nonce = self._store.begin_repair(address, self._deadline(), even_if_whole=address in asked)
+            asked.discard(address)
+            if nonce is None:
+                continue
+            if restored.get(address) != nonce:
+                self._restore_node(address, nonce, ahead)
+                restored[address] = nonce
+            if not self._store.finish_repair(address, nonce, self._n_shards, self._deadline()):
+                still_open.append(address)
+        return still_open
+
+    def _restore_node(self, address: str, nonce: str, ahead: Ahead) -> None:
+        store = self._store
+        port = _Port(
+            lambda parts, deadline: store.read_in_repair(address, nonce, parts, deadline),
+            lambda parts, deadline: store.write_in_repair(address, nonce, parts, deadline),
+            lambda parts, deadline: store.erase_in_repair(address, nonce, parts, deadline),
+        )
+        log.warning("node %s: restoring this shard's rows (repair %s)", address, nonce)
+        self.figures.now = f"node {address}: this shard's rows are being compared and restored"
+        for definition, _ in ahead.tail.written() if ahead.tail is not None else ():
+            self._tables.state(definition)  # of tables that only the journal knows so far
+        for name, value in self._metas():
+            store.put_meta_in_repair(address, nonce, name, value, self._deadline())
+        for state in self._tables.all():
+            self._restore_table(state, address, ahead, port)
+        self._erase_strangers(address, port, ahead)
+        self._still_ours()
+        store.report_repaired(address, nonce, self._shard, self._deadline())
+
+    def _restore_table(self, state: TableState, address: str, ahead: Ahead, port: _Port) -> None:
+        """Find the rows of this node that differ, then restore them in as few passes over the journal as memory allows."""
+        ids, versions = _existing(state, ahead)
+        wrong_ids, wrong_versions, n_wrong = [], [], 0
+        for block in _blocks(len(ids)):
+            here = self._store.keys_of(address, self._keys(state.definition, ids[block]))
+            block_ids, block_versions = ids[block][here], versions[block][here]
+            if not len(block_ids):
+                continue
+            wrong = self._differs(state, block_ids, block_versions, ahead, port)
+            wrong_ids.append(block_ids[wrong])
+            wrong_versions.append(block_versions[wrong])
+            n_wrong += int(wrong.sum())
+            if n_wrong >= _RECONSTRUCT_ROWS:
+                self._rewrite(state, np.concatenate(wrong_ids), np.concatenate(wrong_versions), port)
+                wrong_ids, wrong_versions, n_wrong = [], [], 0
+        if n_wrong:
+            self._rewrite(state, np.concatenate(wrong_ids), np.concatenate(wrong_versions), port)
+
+    def _bring_back(self, state: TableState, ids: Ids, wanted: Ids, port: _Port) -> None:
+        """Rewrite rows at the versions that they should have; erase those that should not exist."""
+        strangers = wanted == 0
+        if strangers.any():
+            self._erase(state, ids[strangers], port)
+        if not strangers.all():
+            self._rewrite(state, ids[~strangers], wanted[~strangers], port)
+
+    def _differs(self, state: TableState, ids: Ids, known: Ids, ahead: Ahead, port: _Port) -> NDArray[np.bool_]:
+        """Return which rows storage does not hold at the version that it should: bool [n].
+
+        Raises:
+            FencedError: a row was written by a process that owns the shard after this one.
+        """
+        record = state.definition.record
+        part = ReadPart(self._keys(state.definition, ids), record.size_bytes, HEADER_SIZE)
+        read = port.read([part], self._deadline())[0].in_key_order()
+        stored = np.where(read.found, record.versions(read.records), np.uint64(0))
+        self._refuse_if_later(state.definition, ids, stored, known)
+        written_ahead = (stored >= np.uint64(ahead.first)) & (stored <= np.uint64(ahead.newest)) & (ahead.tail is None)
+        differs: NDArray[np.bool_] = (stored != known) & ~written_ahead
+        return differs
+
+    def _rewrite(self, state: TableState, ids: Ids, versions: Ids, port: _Port) -> None:
+        order = np.argsort(ids)
+        ids, versions = ids[order], versions[order]
+        records = self._records(state, ids, versions)
+        for block in _blocks(len(ids)):
+            self._still_ours()
+            self._write(state.definition, ids[block], records[block], port)
+        # Dirty rows among them are written with this, ahead of their time. Memcached's tokens are others now.
+        n_dirty = int(np.count_nonzero(state.cache.is_pinned(ids)))
+        state.cache.forget(ids)
+        self.figures.rows += len(ids) - n_dirty
+
+    def _records(self, state: TableState, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
+        """The records at these versions: from the cache where it has them, the others reconstructed."""
+        record, cache = state.definition.record, state.cache
+        at = cache.find(ids)
+        kept = at >= 0
+        if kept.any():
+            kept[kept] = record.versions(cache.records[at[kept]]) == versions[kept]
+        records = np.empty((len(ids), record.size_bytes), np.uint8)
+        records[kept] = cache.records[at[kept]]
+        if not kept.all():
+            records[~kept] = self._reconstruct(state, ids[~kept], versions[~kept])
+        return records
+
+    def _write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], port: _Port) -> None:
+        """Write whatever stands there now. On stores with compare-and-swap that takes the tokens of the rows as they are."""
+        keys = self._keys(definition, ids)
+        for _ in range(16):
+            part = ReadPart(keys, definition.record.size_bytes, HEADER_SIZE, tokens=True)
+            tokens = None
+            if self._store.capabilities.cas:
+                read = port.read([part], self._deadline())[0].in_key_order()
+                stored = np.where(read.found, definition.record.versions(read.records), np.uint64(0))
+                self._refuse_if_later(definition, ids, stored, definition.record.versions(records))
+                tokens = np.where(read.found, read.tokens if read.tokens is not None else np.uint64(0), np.uint64(0))
+            result = port.write([WritePart(keys, np.ascontiguousarray(records), tokens)], self._deadline())[0]
+            if result.stored.all():
+                return
+            left = ~result.stored
+            ids, records = ids[left], records[left]
+            keys = self._keys(definition, ids)
+        raise LostRowError(
+            f"table {definition.name!r}: {len(ids)} rows were changed during their repair; is another program writing there?"
+        )
+
+    def _erase_strangers(self, address: str, port: _Port, ahead: Ahead) -> None:
+        """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
+        found = self._store.keys_on(address, self._deadline())
+        by_tag = {state.definition.tag: state for state in self._tables.all()}
+        for keys in found if found is not None else ():
+            state = by_tag.get(keys.tag)
+            if state is None:
+                continue
+            ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
+            ids = ids[shard_of(ids, self._n_shards) == self._shard]
+            known = state.versions(ids)
+            ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
+            for block in _blocks(len(ids)):
+                none = np.zeros(len(ids[block]), np.uint64)
+                wrong = self._differs(state, ids[block], none, ahead, port)
+                self._bring_back(state, ids[block][wrong], none[wrong], port)
+
+    def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, known: Ids) -> None:
+        later = stored >> np.uint64(48) > np.maximum(known >> np.uint64(48), np.uint64(self.epoch))
+        if later.any():
+            row = f"table {definition.name!r}, id {shown_id(definition, int(ids[np.argmax(later)]))}"
+            raise FencedError(f"{row}: was written by a process of a later epoch than ours ({self.epoch}), which owns this shard now")
+
+    def _erase(self, state: TableState, ids: Ids, port: _Port) -> None:
+        state.cache.forget(ids)
+        pages = self._store.capabilities.pages
+        for block in _blocks(len(ids)):
+            left, n_tries = ids[block], 0
+            while len(left):
+                left = erase_as_read(state.definition, left, self._deadline(), read=port.read, erase=port.erase, pages=pages)
+                n_tries += 1
+                if n_tries == MAX_CONFLICT_ROUNDS and len(left):
+                    raise LostRowError(f"table {state.definition.name!r}: {len(left)} rows {MEDDLED}")
+        self.figures.erased += len(ids)
+
+    def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:
+        return definition.keys(ids, pages=self._store.capabilities.pages)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._timeout_s)
+
+
+def _existing(state: TableState, ahead: Ahead) -> tuple[Ids, Ids]:
+    """The rows of a table that are to be in storage, and their versions."""
+    ids, versions = state.arrays()
+    if ahead.tail is None:
+        return ids, versions
+    created = [written for definition, written in ahead.tail.written() if definition.name == state.definition.name]
+    ids = np.concatenate([ids, *(written[state.versions(written) == 0] for written in created)])
+    versions = ahead.tail.wanted(state.definition, ids, state.versions(ids))
+    return ids[versions != 0], versions[versions != 0]
+
+
+def _blocks(n: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK_ROWS, n)) for start in range(0, n, _BLOCK_ROWS))

@@ -1,0 +1,239 @@
+"""The start of a shard, step by step: join the cluster, claim the shard (older processes are fenced then), open the journal, replay what
+the saved state lacks, load what was decided, serve.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from kvemb.config import Config
+from kvemb.errors import ConfigError, ParameterServerError, StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+from kvemb.stores.registry import open_store
+from kvemb.table_registry import META_NAME
+from paramserver.barrier import Barrier, Membership
+from paramserver.cache import CacheBudget
+from paramserver.claim import claim, confirm, require_owner, save
+from paramserver.data_dir import DataDir
+from paramserver.engine import Engine
+from paramserver.image import image
+from paramserver.intake import Intake
+from paramserver.journal import Journal, Position
+from paramserver.ledger import Ledger
+from paramserver.loader import PLAN, LoadedError, Loader
+from paramserver.local_snapshots import reaches_back
+from paramserver.ownership import join_cluster
+from paramserver.registry import Registry
+from paramserver.repair import Repairer
+from paramserver.replay import Recovered, Recovery
+from paramserver.rescue import Pause
+from paramserver.sessions import Sessions
+from paramserver.shard import Shard
+from paramserver.snapshot import Reconstructor, Runs
+from paramserver.state_file import ShardState, TableImage
+from paramserver.tables import Tables, TableState
+from paramserver.verbs import ShardParts
+
+JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
+_LARGEST_SEGMENT = 256 << 20
+log = logging.getLogger("paramserver")
+
+
+def start(
+    config: Config,
+    shard: int,
+    *,
+    listen: str,
+    start_timeout_s: float,
+    wait: Callable[[float], None],
+    take_over: bool = False,
+    on_fenced: Callable[[], None] = lambda: None,
+    on_load: Callable[[], None] | None = None,
+) -> Shard:
+    """Take every step up to a shard that can serve; on an error everything is closed again.
+
+    Args:
+        config: of the cluster.
+        shard: number.
+        listen: "host:port" to serve on.
+        start_timeout_s: how long to wait for storage nodes.
+        wait: between tries; raises when the process is told to stop.
+        take_over: although another process may run the shard: that one is fenced.
+        on_fenced, on_load: see `Shard`.
+
+    Raises:
+        ConfigError: no such shard, a table of the file does not fit, or a takeover without a journal.
+        KvembError: see `paramserver.ownership`, `paramserver.claim`, `paramserver.replay`.
+    """
+    if not 0 <= shard < len(config.servers.shards):
+        raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
+    if take_over and config.servers.durability == "none":
+        raise ConfigError("--take-over: with parameter_servers.durability none nobody knows what the other process has accepted")
+    data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
+    store = parts = None
+    try:
+        store = open_store(config.storage, role=f"shard:{shard}")
+        parts = _Start(config, shard, store, data, start_timeout_s, wait).parts()
+        running = Shard(parts, store, data, listen, on_fenced=on_fenced, on_load=on_load)
+        confirm(data, journaled=config.servers.durability != "none")
+    except BaseException as error:
+        if parts is not None:
+            parts.ledger.close()
+        if store is not None:
+            store.close()
+        data.close()
+        if isinstance(error, LoadedError):  # everything above is done again, with the state that was loaded
+            return start(config, shard, listen=listen, start_timeout_s=start_timeout_s, wait=wait, on_fenced=on_fenced, on_load=on_load)
+        raise
+    running.serve()
+    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, len(config.servers.shards), parts.engine.epoch, parts.engine.k)
+    return running
+
+
+class _Start:
+    """The steps of a start, in order."""
+
+    def __init__(
+        self, config: Config, shard: int, store: Store, data: DataDir, start_timeout_s: float, wait: Callable[[float], None]
+    ) -> None:
+        self._config, self._shard, self._store, self._data = config, shard, store, data
+        self._start_timeout_s, self._wait = start_timeout_s, wait
+        self._journaled = config.servers.durability != "none"
+
+    def parts(self) -> ShardParts:
+        """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
+        timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
+        deadline = Deadline.after(self._start_timeout_s)
+        cluster_id = join_cluster(
+            self._store, data, shard, deadline=deadline, timeout_s=timeout_s, wait=self._wait, can_repair=self._journaled
+        )
+        registry = Registry(self._store, shard, timeout_s, data)
+        registry.load()
+        for table in self._config.tables if shard == 0 else ():
+            registry.create(table, exist_ok=True)
+        state = claim(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, journaled=self._journaled)
+        budget = CacheBudget(servers.cache_mb << 20)
+        tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
+        engine = Engine(self._store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s)
+        engine.rows_applied = state.rows_applied
+        sessions = Sessions(shard == 0, state.next_incarnation, list(state.sessions))
+        members = Membership(servers.trainers, state.members, state.complete)
+        journal = self._open_journal(state)
+        still_ours = partial(require_owner, data, state.epoch)
+        ledger = Ledger(journal, still_ours)
+        snapshot = data.path / SNAPSHOT
+        runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours) if journal is not None and self._journaled else None
+        repairer = engine.rescue = self._repairer(state.epoch, journal, runs, registry, tables)
+        due = runs is not None and journal is not None and not reaches_back(journal, runs.cut, state.k, registry.find)
+        try:
+            recovered = self._recover(journal, state, registry, engine, tables, sessions, members)
+            rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
+            barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
+            intake = Intake(sessions, barrier, record=ledger.record)
+            parts = ShardParts(self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, runs, repairer, due)
+            parts = self._settle(parts, journal)
+            Loader(parts, self._store, self._data, _patience(self._start_timeout_s, self._wait)).run()
+            return parts
+        except BaseException:
+            ledger.close()
+            raise
+
+    def _repairer(self, epoch: int, journal: Journal | None, runs: Runs | None, registry: Registry, tables: Tables) -> Repairer | None:
+        if journal is None or runs is None:
+            return None
+        return Repairer(
+            self._store,
+            tables,
+            (self._shard, len(self._config.servers.shards)),
+            epoch=epoch,
+            reconstruct=Reconstructor(runs, journal, registry.find).records,
+            timeout_s=self._config.storage.timeout_s,
+            metas=lambda: [(META_NAME, registry.encoded)],
+            still_ours=partial(require_owner, self._data, epoch),
+        )
+
+    def _open_journal(self, state: ShardState) -> Journal | None:
+        """Open the journal, also where none is kept any more but an earlier process left one."""
+        folder = self._data.path / JOURNAL
+        if not self._journaled and (state.journal is None or not folder.exists()):
+            return None
+        # Only whole segments can be let go: several must fit into the bound.
+        segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
+        return Journal(folder, self._config.servers.durability if self._journaled else "fsync", segment_bytes=segment_bytes)
+
+    def _recover(
+        self,
+        journal: Journal | None,
+        state: ShardState,
+        registry: Registry,
+        engine: Engine,
+        tables: Tables,
+        sessions: Sessions,
+        members: Membership,
+    ) -> Recovered:
+        if journal is None or state.journal is None:
+            return Recovered()
+        recovery = Recovery(journal, Position(*state.journal), state.k, registry.find).scan()
+        recovered = recovery.run(engine, tables, sessions, members, _patience(self._start_timeout_s, self._wait))
+        if recovered.entries:
+            log.info(
+                "recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)",
+                recovered.seconds,
+                recovered.batches,
+                recovered.rows,
+                recovered.rows / max(recovered.seconds, 1e-9),
+            )
+        return recovered
+
+    def _settle(self, parts: ShardParts, journal: Journal | None) -> ShardParts:
+        """Save what was recovered: the next start need not do it again. Without a journal, end what an earlier process kept."""
+        try:
+            if journal is None:
+                if not self._journaled:
+                    self._remove(JOURNAL)  # of a start that ended between the two steps below
+                return parts
+            if self._journaled:
+                if parts.recovered.entries:
+                    save(self._data, image(parts, journal.end), journaled=True)
+                return parts
+            if self._data.read(PLAN) is None:  # or it is what a load has still to write
+                self._remove(SNAPSHOT)  # first: with the batches to come neither it nor a journal reaches up to now
+            save(self._data, image(parts, None), journaled=False)
+            journal.close()
+            self._remove(JOURNAL)
+        except OSError as error:
+            raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}") from error
+        return replace(parts, ledger=Ledger(None, partial(require_owner, self._data, parts.engine.epoch)))
+
+    def _remove(self, folder: str) -> None:
+        if (self._data.path / folder).exists():
+            shutil.rmtree(self._data.path / folder)
+
+
+def _patience(longest_s: float, wait: Callable[[float], None]) -> Pause:
+    """Wait between tries of a batch; give up when storage has not answered for so long."""
+    waited_s = last_s = 0.0
+    said = ""
+
+    def pause(error: StorageError, pause_s: float) -> None:
+        nonlocal waited_s, last_s, said
+        waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin anew with every batch
+        last_s = pause_s
+        if said != (said := str(error)):
+            log.info("recovery waits for storage: %s", error)
+        if waited_s > longest_s:
+            raise error
+        wait(pause_s)
+
+    return pause
+
+
+def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:
+    registered = registry.find(image.definition.name)
+    if registered != image.definition:
+        raise ParameterServerError(f"table {image.definition.name!r}: the saved state knows {image.definition}, the registry {registered}")
+    return TableState(registered, image.step, (image.ids, image.versions), budget)

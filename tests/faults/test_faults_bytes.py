@@ -1,0 +1,155 @@
+"""Bytes that nobody of ours wrote, to live servers and from them: a typed error, bounded memory, and nothing changed."""
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, nodes_of, raw_part, require
+
+import kvemb
+from kvemb.errors import KvembError, MessageError, RecordError, from_wire
+from kvemb.keys import RowKeys
+from kvemb.messages import Empty
+from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.servers import memcached_client, redis_client
+
+IDS = np.arange(200)
+METHODS = ("Describe", "Hello", "CreateTable", "GetTable", "Assign", "Erase", "Flush", "Count", "Ids", "Status", "Bye")
+MANY = b"\xdd" + struct.pack(">I", 2**32 - 1)  # five bytes that claim 2**32 - 1 items
+BOMBS = {
+    "five bytes that claim 2**32 items": MANY,
+    "the same inside a message": b"\x94\xa5kvemb\x01\xa8PushPart" + MANY,
+    "five bytes that claim a text of 4 GB": b"\xdb" + struct.pack(">I", 2**32 - 1),
+    "five bytes that claim 4 GB of data": b"\xc6" + struct.pack(">I", 2**32 - 1),
+    "4 MiB of empty maps": b"\xdd" + struct.pack(">I", 4 << 20) + b"\x80" * (4 << 20),
+    "4 MiB of empty maps in small lists": b"\xdc\x0f\xff" + (b"\xdc\x03\xff" + b"\x80" * 1023) * 4095,
+    "lists in lists in lists": b"\x91" * 200_000 + b"\xc0",
+    "maps in maps in maps": b"\x81\xa1a" * 100_000 + b"\xc0",
+    "a time": msgpack.packb(msgpack.Timestamp(1, 1)),
+    "nothing": b"",
+}
+
+
+def resident_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) << 10
+
+
+@pytest.fixture
+def table(single: FaultyCluster) -> Iterator[kvemb.Table]:
+    """Rows of ones on a cluster of one shard."""
+    with kvemb.connect(single.url, timeout_s=20) as cluster:
+        made = counting_table(cluster, "bytes")
+        made.assign(IDS, np.ones((len(IDS), 4)), timeout_s=PATIENCE_S)
+        yield made
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_a_message_error_and_takes_no_memory(name: str, single: FaultyCluster, table: kvemb.Table) -> None:
+    before = resident_bytes(single.shards[0].pid)
+    k = None
+    with RawShard(single.shard_proxies[0].address) as shard:
+        k = shard.status().k
+        for method in METHODS:
+            reply = shard.raw(method, BOMBS[name])
+            assert isinstance(from_wire(reply.error), MessageError)
+        with RawStream(shard) as stream:
+            stream.send(BOMBS[name])
+            assert isinstance(stream.error(), MessageError)
+            with pytest.raises((StopIteration, grpc.RpcError)):
+                stream.next()  # the stream is over
+        assert shard.status().k == k
+    assert resident_bytes(single.shards[0].pid) - before < 150 << 20
+    require(table, IDS, 1)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_bytes_to_a_shard_are_answered_and_change_nothing(data: st.DataObject, single: FaultyCluster, table: kvemb.Table) -> None:
+    with RawShard(single.shard_proxies[0].address) as shard:
+        whole = raw_part(table.definition, IDS, "nobody", 2**30, 1).encode()
+        damaged = bytearray(whole)
+        for _ in range(data.draw(st.integers(0, 4))):
+            at = data.draw(st.integers(0, len(damaged)))
+            damaged[at : at + data.draw(st.integers(0, 5))] = data.draw(st.binary(max_size=6))
+        sent = data.draw(st.sampled_from([bytes(damaged), data.draw(st.binary(max_size=60)), whole[: len(damaged) // 2]]))
+        with RawStream(shard) as stream:
+            stream.send(sent)
+            assert isinstance(stream.error(), KvembError)
+        if not sent.startswith(whole[:8]):  # no message at all: no method may take it
+            method = data.draw(st.sampled_from(METHODS))
+            assert sent == Empty().encode() or shard.raw(method, sent).error
+    require(table, IDS, 1)
+
+
+def test_bytes_that_are_no_grpc_end_that_connection_only(single: FaultyCluster, table: kvemb.Table) -> None:
+    proxy = single.shard_proxies[0]
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100_000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 5000, b"\x16\x03\x01" * 50):
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S) as sock:
+            try:
+                sock.sendall(garbage)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+            except OSError:
+                pass  # closed by the shard, which is right
+    add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+    require(table, IDS, 2)
+
+
+def foreign_write(local: FaultyCluster, table: kvemb.Table, row: int, value: bytes | None) -> None:
+    """Put a value of another program under a row's key, or nothing."""
+    key = RowKeys(table.definition.tag, np.array([row], np.uint64)).encode().tobytes().decode()
+    server = local.servers[int(nodes_of(table, 3, np.array([row]))[0])]
+    if server.kind == "memcached":
+        with closing(memcached_client(server)) as client:
+            if value is None:
+                client.delete(key, noreply=False)
+            else:
+                client.set(key, value, noreply=False)
+    else:
+        with redis_client(server) as client:
+            if value is None:
+                client.delete(key)
+            else:
+                client.set(key, value)
+
+
+def another_rows_record(table: kvemb.Table, size: int) -> bytes:
+    """A record of the right size and schema that belongs to another id."""
+    record = table.definition.record
+    records = record.encode(np.array([9999], np.uint64), (1 << 48) + 1, np.full((1, 4), 7, np.float32), np.empty((1, 0), np.float32))
+    assert records.shape[1] == size
+    return bytes(records.tobytes())
+
+
+FOREIGN: dict[str, Callable[[kvemb.Table, int], bytes]] = {
+    "empty": lambda table, size: b"",
+    "short": lambda table, size: b"x" * (size - 1),
+    "long": lambda table, size: b"x" * (size + 1),
+    "another schema": lambda table, size: bytes(size),
+    "protocol text": lambda table, size: (b"VA 5 c1\r\n$-1\r\nEN\r\n+OK\r\n" * size)[:size],
+    "another row's record": another_rows_record,
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_foreign_value_under_a_rows_key_is_named_and_never_used(what: str, local: FaultyCluster, connected: kvemb.Cluster) -> None:
+    table = counting_table(connected, "foreign")
+    row = list(FOREIGN).index(what) + 1
+    add(table, np.array([row, 500 + row])).wait_applied(timeout_s=PATIENCE_S)
+    foreign_write(local, table, row, FOREIGN[what](table, table.definition.record.size_bytes))
+    with pytest.raises(RecordError, match=rf"\b{row}\b"):
+        table.pull([500 + row, row], timeout_s=PATIENCE_S)
+    require(table, np.array([500 + row]), 1)
+    foreign_write(local, table, row, None)  # what a person does about it: the row is lost then, and lost rows come back
+    add(table, np.array([row])).wait_applied(timeout_s=PATIENCE_S)
+    require(table, np.array([row]), 2)

@@ -1,0 +1,86 @@
+"""Storage nodes that hang, are full, may evict, or get a write late: nobody else waits, nothing is lost, nothing lands twice."""
+
+import time
+
+import numpy as np
+import pytest
+from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
+
+import kvemb
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ShardUnavailableError, UnsafeNodeError
+from kvemb.net.deadline import Deadline
+from kvemb.testing.faults import processes, storage
+from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.faults.proxy import UP, Flow
+
+IDS = np.arange(3000)
+
+
+def test_a_hung_node_costs_one_deadline_and_the_other_nodes_go_on_serving(local: FaultyCluster, connected: kvemb.Cluster) -> None:
+    table = counting_table(connected, "hung")
+    add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+    elsewhere = IDS[nodes_of(table, 3, IDS) != 0]
+    assert 1000 < len(elsewhere) < 3000
+    with processes.paused(local.servers[0].process):
+        for _ in range(2):
+            deadline = Deadline.after(2 * 1.5)
+            with pytest.raises((DeadlineExceededError, NodeUnavailableError), match=local.node_proxies[0].address) as caught:
+                table.pull(IDS, timeout_s=1.5)
+            assert not deadline.expired
+            assert not any(proxy.address in str(caught.value) for proxy in local.node_proxies[1:])
+            require(table, elsewhere, 1)
+        ack = add(table, IDS)
+        ack.wait(timeout_s=PATIENCE_S)
+        with pytest.raises(ShardUnavailableError, match=local.node_proxies[0].address):
+            ack.wait_applied(timeout_s=4)
+    ack.wait_applied(timeout_s=PATIENCE_S)
+    require(table, IDS, 2)
+
+
+def test_a_full_node_delays_what_was_accepted_and_loses_nothing(kind: str) -> None:
+    # memcached deletes the old record when it refuses the new one, so this needs a cluster of its own.
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 1}) as local, kvemb.connect(local.url) as cluster:
+        table = counting_table(cluster, "full")
+        add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+        more = np.arange(60_000)
+        with storage.full(local.servers[0], record_bytes=table.definition.record.size_bytes):
+            ack = add(table, more)
+            eventually(lambda: any("has no memory left" in shard.reply.failure for shard in cluster.status().shards if shard.reply), "said")
+            assert not ack.applied
+        ack.wait_applied(timeout_s=PATIENCE_S)
+        require(table, IDS, 2)
+        require(table, more[3000:], 1)
+
+
+def test_a_node_that_was_set_to_evict_is_refused(local: FaultyCluster, connected: kvemb.Cluster) -> None:
+    if local.store == "memcached":
+        pytest.skip("memcached cannot be told while it runs; tests/integration/test_stores.py starts it so")
+    try:
+        storage.set_policy(local.servers[1], "allkeys-lru")
+        with pytest.raises(UnsafeNodeError, match=f"{local.node_proxies[1].address}.*maxmemory-policy"):
+            kvemb.connect(local.url, timeout_s=PATIENCE_S)
+    finally:
+        storage.set_policy(local.servers[1], "noeviction")
+    kvemb.connect(local.url, read_only=True, timeout_s=PATIENCE_S).close()
+
+
+def test_a_write_that_lands_after_its_connection_was_given_up_changes_nothing(local: FaultyCluster, connected: kvemb.Cluster) -> None:
+    table = counting_table(connected, "late")
+    for _ in range(2):  # the shards hold the rows: their next batch is a write, and nothing else
+        add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+    for proxy in local.node_proxies:
+        proxy.set_open(Flow(hold=True), UP)
+    for _ in range(3):
+        add(table, IDS).wait_applied(timeout_s=PATIENCE_S)  # over connections of their own, once the first are given up
+    held = [proxy.held_bytes(UP) for proxy in local.node_proxies]
+    assert sum(held) > len(IDS) * table.definition.record.size_bytes
+    for proxy in local.node_proxies:
+        proxy.heal()
+    for proxy in local.node_proxies:
+        eventually(lambda proxy=proxy: proxy.held_bytes(UP) == 0, "the held bytes do not land")  # type: ignore[misc]
+    for _ in range(3):
+        require(table, IDS, 5)
+    add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+    require(table, IDS, 6)
+    time.sleep(0.2)  # for whatever may still be under way in a server
+    require(table, IDS, 6)

@@ -1,0 +1,169 @@
+"""Nodes that lose rows in every way that nodes do: the shards bring back what was acknowledged while trainers wait, and nobody restarts."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+from conftest import Training
+from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
+
+import kvemb
+from kvemb.errors import NodeLostError, WrongNodeError
+from kvemb.keys import RowKeys
+from kvemb.testing.faults import processes, storage
+from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.faults.proxy import Flow
+from kvemb.testing.servers import memcached_client
+
+IDS = np.arange(2000)
+
+
+def test_a_node_that_was_killed_and_came_back_empty_gets_its_rows_back(training: Training) -> None:
+    processes.kill(training.cluster.servers[0].process)
+    training.cluster.restart_node(0)
+    training.goes_on()
+    training.is_kept()
+
+
+def test_a_node_that_was_flushed_while_training_gets_its_rows_back(training: Training) -> None:
+    for node in (1, 2):
+        storage.flush(training.cluster.servers[node])
+        training.goes_on()
+    training.is_kept()
+
+
+def test_all_nodes_flushed_at_once_get_their_rows_back(training: Training) -> None:
+    for server in training.cluster.servers:
+        storage.flush(server)
+    training.goes_on()
+    training.is_kept()
+
+
+def test_a_node_flushed_in_the_middle_of_its_repair_is_repaired_again(training: Training) -> None:
+    server, proxy = training.cluster.servers[0], training.cluster.node_proxies[0]
+    storage.flush(server)
+    for turn in range(3):
+        proxy.set(Flow(delay_s=0.02 * turn))  # other moments of the repair
+        eventually(lambda: is_repairing(server) or turn == 2, "no repair begins")  # noqa: B023
+        storage.flush(server)
+    proxy.heal()
+    training.goes_on()
+    training.is_kept()
+
+
+def is_repairing(server: "storage.StorageServer") -> bool:
+    """Whether the node holds anything again."""
+    if server.kind == "memcached":
+        with closing(memcached_client(server)) as client:
+            return int(client.stats()[b"curr_items"]) > 0
+    with storage.redis_client(server) as client:
+        return int(client.dbsize()) > 0
+
+
+def test_a_node_rolled_back_to_an_old_snapshot_is_brought_up_to_date(training: Training) -> None:
+    if training.cluster.store == "memcached":
+        pytest.skip("memcached keeps no snapshots; one that was told to (-e) is refused")
+    storage.snapshot(training.cluster.servers[1])
+    training.goes_on()
+    training.cluster.restart_node(1, snapshot=True)
+    training.goes_on()
+    training.is_kept()
+
+
+def test_nodes_whose_addresses_were_swapped_are_not_written_to(training: Training) -> None:
+    if training.cluster.store == "redis-cluster":
+        pytest.skip("a Redis Cluster's nodes know themselves where they are")
+    first, second = training.cluster.node_proxies[:2]
+
+    def swap() -> None:
+        first.target, second.target = second.target, first.target
+        first.reset_all()
+        second.reset_all()
+
+    swap()
+    with pytest.raises(WrongNodeError, match="swapped"):
+        kvemb.connect(training.cluster.url, read_only=True, timeout_s=PATIENCE_S)
+    for proxy in training.cluster.shard_proxies:
+        with RawShard(proxy.address) as shard:
+            eventually(lambda shard=shard: "swapped" in shard.status().failure, "the shard does not notice")  # type: ignore[misc]
+    swap()
+    for index, process in enumerate(training.cluster.shards):  # it may have stopped for good: a person has to look at this
+        processes.terminate(process, PATIENCE_S)
+        training.cluster.start_shard(index)
+    training.goes_on()
+    training.is_kept()
+
+
+def test_a_shard_killed_while_a_node_is_lost_brings_it_back_after_its_restart(training: Training) -> None:
+    processes.kill(training.cluster.shards[0])
+    storage.flush(training.cluster.servers[2])
+    training.cluster.start_shard(0)
+    training.goes_on()
+    training.is_kept()
+
+
+@pytest.fixture
+def on_memcached(require_server: Callable[[str], str]) -> None:
+    require_server("memcached")
+
+
+@pytest.mark.usefixtures("on_memcached")
+def test_rows_that_vanish_one_by_one_are_brought_back_by_the_next_push() -> None:
+    # What a slab reassignment does: no marker tells of it, and memcached counts no eviction.
+    with (
+        FaultyCluster("memcached", 2, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local,
+        kvemb.connect(local.url) as cluster,
+    ):
+        table = counting_table(cluster, "t")
+        for _ in range(3):
+            add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+        vanished = np.random.default_rng(1).permutation(IDS)[:700]
+        node = nodes_of(table, 2, vanished)
+        keys = RowKeys(table.definition.tag, vanished.astype(np.uint64)).encode()
+        for index, server in enumerate(local.servers):
+            with closing(memcached_client(server)) as client:
+                client.delete_many([key.tobytes().decode() for key in keys[node == index]], noreply=False)
+        add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+        require(table, IDS, 4)
+
+
+def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    for policy in ("wait", "fail"):
+        settings = {"timeout_s": 2, "on_lost_node": policy}
+        with FaultyCluster("redis", 1, shards=1, storage=settings) as local, kvemb.connect(local.url) as cluster:
+            table = counting_table(cluster, "t")
+            add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+            processes.pause(local.shards[0])  # nobody repairs for now
+            storage.flush(local.servers[0])
+            if policy == "fail":
+                with pytest.raises(NodeLostError, match=local.node_proxies[0].address):
+                    table.pull(IDS, timeout_s=PATIENCE_S)
+            else:
+                waker = threading.Timer(0.5, lambda local=local: processes.resume(local.shards[0]))
+                waker.start()
+                require(table, IDS, 1)
+                waker.join()
+            processes.resume(local.shards[0])
+            add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
+            eventually(lambda table=table: np.unique(table.pull(IDS)).tolist() == [2], "not repaired")  # type: ignore[misc]
+
+
+def test_slots_that_move_while_training_keep_their_rows(training: Training) -> None:
+    if training.cluster.store != "redis-cluster":
+        pytest.skip("only a Redis Cluster moves slots by itself")
+    with ExitStack() as stack:
+        clients = [stack.enter_context(storage.redis_client(server)) for server in training.cluster.servers]
+        names = [client.execute_command("CLUSTER MYID") for client in clients]
+        server = training.cluster.servers[2]
+        for slot in range(0, 200, 5):  # of the first node, to the last
+            clients[2].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names[0])
+            clients[0].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names[2])
+            while keys := clients[0].execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
+                clients[0].execute_command("MIGRATE", "127.0.0.1", server.port, "", 0, 5000, "KEYS", *keys)
+            for client in (clients[2], clients[0], clients[1]):
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", names[2])
+    training.goes_on()
+    training.is_kept()

@@ -1,0 +1,236 @@
+"""Rows that storage has lost come back exactly, by themselves or by `kvemb repair`: single rows, whole nodes, nodes with older rows."""
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from pymemcache.client.base import Client
+
+import kvemb
+import kvemb.init
+import kvemb.optim
+from kvemb.client.repair import repair
+from kvemb.config import load
+from kvemb.errors import InvalidInputError, LostRowError
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.servers import StorageServer
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart
+from kvemb.stores.registry import open_store
+
+PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
+N, DIM = 3000, 4
+IDS = np.arange(N)
+KINDS = {"redis": "redis-server", "memcached": "memcached"}
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
+    require_server(KINDS[request.param])
+    return str(request.param)
+
+
+@contextmanager
+def running(kind: str, *, cache_mb: int = 0, durability: str = "os") -> Iterator[tuple[LocalCluster, "kvemb.Cluster", "kvemb.Table"]]:
+    """A cluster of two nodes and two shards with a table that was trained for some steps; without a cache, records are reconstructed."""
+    with (
+        LocalCluster(kind, 2, shards=2, memory_mb=64, cache_mb=cache_mb, durability=durability) as local,
+        kvemb.connect(local.url) as cluster,
+    ):
+        table = cluster.create_table("t", dim=DIM, optimizer=kvemb.optim.adam(lr=0.1), initializer=kvemb.init.normal())
+        for step in range(4):
+            table.push(IDS, gradients(step), timeout_s=PATIENCE_S)
+        table.flush()
+        yield local, cluster, table
+
+
+def gradients(step: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(N, DIM)).astype(np.float32)
+
+
+def records(local: LocalCluster, table: "kvemb.Table", ids: np.ndarray = IDS) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes in storage, and which rows are there; waits while nodes are in repair."""
+    with open_store(load(local.config_path, {}).storage, role="trainer") as store:
+        store.open(Deadline.after(PATIENCE_S))
+        definition = table.definition
+        keys = definition.keys(ids.astype(np.uint64), pages=store.capabilities.pages)
+        size = definition.record.size_bytes
+        got = store.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
+        return got.records, got.found
+
+
+def require_same(local: LocalCluster, table: "kvemb.Table", before: np.ndarray) -> None:
+    after, found = records(local, table)
+    assert found.all()
+    np.testing.assert_array_equal(after, before)
+
+
+def delete_keys(server: StorageServer, keys: list[bytes]) -> None:
+    if server.kind == "memcached":
+        with closing(Client(("127.0.0.1", server.port))) as client:
+            client.delete_many(keys, noreply=False)
+        return
+    with redis.Redis(port=server.port) as client:
+        client.delete(*keys)
+
+
+def flush(server: StorageServer) -> None:
+    if server.kind == "memcached":
+        with closing(Client(("127.0.0.1", server.port))) as client:
+            client.flush_all(noreply=False)
+        return
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+
+
+def kvemb_command(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvemb.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, check=False)
+
+
+def train_on(table: "kvemb.Table") -> None:
+    before = table.pull(IDS, timeout_s=PATIENCE_S)
+    table.push(IDS, gradients(9), timeout_s=PATIENCE_S).wait_applied(PATIENCE_S)
+    assert (table.pull(IDS, timeout_s=PATIENCE_S) != before).any(axis=1).all()
+
+
+def test_a_node_that_comes_back_empty_is_repaired_by_itself(kind: str) -> None:
+    with running(kind) as (local, _, table):
+        before, weights = records(local, table)[0], table.pull(IDS)
+        local.servers[0].restart()
+        np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), weights)
+        require_same(local, table, before)
+        train_on(table)
+
+
+@pytest.mark.parametrize("cache_mb", [0, 64])
+def test_rows_deleted_behind_our_back_are_restored_on_request(kind: str, cache_mb: int) -> None:
+    with running(kind, cache_mb=cache_mb) as (local, _, table):
+        before = records(local, table)[0]
+        gone = IDS[::100]
+        for server in local.servers:
+            delete_keys(server, [bytes(key) for key in table.definition.keys(gone.astype(np.uint64), pages=False).encode()])
+        assert int(records(local, table)[1].sum()) == N - len(gone)
+        done = kvemb_command("repair", str(local.config_path))
+        assert (done.returncode, done.stdout) == (0, "no node has lost its rows; give --node or --all to compare nodes row by row\n"), done
+        done = kvemb_command("repair", str(local.config_path), "--all")
+        assert done.returncode == 0, done.stderr
+        assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["shard 0", "shard 1", "in all"]
+        assert f"in all: {len(gone)} rows in" in done.stdout
+        require_same(local, table, before)
+        assert sum(reply.rows for reply in repair(load(local.config_path, {}), all_nodes=True, timeout_s=PATIENCE_S)) == 0
+        train_on(table)
+
+
+def test_only_the_named_node_is_compared(kind: str) -> None:
+    with running(kind) as (local, _, table):
+        before = records(local, table)[0]
+        config = load(local.config_path, {})
+        keys = [bytes(key) for key in table.definition.keys(IDS[:200].astype(np.uint64), pages=False).encode()]
+        for server in local.servers:
+            delete_keys(server, keys)
+        first, second = (server.address for server in local.servers)
+        n_first = sum(reply.rows for reply in repair(config, [first], timeout_s=PATIENCE_S))
+        assert 0 < n_first < 200
+        assert int((~records(local, table)[1]).sum()) == 200 - n_first
+        assert sum(reply.rows for reply in repair(config, [second], timeout_s=PATIENCE_S)) == 200 - n_first
+        require_same(local, table, before)
+        with pytest.raises(InvalidInputError, match=r"no storage node 127.0.0.1:1; there are 127"):
+            repair(config, ["127.0.0.1:1"], timeout_s=PATIENCE_S)
+        assert kvemb_command("repair", str(local.config_path), "--node", "127.0.0.1:1").returncode == 1
+
+
+class Trainer(threading.Thread):
+    """Pushes 1 to every row of the ledger until it is told to stop; a row then says how often each push was applied to it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(name="trainer", daemon=True)
+        self._url, self.n_pushes, self.done = url, 0, threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with kvemb.connect(self._url, trainer="ledger") as cluster:
+                table, acks = cluster.table("ledger"), []
+                while not self.done.is_set():
+                    acks.append(table.push(IDS, -np.ones((N, 1), np.float32), timeout_s=PATIENCE_S))
+                    self.n_pushes += 1
+                    if len(acks) > 4:
+                        acks.pop(0).wait_applied(PATIENCE_S)
+                for ack in acks:
+                    ack.wait_applied(PATIENCE_S)
+        except BaseException as error:
+            self.error = error
+
+
+def test_nodes_flushed_while_training_goes_on_cost_no_push(kind: str) -> None:
+    with running(kind, cache_mb=64) as (local, cluster, table):
+        weights = table.pull(IDS)
+        ledger = cluster.create_table("ledger", dim=1, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        trainer = Trainer(local.url)
+        trainer.start()
+        try:
+            for victim in (0, 1):
+                n_before, deadline = trainer.n_pushes, Deadline.after(PATIENCE_S)
+                while trainer.n_pushes < n_before + 8 and trainer.error is None:
+                    assert not deadline.expired
+                    trainer.done.wait(0.01)
+                flush(local.servers[victim])
+                np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), weights)
+        finally:
+            trainer.done.set()
+            trainer.join(2 * PATIENCE_S)
+        assert trainer.error is None
+        ledger.flush()
+        np.testing.assert_array_equal(ledger.pull(IDS, timeout_s=PATIENCE_S), np.full((N, 1), trainer.n_pushes, np.float32))
+
+
+def test_a_node_that_comes_back_with_an_older_content_is_brought_up_to_date(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with running("redis") as (local, _, table):
+        server = local.servers[0]
+        with redis.Redis(port=server.port) as client:
+            client.save()
+        older = local.folder / "older.rdb"
+        shutil.copyfile(server.snapshot_path, older)
+        table.push(IDS[::2], gradients(7)[::2])
+        assert table.erase(IDS[:300]) == 300
+        table.push(np.arange(N, N + 100), gradients(8)[:100])
+        table.flush()
+        alive = np.arange(300, N + 100)
+        before = records(local, table, alive)[0]
+        server.restart(snapshot=older)
+        after, found = records(local, table, alive)
+        assert found.all()
+        np.testing.assert_array_equal(after, before)
+        assert not records(local, table, IDS[:300])[1].any()
+        train_on(table)
+
+
+def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folder(kind: str) -> None:
+    with running(kind) as (local, _, table):
+        before = records(local, table)[0]
+        local.shards[0].kill()
+        local.servers[0].restart()
+        local.start_shard(0)
+        require_same(local, table, before)
+        train_on(table)
+
+
+def test_without_a_journal_nothing_can_be_repaired_and_that_is_said(kind: str) -> None:
+    with running(kind, durability="none") as (local, _, table):
+        with pytest.raises(LostRowError, match="durability is none, so there is no journal"):
+            repair(load(local.config_path, {}), all_nodes=True, timeout_s=PATIENCE_S)
+        done = kvemb_command("repair", str(local.config_path), "--all")
+        assert done.returncode == 1
+        assert done.stderr.startswith("kvemb repair: LostRowError: ")
+        assert "Traceback" not in done.stderr
+        train_on(table)  # asking for what cannot be done has stopped nothing

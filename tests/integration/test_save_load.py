@@ -1,0 +1,378 @@
+"""Save and load against real servers and shards, while trainers push; and the commands as a person runs them."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvemb
+from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.listing import list_checkpoints
+from kvemb.checkpoint.names import SAVING, part_path
+from kvemb.checkpoint.verify import verify
+from kvemb.cluster import Cluster
+from kvemb.errors import CheckpointError, InvalidInputError, TableMismatchError
+from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
+
+ROOT = Path(__file__).parents[2]
+N = 60_000
+IDS = np.arange(N)
+KINDS = ["valkey", "memcached", "redis-cluster"]
+
+
+def nodes_of(kind: str) -> int:
+    return 3 if kind == "redis-cluster" else 2
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with LocalCluster(request.param, nodes_of(request.param), shards=2) as running:
+        with kvemb.connect(running.url) as client:
+            client.create_table("count", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+            client.create_table("user", dim=8, optimizer=kvemb.optim.adam(lr=0.1))
+        yield running
+
+
+class Trainer:
+    """Pushes the same gradient for all rows, again and again; so within a shard all rows of one batch are equal."""
+
+    def __init__(self, url: str) -> None:
+        self.acked = 0
+        self.error: BaseException | None = None
+        self._url, self._stop = url, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            with kvemb.connect(self._url) as client:
+                table = client.table("count")
+                while not self._stop.is_set():
+                    table.push(IDS, np.full((N, 4), -1.0, np.float32), timeout_s=60).wait(60)
+                    self.acked += 1
+                table.flush()
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> "Trainer":
+        self._thread.start()
+        deadline = Deadline.after(30)
+        while self.acked < 2:
+            assert not deadline.expired, self.error
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(90)
+        assert self.error is None, self.error
+
+
+def counts_in(url: str) -> list[set[float]]:
+    """The distinct values of the rows of each shard in a checkpoint."""
+    chain = open_chain(url)
+    saved = chain.newest.table("count")
+    assert saved is not None
+    return [
+        {float(value) for block in chain.rows(saved.definition, shard) for value in np.unique(block.weights)}
+        for shard in range(chain.newest.n_shards)
+    ]
+
+
+def test_a_save_under_load_is_one_cut_per_shard_and_holds_all_that_was_acknowledged(cluster: LocalCluster, tmp_path: Path) -> None:
+    with kvemb.connect(cluster.url) as client, Trainer(cluster.url) as trainer:
+        seen: list[tuple[int, int, int]] = []
+        base = client.table("count").pull(IDS[:1])[0, 0] - 0.0
+        for number in range(3):
+            acked = trainer.acked
+            url = str(tmp_path / str(number))
+            done = client.save(
+                url, base=str(tmp_path / str(number - 1)) if number else None, progress=lambda *how: seen.append(how), extra={"n": number}
+            )
+            assert done.manifest.extra == {"n": number}
+            verify(url).require_good()
+            for values in counts_in(url):
+                assert len(values) == 1, "rows of different batches: not a cut"
+                assert min(values) >= acked, "a push that was acknowledged is not in the checkpoint"
+        assert base >= 0
+        assert seen[-1][0] == seen[-1][1] == done.manifest.n_rows
+    assert SAVING not in {path.name for path in (tmp_path / "0").iterdir()}
+
+
+def pulled(client: Cluster, ids: np.ndarray = IDS) -> tuple[np.ndarray, np.ndarray]:
+    return client.table("count").pull(ids), client.table("user").pull(ids)
+
+
+def test_a_load_brings_everything_back_while_trainers_wait(cluster: LocalCluster, tmp_path: Path) -> None:
+    with kvemb.connect(cluster.url) as client:
+        user, count = client.table("user"), client.table("count")
+        user.push(IDS[:5000], np.ones((5000, 8), np.float32))
+        client.flush()
+        before = pulled(client)
+        n_rows = len(user)
+        client.save(str(tmp_path / "a"))
+        user.push(IDS[4000:9000], np.ones((5000, 8), np.float32))
+        user.erase(IDS[:100])
+        client.flush()
+        client.load(str(tmp_path / "a"))
+        assert len(user) == n_rows
+        for got, expected in zip(pulled(client), before, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        first = float(count.pull(IDS[:1])[0, 0])
+        with Trainer(cluster.url) as trainer:
+            client.load(str(tmp_path / "a"))
+            acked, deadline = trainer.acked, Deadline.after(60)
+            while trainer.acked < acked + 3:
+                assert not deadline.expired, trainer.error
+                time.sleep(0.01)
+        after = count.pull(IDS)
+        assert set(np.unique(after % 1).tolist()) == {0.0}
+        assert float(after.min()) >= first + 2
+
+
+def test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage(cluster: LocalCluster, tmp_path: Path) -> None:
+    with kvemb.connect(cluster.url) as client:
+        client.table("user").push(IDS[:3000], np.ones((3000, 8), np.float32))
+        client.flush()
+        expected, n_rows = pulled(client), [len(client.table(name)) for name in ("count", "user")]
+        client.save(str(tmp_path / "a"))
+        client.save(str(tmp_path / "w"), weights_only=True)
+    other = KINDS[(KINDS.index(cluster.store) + 1) % len(KINDS)]
+    with LocalCluster(other, nodes_of(other), shards=1) as running, kvemb.connect(running.url) as client:
+        for name in ("a", "w"):
+            client.load(str(tmp_path / name))
+            assert [len(client.table(table)) for table in ("count", "user")] == n_rows
+            for got, wanted in zip(pulled(client), expected, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+        verify = subprocess.run(
+            command("verify", str(tmp_path / "w"), "--against-storage", "--config", str(running.config_path)),
+            capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert verify.returncode == 0, verify.stdout + verify.stderr
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[LocalCluster]:
+    """A cluster whose processes may be killed."""
+    with LocalCluster("valkey", 1, shards=2) as running:
+        with kvemb.connect(running.url) as client:
+            table = client.create_table("user", dim=32, optimizer=kvemb.optim.adam())
+            for _ in range(2):
+                table.push(IDS, np.ones((N, 32), np.float32))
+            client.flush()
+        yield running
+
+
+def state(cluster: LocalCluster) -> tuple[int, np.ndarray]:
+    with kvemb.connect(cluster.url, read_only=True) as client:
+        rows = client.table("user").pull(IDS)
+    with kvemb.connect(cluster.url) as client:
+        return len(client.table("user")), rows
+
+
+def require_state(cluster: LocalCluster, expected: tuple[int, np.ndarray]) -> None:
+    got = state(cluster)
+    assert got[0] == expected[0]
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+def saved(cluster: LocalCluster, url: str) -> None:
+    with kvemb.connect(cluster.url) as client:
+        client.save(url)
+
+
+@pytest.mark.parametrize("hurt", ["flipped", "truncated", "missing", "manifest", "path"])
+def test_a_bad_checkpoint_is_refused_by_name_and_the_cluster_is_as_it_was(small: LocalCluster, tmp_path: Path, hurt: str) -> None:
+    saved(small, str(tmp_path / "a"))
+    victim = tmp_path / "a" / (part_path("user", 1, 0) if hurt in ("flipped", "truncated", "missing") else "manifest.json")
+    data = bytearray(victim.read_bytes())
+    if hurt == "flipped":
+        data[len(data) // 2] ^= 1
+    elif hurt == "path":
+        data = data.replace(b"user/shard-1", b"../../shard-1")
+    else:
+        data = data[:-3]
+    victim.write_bytes(data)
+    if hurt == "missing":
+        victim.unlink()
+    before = state(small)
+    with kvemb.connect(small.url) as client, pytest.raises(CheckpointError, match=victim.name.replace(".", r"\.")):
+        client.load(str(tmp_path / "a"))
+    require_state(small, before)
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_happens(small: LocalCluster, tmp_path: Path) -> None:
+    saved(small, str(tmp_path / "a"))
+    with kvemb.connect(small.url) as client:
+        with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+            client.save(str(tmp_path / "a"))
+        with pytest.raises(InvalidInputError, match="beside each other"):
+            client.save(str(tmp_path / "deep" / "b"), base=str(tmp_path / "a"))
+        with pytest.raises(InvalidInputError, match="weights_only"):
+            client.save(str(tmp_path / "b"), base=str(tmp_path / "a"), weights_only=True)
+        with pytest.raises(InvalidInputError, match="extra"):
+            client.save(str(tmp_path / "b"), extra={"x": object()})
+        with pytest.raises(CheckpointError, match=r"saving\.json: not there"):
+            client.save(str(tmp_path / "b"), resume=True)
+        with pytest.raises(CheckpointError, match="no checkpoint there"):
+            client.load(str(tmp_path / "b"))
+        with pytest.raises(CheckpointError, match="the URL must mean the same place"):
+            client.save("memory://in-every-process-its-own")
+    assert not (tmp_path / "b").exists()
+    with LocalCluster("valkey", 1, shards=1) as other, kvemb.connect(other.url) as client:
+        client.create_table("user", dim=32, optimizer=kvemb.optim.sgd())
+        with pytest.raises(TableMismatchError, match="optimizer"):
+            client.load(str(tmp_path / "a"))
+        with pytest.raises(CheckpointError, match="not a base for this one"):
+            client.save(str(tmp_path / "b"), base=str(tmp_path / "a"))
+
+
+def test_a_save_whose_shard_was_killed_can_be_resumed(small: LocalCluster, tmp_path: Path) -> None:
+    url, killed = str(tmp_path / "a"), threading.Event()
+
+    def kill(*_: object) -> None:
+        if not killed.is_set():
+            killed.set()
+            small.shards[1].signal(signal.SIGKILL)
+            small.shards[1].stop(10)
+            small.start_shard(1)
+
+    before = state(small)
+    with kvemb.connect(small.url) as client:
+        with pytest.raises(CheckpointError, match="shard 1 knows nothing of the save"):
+            client.save(url, progress=kill)
+        with pytest.raises(CheckpointError, match="did not finish"):
+            client.load(url)
+        done = client.save(url, resume=True)
+    verify(url).require_good()
+    assert done.manifest.n_rows == before[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_killed_while_it_loads_goes_on_when_it_is_started(small: LocalCluster, tmp_path: Path, index: int) -> None:
+    before = state(small)
+    saved(small, str(tmp_path / "a"))
+    with kvemb.connect(small.url) as client:
+        client.table("user").push(IDS, np.ones((N, 32), np.float32))
+        client.flush()
+        killed: list[str] = []
+
+        def kill(what: str, done: int, total: int) -> None:
+            if what == "loading" and done and not killed:
+                killed.append(what)
+                small.shards[index].signal(signal.SIGKILL)
+                small.shards[index].stop(10)
+                small.start_shard(index)
+
+        client.load(str(tmp_path / "a"), progress=kill)
+        assert killed
+    require_state(small, before)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "kvemb.cli", *words]
+
+
+def run(*words: str, code: int = 0) -> str:
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_path: Path) -> None:
+    config, root = ["--config", str(small.config_path)], tmp_path
+    assert "saved 60,000 rows" in run("save", str(root / "1"), *config, "--extra", '{"step": 3}')
+    with kvemb.connect(small.url) as client:
+        client.table("user").push(IDS[:7], np.ones((7, 32), np.float32))
+        client.flush()
+    assert "saved 7 rows" in run("save", str(root / "2"), *config, "--base", str(root / "1"))
+    listed = run("ls", str(root)).splitlines()
+    assert [line.split()[0] for line in listed] == ["NAME", "1", "2"]
+    assert "incremental" in listed[2]
+    one = run("ls", str(root / "1"))
+    assert '{"step": 3}' in one
+    assert "user" in one
+    assert "good" in run("verify", str(root / "2"))
+    table = run("verify", str(root / "2"), "--against-storage", *config).splitlines()[-1].split()
+    assert table == ["user", "60000", "60000", "0", "0", "0", "60000", "-"]
+    table = run("verify", str(root / "1"), "--against-storage", *config).splitlines()[-1].split()
+    assert table == ["user", "60000", "59993", "7", "0", "0", "60000", "-"]
+    assert "loaded 60,000 rows" in run("load", str(root / "1"), *config)
+    assert "saved 60,000 rows" in run("save", str(root / "3"), *config, "--keep", "1")
+    assert [one.name for one in list_checkpoints(str(root))] == ["3"]
+    assert "deleted: none" in run("prune", str(root), "--keep", "1")
+
+
+def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_path: Path) -> None:
+    config = ["--config", str(small.config_path)]
+    before = state(small)
+    saved(small, str(tmp_path / "a"))
+    with kvemb.connect(small.url) as client:
+        client.table("user").push(IDS, np.ones((N, 32), np.float32))
+        client.flush()
+    for shard in small.shards:
+        shard.signal(signal.SIGTERM)
+        assert shard.stop(20) == 0
+    assert "restart those that run" in run("load", str(tmp_path / "a"), "--offline", *config)
+    for index in range(2):
+        small.start_shard(index)
+    require_state(small, before)
+
+
+def test_the_commands_say_in_one_line_what_is_wrong(small: LocalCluster, tmp_path: Path) -> None:
+    config = ["--config", str(small.config_path)]
+    assert "no checkpoint there" in run("load", str(tmp_path / "x"), *config, code=1)
+    assert "--extra: no JSON" in run("save", str(tmp_path / "x"), *config, "--extra", "{", code=1)
+    assert "no checkpoints" in run("ls", str(tmp_path), code=1)
+    run("save", str(tmp_path / "x"), *config)
+    victim = tmp_path / "x" / part_path("user", 0, 0)
+    victim.write_bytes(victim.read_bytes()[:-1])
+    said = run("verify", str(tmp_path / "x"), code=1)
+    assert "truncated" in said
+    assert "1 damaged" in said
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_shards_save_to_s3_and_load_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    from kvemb.local_cluster.processes import free_ports
+
+    port = free_ports(1)[0]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            next(line for line in server.stderr if "Running on" in line)
+            where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+            for name, value in where.items():
+                monkeypatch.setenv(name, value)
+            s3fs.S3FileSystem.clear_instance_cache()
+            s3fs.S3FileSystem().makedirs("kvemb-shards", exist_ok=True)
+            with LocalCluster("valkey", 1, shards=2) as running, kvemb.connect(running.url) as client:
+                table = client.create_table("user", dim=4, optimizer=kvemb.optim.adam())
+                table.push(IDS[:1000], np.ones((1000, 4), np.float32))
+                client.flush()
+                before = table.pull(IDS[:1000])
+                client.save("s3://kvemb-shards/run/1")
+                table.push(IDS[:1000], np.ones((1000, 4), np.float32))
+                client.save("s3://kvemb-shards/run/2", base="s3://kvemb-shards/run/1")
+                client.load("s3://kvemb-shards/run/1")
+                np.testing.assert_array_equal(table.pull(IDS[:1000]), before)
+        finally:
+            server.kill()

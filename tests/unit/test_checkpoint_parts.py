@@ -1,0 +1,166 @@
+"""Data files: the same bits come back, and a file that is not what the manifest says is refused."""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from kvemb import optim
+from kvemb.checkpoint.manifest import FileEntry
+from kvemb.checkpoint.parts import checksum, decode_ids, decode_rows, encode_ids, encode_rows
+from kvemb.checkpoint.rows import RowBlock, new_slots
+from kvemb.errors import CheckpointError
+from kvemb.init import uniform
+from kvemb.table_def import TableDef
+from paramserver.optim import build
+
+TABLES = [
+    TableDef("user", 3, optim.adam(), uniform()),
+    TableDef("user", 16, optim.sgd(), uniform(), id_dtype="uint64"),
+    TableDef("user", 1, optim.rowwise_adagrad(), uniform(), dtype="float16"),
+    TableDef("user", 5, optim.adagrad(initial_accumulator_value=0.5), uniform(), dtype="bfloat16"),
+]
+
+
+def records_of(definition: TableDef, n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending ids over the whole range, and records of any bits at all (NaN, infinities, -0.0 …)."""
+    rng = np.random.default_rng(seed)
+    ids = np.unique(rng.integers(0, 1 << 64, n, dtype=np.uint64))
+    return ids, rng.integers(0, 256, (len(ids), definition.record.size_bytes), dtype=np.uint8)
+
+
+def file_of(definition: TableDef, n: int = 50, *, weights_only: bool = False) -> tuple[bytes, FileEntry, list[RowBlock]]:
+    ids, records = records_of(definition, n)
+    half = n // 2
+    blocks = [RowBlock.of_records(definition, ids[rows], records[rows], weights_only) for rows in (slice(half), slice(half, n))]
+    data = bytes(encode_rows(definition, blocks, weights_only))
+    return data, FileEntry(definition.name, 0, 0, "rows", len(ids), len(data), checksum(data)), blocks
+
+
+def read(definition: TableDef, data: bytes, entry: FileEntry, *, weights_only: bool = False) -> RowBlock:
+    return RowBlock.concatenate(list(decode_rows(definition, data, entry, weights_only, "part")))
+
+
+@pytest.mark.parametrize("definition", TABLES, ids=lambda t: f"{t.dtype}-{t.optimizer.kind}")
+def test_rows_come_back_bit_for_bit(definition: TableDef) -> None:
+    data, entry, blocks = file_of(definition)
+    ids, records = records_of(definition, 50)
+    got = read(definition, data, entry)
+    assert len(blocks) == pq.ParquetFile(pa.BufferReader(data)).num_row_groups == 2
+    assert_array_equal(got.ids, ids)
+    assert_array_equal(got.versions, definition.record.versions(records))
+    assert_array_equal(got.records(definition, got.versions)[:, 4:], records[:, 4:])
+    definition.record.check(got.records(definition, 5), ids, np.ones(len(ids), bool))
+
+
+@pytest.mark.parametrize("definition", TABLES, ids=lambda t: f"{t.dtype}-{t.optimizer.kind}")
+def test_weights_only_comes_back_with_the_slots_of_a_new_row(definition: TableDef) -> None:
+    data, entry, _ = file_of(definition, weights_only=True)
+    got = read(definition, data, entry, weights_only=True)
+    assert got.slots is None
+    slots = definition.record.slots(got.records(definition, 1))
+    assert_array_equal(slots, build(definition.optimizer).init_slots(len(got), definition.dim))
+    assert_array_equal(slots, new_slots(definition, len(got)))
+
+
+def test_other_programs_read_ids_and_weights_as_numbers() -> None:
+    for definition in TABLES:
+        data, _, blocks = file_of(definition)
+        table = pq.read_table(io.BytesIO(data))
+        first = table.slice(0, 1).to_pydict()
+        assert table.column("id").type == (pa.int64() if definition.id_dtype == "int64" else pa.uint64())
+        assert first["id"][0] == int(blocks[0].ids[:1].view(definition.id_dtype)[0])
+        weights = definition.record.weights(blocks[0].records(definition, 1))
+        assert_array_equal(np.array(first["weights"][0], np.float32), weights[0])
+
+
+def test_ids_alone_come_back() -> None:
+    ids = np.arange(0, 3_000_000, 7, dtype=np.uint64)
+    for some in (ids, ids[:0]):
+        data = bytes(encode_ids(TABLES[0], some))
+        entry = FileEntry("user", 0, 0, "ids", len(some), len(data), checksum(data))
+        assert_array_equal(np.concatenate([*decode_ids(TABLES[0], data, entry, "p"), some[:0]]), some)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_flipped_or_cut_file_is_refused(data: st.DataObject) -> None:
+    whole, entry, _ = file_of(TABLES[0])
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    for bad in (bytes(flipped), whole[:at], whole + b"x"):
+        with pytest.raises(CheckpointError, match="part: "):
+            read(TABLES[0], bad, entry)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_bytes_that_match_their_checksum_and_are_still_wrong_never_crash(data: st.DataObject) -> None:
+    whole, entry, _ = file_of(TABLES[0])
+    bad = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        footer = data.draw(st.booleans())
+        at = data.draw(st.integers(max(0, len(bad) - 900) if footer else 0, len(bad) - 1))
+        bad[at] = data.draw(st.integers(0, 255))
+    try:
+        got = read(TABLES[0], bytes(bad), replace(entry, checksum=checksum(bytes(bad))))
+    except CheckpointError:
+        return
+    assert len(got) == entry.rows  # values differ, the shape does not
+
+
+def rewritten(change: Callable[[Any], Any], **options: Any) -> tuple[bytes, FileEntry]:
+    """A file whose table was changed, with a matching checksum."""
+    data, entry, _ = file_of(TABLES[0])
+    sink = io.BytesIO()
+    pq.write_table(change(pq.read_table(io.BytesIO(data))), sink, **({"compression": "none", "use_dictionary": False} | options))
+    return sink.getvalue(), replace(entry, size_bytes=len(sink.getvalue()), checksum=checksum(sink.getvalue()))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        (lambda table: table, {"compression": "gzip"}, "GZIP"),
+        (lambda table: table, {"compression": "zstd"}, "ZSTD"),
+        (lambda table: table, {"use_dictionary": True}, "expected plain"),
+        (lambda table: table.slice(1), {}, "49 rows, expected 50"),
+        (lambda table: table.take(pa.array([*range(49), 0])), {}, "not ascending"),
+        (lambda table: table.take(pa.array([*range(49), 48])), {}, "not ascending"),
+        (lambda table: table.drop_columns(["slots"]), {}, "its columns are"),
+        (lambda table: table.append_column("more", table.column("id")), {}, "its columns are"),
+        (lambda table: table.rename_columns(["id", "version", "slots", "weights"]), {}, "its columns are"),
+    ],
+)
+def test_another_file_with_a_right_checksum_is_refused(change: Callable[[Any], Any], options: dict[str, Any], says: str) -> None:
+    data, entry = rewritten(change, **options)
+    with pytest.raises(CheckpointError) as caught:
+        read(TABLES[0], data, entry)
+    assert says in str(caught.value)
+
+
+def test_rows_that_do_not_fit_the_bytes_of_their_file_are_refused_before_they_are_unfolded() -> None:
+    constant = pa.table({"id": pa.array(np.arange(1 << 22, dtype=np.int64))})
+    sink = io.BytesIO()
+    schema = pa.schema([pa.field("id", pa.int64(), nullable=False)])
+    pq.write_table(constant.cast(schema), sink, compression="none", column_encoding={"id": "DELTA_BINARY_PACKED"}, use_dictionary=False)
+    data = sink.getvalue()
+    assert len(data) < 1 << 20  # 32 MB of ids
+    entry = FileEntry("user", 0, 0, "ids", 1 << 22, len(data), checksum(data))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        list(decode_ids(TABLES[0], data, entry, "part"))
+
+
+def test_weights_that_are_no_bfloat16_are_refused() -> None:
+    as_float = replace(TABLES[3], dtype="float32")
+    data, entry, _ = file_of(as_float)
+    with pytest.raises(CheckpointError, match="no bfloat16"):
+        read(TABLES[3], data, entry)

@@ -1,0 +1,296 @@
+"""A load ends with the checkpoint's rows and no others, or with the rows that were there; whatever step a crash comes at."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvemb import optim
+from kvemb.checkpoint.decision import META_NAME, Decision, newest_report, report_name
+from kvemb.checkpoint.names import part_path
+from kvemb.config import Config, parse
+from kvemb.errors import CheckpointError, KvembError, ParameterServerError, TableMismatchError
+from kvemb.init import uniform
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.registry import open_store
+from kvemb.table_def import TableDef
+from paramserver import rows_out
+from paramserver.batch import CheckedRows, RowsWork
+from paramserver.load_plan import LoadPlan, decode, encode
+from paramserver.shard import Shard
+from paramserver.start import start
+from tests.unit.checkpoint_files import USER, block_of, ids_of, save
+
+_NUMBERS = count()
+OTHER = TableDef("other", 2, optim.sgd(), uniform())
+
+
+class CrashError(BaseException):
+    """The process is gone."""
+
+
+class Cluster:
+    """A cluster of one shard in this process; its storage outlives it."""
+
+    def __init__(self, folder: Path, durability: str) -> None:
+        self.config: Config = parse(
+            {
+                "cluster": "demo",
+                "storage": {"kind": "memory", "nodes": [f"load-{next(_NUMBERS)}:1"]},
+                "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(folder / "data"), "durability": durability},
+                "tables": {
+                    table.name: {key: value for key, value in table.to_dict().items() if key not in ("name", "tag_attempt")}
+                    for table in (USER, OTHER)
+                },
+            },
+            {},
+        )
+        self.shard: Shard | None = None
+
+    def start(self) -> Shard:
+        """Start the shard."""
+
+        def wait(pause_s: float) -> None:
+            raise AssertionError("nothing here is worth waiting for")
+
+        self.shard = start(self.config, 0, listen="127.0.0.1:0", start_timeout_s=5, wait=wait)
+        return self.shard
+
+    def stop(self) -> None:
+        """Stop the shard cleanly, if it runs."""
+        if self.shard is not None:
+            assert self.shard.stop(10) == ""
+        self.shard = None
+
+    def store(self) -> Store:
+        """Open the storage as a trainer does."""
+        store = open_store(self.config.storage, role="trainer")
+        store.open(Deadline.after(5))
+        return store
+
+    def assign(self, definition: TableDef, ids: range, value: float) -> None:
+        """Set rows."""
+        assert self.shard is not None
+        parts = self.shard._parts
+        definition = parts.registry.find(definition.name)
+        values = np.full((len(ids), definition.dim), value, np.float32)
+        rows = CheckedRows(definition, ids_of(ids), values, np.empty(0, np.uint64), {})
+        parts.intake.submit_rows(RowsWork("assign", rows), Deadline.after(10))
+
+    def rows(self, definition: TableDef, ids: range = range(200)) -> dict[int, bytes]:
+        """Weights and slots of the rows that storage has."""
+        with self.store() as store:
+            size, keys = definition.record.size_bytes, RowKeys(definition.tag, ids_of(ids))
+            got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
+        return {int(i): bytes(record[12:]) for i, record, there in zip(keys.ids, got.records, got.found, strict=True) if there}
+
+    def decide(self, url: str, save_id: str, serial: int = 1) -> None:
+        """Put a decision on the nodes."""
+        with self.store() as store:
+            store.put_meta(META_NAME, Decision(serial, f"{serial:032x}", url, save_id).encode(), Deadline.after(5))
+
+    def counts(self) -> dict[str, int]:
+        """Rows by table, as the index has them."""
+        assert self.shard is not None
+        return {state.definition.name: state.n_rows for state in self.shard._parts.tables.all() if state.n_rows}
+
+    def report(self) -> tuple[str, str]:
+        """The shard's state and error as who watches a load sees them."""
+        with self.store() as store:
+            report = newest_report(store.get_meta(report_name(0), Deadline.after(5)))
+        assert report is not None
+        return report.state, report.error
+
+
+@pytest.fixture(params=["fsync", "none"])
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, request.param)
+    made.start()
+    made.assign(USER, range(50, 150), 9.0)
+    made.assign(OTHER, range(10), 9.0)
+    made.stop()
+    yield made
+    made.stop()
+
+
+def expected(n: int = 100, value: float = 2.0) -> dict[int, bytes]:
+    block = block_of(USER, ids_of(range(n)), 1, value)
+    return {int(i): bytes(row[12:]) for i, row in zip(block.ids, block.records(USER, 1), strict=True)}
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_a_load_ends_with_the_rows_of_the_checkpoint_and_no_others(cluster: Cluster, tmp_path: Path, n_shards: int) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2, n_shards=n_shards)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    shard = cluster.start()
+    assert cluster.rows(USER) == expected()
+    assert cluster.rows(OTHER) == {}
+    assert cluster.counts() == {"user": 100}
+    assert cluster.report() == ("done", "")
+    state = shard._parts.tables.state(USER)
+    assert state.step == 20 + n_shards - 1  # of the same shard, or the largest
+    cluster.assign(USER, range(5), 1.0)
+    cluster.stop()
+    cluster.start()  # a decision is carried out once
+    assert len({row for i, row in cluster.rows(USER).items() if i < 5}) == 1
+    assert cluster.counts() == {"user": 100}
+
+
+STEPS = [
+    "paramserver.snapshot.runs.Runs.begin",
+    "paramserver.snapshot.runs.Runs.publish",
+    "paramserver.loader.Loader._read",
+    "paramserver.loader.encode",
+    "paramserver.loader.Loader._switch",
+    "paramserver.loader.shutil.rmtree",
+    "paramserver.loader.os.replace",
+    "paramserver.loader.save",
+    "paramserver.loader.Loader._write",
+    "paramserver.rows_out.RowsOut._write_once",
+    "paramserver.rows_out.RowsOut.erase",
+]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_crash_at_any_step_is_made_good_by_the_next_start(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    monkeypatch.setattr(rows_out, "BLOCK_BYTES", 7 * USER.record.size_bytes)
+    with monkeypatch.context() as patch:
+        crash(patch, step, after)
+        with pytest.raises(CrashError):
+            cluster.start()
+    cluster.start()
+    assert cluster.rows(USER) == expected()
+    assert cluster.rows(OTHER) == {}
+    assert cluster.counts() == {"user": 100}
+
+
+def crash(patch: pytest.MonkeyPatch, step: str, after: bool) -> None:
+    """Let the process die right before or right after this function does its work."""
+    import importlib
+
+    path, _, name = step.rpartition(".")
+    owner: Any = None
+    for cut in range(path.count(".") + 1, 0, -1):
+        module = ".".join(path.split(".")[:cut])
+        try:
+            owner = importlib.import_module(module)
+        except ImportError:
+            continue
+        for part in path.split(".")[cut:]:
+            owner = getattr(owner, part)
+        break
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def dying(*args: Any, **options: Any) -> Any:
+        if after:
+            real(*args, **options)
+        raise CrashError
+
+    patch.setattr(owner, name, dying)
+
+
+def test_a_checkpoint_that_turns_out_damaged_leaves_the_shard_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    before = cluster.rows(USER), cluster.rows(OTHER)
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    victim = tmp_path / "a" / part_path("user", 1, 0)
+    data = bytearray(victim.read_bytes())
+    data[99] ^= 1
+    victim.write_bytes(data)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    with pytest.raises(CheckpointError, match=r"shard-1-part-0\.parquet: damaged"):
+        cluster.start()
+    assert (cluster.rows(USER), cluster.rows(OTHER)) == before
+    state, error = cluster.report()
+    assert state == "failed"
+    assert "checksum" in error
+    data[99] ^= 1
+    victim.write_bytes(data)  # mended
+    cluster.start()
+    assert cluster.rows(USER) == expected()
+
+
+def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.decide(str(tmp_path / "gone"), "1" * 32, serial=1)
+    with pytest.raises(CheckpointError, match="not there"):
+        cluster.start()
+    manifest = save(str(tmp_path / "b"), range(30), k=3)
+    cluster.decide(str(tmp_path / "b"), manifest.save_id, serial=2)
+    cluster.start()
+    assert cluster.rows(USER) == expected(30, 3.0)
+
+
+@pytest.mark.parametrize(
+    "step", ["paramserver.loader.Loader._switch", "paramserver.rows_out.RowsOut._write_once", "paramserver.rows_out.RowsOut.erase"]
+)
+def test_a_load_that_was_broken_off_is_superseded_without_a_trace(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id, serial=1)
+    with monkeypatch.context() as patch:
+        crash(patch, step, after=False)
+        with pytest.raises(CrashError):
+            cluster.start()
+    manifest = save(str(tmp_path / "b"), range(30), k=3)
+    cluster.decide(str(tmp_path / "b"), manifest.save_id, serial=2)
+    cluster.start()
+    assert cluster.rows(USER) == expected(30, 3.0)
+    assert cluster.rows(OTHER) == {}
+    assert cluster.counts() == {"user": 30}
+    assert not list((tmp_path / "data" / "shard-0").glob("staged*"))
+
+
+def test_another_checkpoint_under_the_same_url_is_not_loaded(cluster: Cluster, tmp_path: Path) -> None:
+    save(str(tmp_path / "a"), range(100), k=2)
+    cluster.decide(str(tmp_path / "a"), "f" * 32)
+    with pytest.raises(CheckpointError, match="the load is of ffff"):
+        cluster.start()
+
+
+def test_a_table_of_another_identity_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    before = cluster.rows(USER)
+    manifest = save(str(tmp_path / "a"), range(100), k=2, definition=TableDef("user", 4, optim.sgd(), uniform()))
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    with pytest.raises(TableMismatchError, match="optimizer"):
+        cluster.start()
+    assert cluster.rows(USER) == before
+
+
+def test_trainers_go_on_after_a_load_with_the_sequences_they_had(cluster: Cluster, tmp_path: Path) -> None:
+    shard = cluster.start()
+    shard._parts.intake.sessions.restore("trainer-0", 4, 17)
+    cluster.stop()
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    assert ("trainer-0", 4, 17) in cluster.start()._parts.intake.sessions.kept()
+
+
+def test_a_plan_comes_back_as_it_went_and_a_damaged_one_is_refused() -> None:
+    plan = LoadPlan(3, "a" * 32, 1 << 49, {"user": 7}, {"user": np.array([1, 5], np.uint64), "other": np.empty(0, np.uint64)})
+    data = b"".join(encode(plan))
+    got = decode(data, "load")
+    assert (got.serial, got.load_id, got.version, got.steps) == (plan.serial, plan.load_id, plan.version, plan.steps)
+    assert {name: ids.tolist() for name, ids in got.erase.items()} == {"user": [1, 5], "other": []}
+    for at in range(len(data)):
+        bad = bytearray(data)
+        bad[at] ^= 1
+        for wrong in (bytes(bad), data[:at]):
+            with pytest.raises(ParameterServerError, match="load: damaged"):
+                decode(wrong, "load")
+
+
+def test_a_value_that_is_no_decision_is_refused(cluster: Cluster) -> None:
+    with cluster.store() as store:
+        store.put_meta(META_NAME, b"\x93\x01\x02\x03", Deadline.after(5))
+    with pytest.raises(KvembError, match="kvemb:load"):
+        cluster.start()

@@ -1,0 +1,96 @@
+"""Pages: which rows share one, how well they fill an allocator's size classes, and what their keys say."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.keys import RowKeys
+from kvemb.pages import PagedKeys, PageLayout, page_layout, paged_keys
+
+# Rows per page by record size. A released layout must never change: rows would be looked for in other places.
+GOLDEN = {44: 92, 76: 53, 108: 47, 140: 29, 204: 20, 268: 15, 524: 19, 780: 9, 1036: 23, 4108: 15, 12300: 5, 100_012: 3}
+sizes = st.integers(12, 300_000)
+
+
+def keys_of(ids: list[int], size: int = 76) -> PagedKeys:
+    return PagedKeys(b"tab", np.array(ids, dtype=np.uint64), page_layout(size))
+
+
+def size_class(n_bytes: int) -> int:
+    """What jemalloc hands out for so many bytes, above 4096."""
+    step = 1 << (n_bytes - 1).bit_length() - 3
+    return -(-n_bytes // step) * step
+
+
+def test_golden_layouts() -> None:
+    assert {size: page_layout(size).rows_per_page for size in GOLDEN} == GOLDEN
+
+
+@given(sizes)
+def test_a_page_wastes_little_of_its_size_class(size: int) -> None:
+    layout = page_layout(size)
+    assert layout.page_bytes == layout.rows_per_page * size + 1
+    allocated = size_class(layout.page_bytes + 6)
+    if size <= 16_000:
+        assert (allocated + 72) / (layout.rows_per_page * size) <= 1.15
+        assert 4096 <= allocated <= 65536
+    assert allocated / (layout.rows_per_page * size) <= 1.26
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=30), sizes)
+def test_a_page_has_the_key_of_its_number_and_every_row_its_own_place(ids: list[int], size: int) -> None:
+    keys, n = keys_of(ids, size), page_layout(size).rows_per_page
+    plain = RowKeys(b"tab", np.array([number // n for number in ids], dtype=np.uint64))
+    np.testing.assert_array_equal(keys.encode(), plain.encode())
+    np.testing.assert_array_equal(keys.slots(), plain.slots())
+    assert keys.places.tolist() == [number % n for number in ids]
+
+
+def test_slices_and_takes_keep_ids_layout_and_which_rows_open_their_page() -> None:
+    keys = paged_keys(b"tab", np.array([0, 1, 60, 61, 200], dtype=np.uint64), page_layout(76), np.array([0, 1, 1, 1, 0], dtype=bool))
+    for some, at in ((keys[1:4], [1, 2, 3]), (keys.take(np.array([3, 0])), [3, 0])):
+        assert isinstance(some, PagedKeys)
+        assert (some.layout, some.ids.tolist()) == (keys.layout, keys.ids[at].tolist())
+        assert keys.opens is not None
+        assert some.opens is not None
+        assert some.opens.tolist() == keys.opens[at].tolist()
+        np.testing.assert_array_equal(some.encode(), keys.encode()[at])
+    assert keys[1:4].take(np.array([0])).ids.tolist() == [1]
+    assert keys_of([5, 6])[:1].opens is None
+
+
+def test_the_first_new_row_of_every_page_opens_it_and_no_other_does() -> None:
+    ids = np.array([54, 0, 1, 53, 2, 106, 107], dtype=np.uint64)
+    new = np.array([1, 0, 1, 1, 1, 0, 0], dtype=bool)
+    opens = paged_keys(b"tab", ids, page_layout(76), new).opens
+    assert opens is not None
+    assert opens.tolist() == [True, False, True, False, False, False, False]
+    none = paged_keys(b"tab", ids, page_layout(76), np.zeros(7, dtype=bool)).opens
+    assert none is not None
+    assert not none.any()
+
+
+def test_rows_of_a_page_are_near_each_other_and_ascending_ids_need_no_order() -> None:
+    near = keys_of([500, 3, 501, 4]).near()
+    assert near is not None
+    assert (near[0], near[1]) == (near[2], near[3])
+    assert near[0] > near[1]
+    huge = keys_of([2**64 - 1, 0, 2**64 - 2, 2**40]).near()
+    assert huge is not None
+    assert huge[0] == huge[2] > huge[1]
+    assert keys_of([1, 2, 60]).near() is None
+    assert keys_of([]).near() is None
+    assert RowKeys(b"tab", np.array([5, 1], dtype=np.uint64)).near() is None
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_few_keys_are_fine(n: int) -> None:
+    keys = keys_of([7] * n)
+    assert keys.encode().shape == (n, 14)
+    assert len(keys.places) == len(keys.slots()) == n
+
+
+def test_a_layout_is_a_value() -> None:
+    assert page_layout(76) == PageLayout(76, 53)
+    assert page_layout(76) is page_layout(76)

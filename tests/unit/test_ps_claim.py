@@ -1,0 +1,286 @@
+"""Who owns a shard: epochs in the data folder and on the nodes, the state that the last owner left, and when a start is refused."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.memory import MemoryStore
+from kvemb.stores.owners import newest_owner, owner_name
+from kvemb.table_def import TableDef
+from paramserver.claim import CLAIMING, EPOCH, LOADED, STATE, claim, confirm, read_epoch, require_owner, save, save_at_stop
+from paramserver.data_dir import DataDir
+from paramserver.ownership import join_cluster
+from paramserver.state_file import ShardState, TableImage, decode, encode
+
+_NUMBERS = count()
+Folder = Callable[[Path, int], DataDir]
+TABLE = TableDef("user", 4, kvemb.optim.adam(), kvemb.init.normal())
+IDS = np.arange(3, dtype=np.uint64)
+
+
+@pytest.fixture
+def folder() -> Iterator[Folder]:
+    """Opens data folders and closes them after the test."""
+    opened: list[DataDir] = []
+
+    def open_folder(root: Path, shard: int) -> DataDir:
+        opened.append(DataDir(root, shard))
+        return opened[-1]
+
+    yield open_folder
+    for data in opened:
+        data.close()
+
+
+def addresses() -> tuple[str, ...]:
+    number = next(_NUMBERS)
+    return f"claim-{number}-a:1", f"claim-{number}-b:1"
+
+
+def make_store(nodes: tuple[str, ...]) -> MemoryStore:
+    return MemoryStore(StorageConfig("memory", nodes), role="shard:0")
+
+
+def join(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> bytes:
+    store = make_store(nodes)
+    return join_cluster(store, data, shard, deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
+
+
+def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
+    store = make_store(nodes)
+    store.open(Deadline.after(5))
+    return store
+
+
+def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2, *, journaled: bool = True) -> ShardState:
+    cluster_id = join(nodes, data, shard)
+    state = claim(opened_store(nodes), data, shard, n_shards, cluster_id, 5, journaled=journaled)
+    confirm(data, journaled=journaled)
+    return state
+
+
+def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
+    """What a process leaves at its end."""
+    tables = (TableImage(TABLE, 2, IDS, IDS + np.uint64(1)),)
+    return ShardState(first.cluster_id, 0, 2, first.epoch, k, 0, 4, tables, (("a", 3, 9),), journal=journal)
+
+
+def stored_epoch(nodes: tuple[str, ...]) -> int:
+    owner = newest_owner(make_store(nodes).get_meta(owner_name(0), Deadline.after(5)), 0)
+    return owner.epoch if owner is not None else 0
+
+
+def test_every_start_raises_the_epoch_in_the_folder_and_on_the_nodes(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    for epoch in (1, 2, 3):
+        assert start(nodes, data).epoch == epoch
+        assert (read_epoch(data), stored_epoch(nodes)) == (epoch, epoch)
+
+
+def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_the_next_one_goes_on(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first, store = start(nodes, data), opened_store(nodes)
+    store.put_meta = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
+    with pytest.raises(NodeUnavailableError):
+        claim(store, data, 0, 2, first.cluster_id, 5)
+    assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)
+    assert start(nodes, data).epoch == 3
+
+
+def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    assert (first.k, first.tables, first.journal) == (0, (), (0, 0))
+    save(data, left(first, journal=(3, 48)), journaled=True)
+    for epoch in (2, 3):
+        state = start(nodes, data)
+        assert (state.epoch, state.k, state.next_incarnation, state.sessions, state.journal) == (epoch, 7, 4, (("a", 3, 9),), (3, 48))
+        assert state.tables[0].versions.tolist() == [1, 2, 3]
+
+
+def test_a_process_that_lost_the_shard_cannot_save_over_its_successor(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    old = start(nodes, data)
+    require_owner(data, old.epoch)
+    new = start(nodes, data)
+    save(data, left(new, k=9, journal=(5, 48)), journaled=True)
+    for write in (lambda: require_owner(data, old.epoch), lambda: save_at_stop(data, left(old, journal=(2, 48)))):
+        with pytest.raises(FencedError, match=r"epoch 2 has taken the shard over from this one \(epoch 1\)"):
+            write()
+    assert decode(data.read(STATE) or b"", "f").k == 9
+
+
+def test_a_folder_that_is_behind_the_nodes_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    before = {name: data.read(name) for name in (EPOCH, STATE)}
+    start(nodes, data)
+    for name, content in before.items():
+        data.write(name, [content or b""])
+    with pytest.raises(ParameterServerError, match=r"the nodes say that epoch 2 owned the shard last \(this folder: 1\)"):
+        start(nodes, data)
+
+
+def test_a_damaged_epoch_is_named(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    data.write(EPOCH, [b"x"])
+    with pytest.raises(ParameterServerError, match="epoch: expected a number"):
+        start(nodes, data)
+
+
+def test_a_folder_without_a_state_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    data.remove(STATE)
+    with pytest.raises(LostRowError, match=r"epoch 1\) ended without saving"):
+        start(nodes, data)
+
+
+def test_a_journal_can_be_given_up_and_taken_up_again(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    save(data, left(first, journal=(3, 48)), journaled=True)
+    cluster_id = first.cluster_id
+    state = claim(opened_store(nodes), data, 0, 2, cluster_id, 5, journaled=False)
+    assert (state.k, state.journal) == (7, (3, 48))  # what lies behind that is still to be replayed
+    save(data, left(state, k=8), journaled=False)
+    confirm(data, journaled=False)
+    assert (data.read(STATE), data.read(CLAIMING)) == (None, None)
+    with pytest.raises(LostRowError):
+        claim(opened_store(nodes), data, 0, 2, cluster_id, 5)
+    save_at_stop(data, left(state, k=9))
+    again = start(nodes, data)
+    assert (again.k, again.journal) == (9, (0, 0))
+
+
+# --- without a journal --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_restart_uses_the_state_up(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data, journaled=False)
+    assert (first.epoch, first.k, first.tables) == (1, 0, ())
+    ids = np.arange(3, dtype=np.uint64)
+    saved = ShardState(first.cluster_id, 0, 2, 1, 7, 0, 4, (TableImage(TABLE, 2, ids, ids + np.uint64(1)),), (("a", 3, 9),))
+    data.write(STATE, encode(saved))
+    second = start(nodes, data, journaled=False)
+    assert (second.epoch, second.k, second.next_incarnation, second.sessions) == (2, 7, 4, (("a", 3, 9),))
+    assert second.tables[0].versions.tolist() == [1, 2, 3]
+    assert data.read(STATE) is None
+    assert data.read(LOADED) is not None
+
+
+def test_a_shard_that_ended_without_saving_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 1)
+    join(nodes, folder(tmp_path, 0))
+    start(nodes, data, 1, journaled=False)
+    with pytest.raises(LostRowError, match=r"shard 1: its last owner \(epoch 1\) ended without saving"):
+        start(nodes, data, 1, journaled=False)
+
+
+def test_a_start_that_was_given_up_before_serving_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data, journaled=False)
+    data.write(STATE, encode(first))
+    for epoch in (2, 3):
+        assert claim(opened_store(nodes), data, 0, 2, first.cluster_id, 5, journaled=False).epoch == epoch
+    assert start(nodes, data, journaled=False).epoch == 4
+
+
+def test_a_state_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data, journaled=False)
+    old = list(encode(first))
+    data.write(STATE, old)
+    start(nodes, data, journaled=False)
+    data.write(STATE, old)
+    with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):
+        start(nodes, data, journaled=False)
+
+
+def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data, journaled=False)
+    data.write(STATE, [b"kvembsst" + bytes(40)])
+    with pytest.raises(ParameterServerError):
+        start(nodes, data, journaled=False)
+    assert data.read(STATE) is not None
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+def test_another_number_of_shards_is_refused(folder: Folder, tmp_path: Path, shard: int) -> None:
+    nodes = addresses()
+    start(nodes, folder(tmp_path, 0), n_shards=2)
+    with pytest.raises(ConfigError, match="3 given, this cluster was made with 2"):
+        start(nodes, folder(tmp_path / "other", shard), shard, n_shards=3)
+
+
+def test_a_process_that_hung_in_the_middle_of_a_file_does_not_touch_its_successors(tmp_path: Path) -> None:
+    old = DataDir(tmp_path, 0)
+    old.write(EPOCH, [b"1\n"])
+    successors: list[DataDir] = []
+
+    def hanging() -> Iterator[bytes]:
+        yield b"old " * 5000
+        successors.append(new := DataDir(tmp_path, 0, take_over=True))
+        new.write(EPOCH, [b"2\n"])
+        new.write(STATE, [b"new"])
+        yield b"old " * 5000
+
+    with pytest.raises(FencedError):
+        old.write(STATE, hanging(), check=lambda: require_owner(old, 1))
+    assert successors[0].read(STATE) == b"new"
+    assert {path.name for path in old.path.iterdir()} == {"lock", EPOCH, STATE}
+    old.close()
+    successors[0].close()
+
+
+def test_a_process_that_hung_right_after_it_was_asked_whether_it_owns_the_shard_replaces_nothing(tmp_path: Path) -> None:
+    nodes = addresses()
+    old = DataDir(tmp_path, 0)
+    cluster_id = join(nodes, old)
+    claim(opened_store(nodes), old, 0, 2, cluster_id, 5)
+    left = old.read(STATE)
+    successors: list[DataDir] = []
+
+    def check() -> None:
+        require_owner(old, 1)
+        successors.append(new := DataDir(tmp_path, 0, take_over=True))
+        claim(opened_store(nodes), new, 0, 2, cluster_id, 5)
+
+    with pytest.raises(FileNotFoundError):
+        old.write(STATE, [b"old"], check)
+    assert successors[0].read(STATE) == left
+    assert not list(old.path.glob("*.tmp"))
+    old.close()
+    successors[0].close()
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing_behind(tmp_path: Path, folder: Folder) -> None:
+    data = folder(tmp_path, 0)
+    data.write(STATE, [b"whole"])
+
+    def full() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        data.write(STATE, full())
+    assert data.read(STATE) == b"whole"
+    assert {path.name for path in data.path.iterdir()} == {"lock", STATE}
+
+
+def test_what_a_crash_left_half_written_is_deleted_by_the_next_owner(tmp_path: Path, folder: Folder) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    (data.path / "state.0123.tmp").write_bytes(b"half")
+    start(nodes, data)
+    assert not list(data.path.glob("*.tmp"))

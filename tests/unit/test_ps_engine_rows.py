@@ -1,0 +1,87 @@
+"""The updated weights that the engine hands out with a batch are what storage holds, or are left out."""
+
+from collections.abc import Sequence
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from kvemb.config import StorageConfig
+from kvemb.errors import NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import WritePart, WriteResult
+from kvemb.stores.memory import MemoryStore
+from paramserver.batch import APPLY, Batch
+from paramserver.engine import Applied, Engine
+from tests.unit.test_ps_engine import ADAM, HALF, SGD, Storage, engine_on, read, rows
+
+IDS = list(range(0, 300, 3))
+
+
+def make_store() -> Storage:
+    store = Storage(StorageConfig("memory", tuple(f"{uuid4().hex}:1" for _ in range(2))), role="shard:0")
+    store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+    store.open(Deadline.after(5))
+    return store
+
+
+def run(engine: Engine, batch: Batch, *, keep_rows: bool = True) -> Applied:
+    return engine.run(batch, make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None, keep_rows=keep_rows)
+
+
+def test_the_rows_of_every_table_are_those_in_storage() -> None:
+    store = make_store()
+    engine = engine_on(store)
+    batch = Batch(APPLY, (rows(ADAM, IDS, 0.25), rows(HALF, [7, 9], 0.5), rows(SGD, [])))
+    for _ in range(3):
+        got = run(engine, batch).rows
+        assert sorted(got) == ["adam", "half"]
+        for table, ids in ((ADAM, IDS), (HALF, [7, 9])):
+            stored = read(store, table, ids)[2]
+            weights = table.record.weights(np.pad(got[table.name], ((0, 0), (12, 0))))
+            assert np.array_equal(weights, stored)
+
+
+def test_rows_outlive_the_next_batch() -> None:
+    engine = engine_on(make_store())
+    first = run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows["adam"]
+    before = first.copy()
+    run(engine, Batch(APPLY, (rows(ADAM, IDS),)))
+    assert np.array_equal(first, before)
+
+
+def test_rows_that_nobody_wants_are_not_copied() -> None:
+    assert run(engine_on(make_store()), Batch(APPLY, (rows(ADAM, IDS),)), keep_rows=False).rows == {}
+
+
+def half_written(store: Storage) -> None:
+    def spoil(parts: Sequence[WritePart]) -> list[WriteResult]:
+        (part,) = parts
+        some = np.arange(len(part.keys)) % 2 == 0
+        landed = WritePart(part.keys.take(np.flatnonzero(some)), part.records[some], part.tokens[some])
+        MemoryStore.write(store, [landed], Deadline.after(5))
+        raise NodeUnavailableError("half of it landed")
+
+    store.spoil = spoil
+
+
+def conflict(store: Storage) -> None:
+    def spoil(parts: Sequence[WritePart]) -> list[WriteResult]:
+        results = MemoryStore.write(store, parts, Deadline.after(5))
+        stored = results[0].stored.copy()
+        stored[5] = False
+        return [WriteResult(stored, results[0].tokens)]
+
+    store.spoil = spoil
+
+
+@pytest.mark.parametrize("trouble", [half_written, conflict])
+def test_a_table_that_took_several_tries_is_left_out_and_only_then(trouble: object) -> None:
+    store = make_store()
+    engine = engine_on(store)
+    run(engine, Batch(APPLY, (rows(ADAM, IDS),)))
+    trouble(store)  # type: ignore[operator]
+    assert run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows == {}
+    assert run(engine, Batch(APPLY, (rows(SGD, []),))).rows == {}
+    assert sorted(run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows) == ["adam"]

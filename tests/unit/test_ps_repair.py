@@ -1,0 +1,263 @@
+"""Repair of lost nodes and rows against storage in memory: every row comes back with the very bytes it had."""
+
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import FencedError, LostRowError, NodeLostError, StorageError
+from kvemb.hashing import shard_of
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import ReadPart, WritePart
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
+from paramserver.cache import CacheBudget
+from paramserver.engine import Engine
+from paramserver.repair import Repairer
+from paramserver.rescue import NO_BATCH, Ahead
+from paramserver.tables import Tables, TableState
+
+_NUMBERS = count()
+ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
+SGD = TableDef("sgd", 3, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0), tag_attempt=2)
+IDS = np.arange(3000, dtype=np.uint64)
+
+
+class Shard:
+    """One shard's engine and repairer, with a `reconstruct` that knows the records by heart."""
+
+    def __init__(self, addresses: tuple[str, ...], shard: int = 0, n_shards: int = 1, cache_bytes: int = 0) -> None:
+        self.store = MemoryStore(StorageConfig("memory", addresses), role=f"shard:{shard}")
+        self.tables = Tables([], CacheBudget(cache_bytes))
+        self.number, self.n_shards = shard, n_shards
+        self.remembered: dict[tuple[str, int, int], bytes] = {}
+        self.reconstructed = 0
+        self.k = 0
+
+    def open(self) -> "Shard":
+        self.store.open(Deadline.after(5))
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.repairer = Repairer(
+            self.store,
+            self.tables,
+            (self.number, self.n_shards),
+            epoch=1,
+            reconstruct=self.reconstruct,
+            timeout_s=5,
+            metas=lambda: [("kvemb:tables", b"registry")],
+        )
+        return self
+
+    def apply(self, definition: TableDef, ids: np.ndarray, kind: str = APPLY) -> None:
+        ids = ids[shard_of(ids, self.n_shards) == self.number]
+        self.k += 1
+        version = make_version(1, self.k)
+        values = np.ones((len(ids), 0 if kind == ERASE else definition.dim), np.float32)
+        rows = CheckedRows(definition, ids, values, np.empty(0, np.uint64), definition.optimizer.check_hyper({}))
+        self.engine.run(Batch(kind, (rows,)), version, fail)
+        if kind == APPLY:
+            for row_id, record in zip(ids.tolist(), self.read(definition, ids)[1], strict=True):
+                self.remembered[definition.name, row_id, version] = record.tobytes()
+
+    def read(self, definition: TableDef, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """found, whole records."""
+        size = definition.record.size_bytes
+        got = self.store.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        return got.found, got.records.copy()
+
+    def reconstruct(self, state: TableState, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+        self.reconstructed += len(ids)
+        name = state.definition.name
+        known = [self.remembered[name, int(i), int(v)] for i, v in zip(ids, versions, strict=True)]
+        return np.frombuffer(b"".join(known), np.uint8).reshape(len(ids), -1)
+
+
+def fail(error: StorageError, pause_s: float) -> None:
+    raise error
+
+
+def addresses() -> tuple[str, ...]:
+    number = next(_NUMBERS)
+    return tuple(f"repair-{number}-{name}:1" for name in "ab")
+
+
+def provision(nodes: tuple[str, ...]) -> None:
+    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+
+
+@pytest.fixture
+def shard() -> Shard:
+    nodes = addresses()
+    provision(nodes)
+    made = Shard(nodes).open()
+    made.apply(ADAM, IDS)
+    made.apply(SGD, IDS[::2])
+    made.apply(ADAM, IDS[:100])
+    return made
+
+
+def test_a_flushed_node_gets_back_the_bytes_it_had(shard: Shard) -> None:
+    before = [shard.read(ADAM, IDS), shard.read(SGD, IDS)]
+    memory_node(shard.store.addresses[0]).flush()
+    with pytest.raises(NodeLostError):
+        shard.read(ADAM, IDS)
+    assert shard.repairer.nodes(NO_BATCH, fail) == 1
+    n_rows = shard.repairer.figures.rows
+    after = [shard.read(ADAM, IDS), shard.read(SGD, IDS)]
+    for (found, records), (found_before, records_before) in zip(after, before, strict=True):
+        assert found.tolist() == found_before.tolist()
+        assert records[found].tobytes() == records_before[found].tobytes()
+    assert 0 < n_rows < 4500, "rows of the other node were left alone"
+    assert shard.repairer.figures.nodes == 1
+    assert shard.store.get_meta("kvemb:tables", Deadline.after(5))[0] == b"registry"
+
+
+def test_all_nodes_may_be_lost(shard: Shard) -> None:
+    before = shard.read(ADAM, IDS)[1]
+    for address in shard.store.addresses:
+        memory_node(address).flush()
+    assert shard.repairer.nodes(NO_BATCH, fail) == 2
+    assert shard.repairer.figures.rows == 4500
+    assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
+
+
+def test_a_suspect_node_has_only_old_rows_rewritten(shard: Shard) -> None:
+    address = shard.store.addresses[0]
+    node = memory_node(address)
+    old = dict(node.values)
+    before = shard.read(ADAM, IDS)[1]
+    shard.apply(ADAM, IDS[:500])
+    newest = shard.read(ADAM, IDS)[1]
+    node.values = old
+    node.run_id = "another process"
+    here = int(shard.store.keys_of(address, ADAM.keys(IDS[:500], pages=False)).sum())
+    assert shard.repairer.nodes(NO_BATCH, fail) == 1
+    assert shard.repairer.figures.rows == here
+    assert shard.read(ADAM, IDS)[1].tobytes() == newest.tobytes() != before.tobytes()
+
+
+def test_rows_that_an_old_snapshot_brings_back_are_erased_again(shard: Shard) -> None:
+    node = memory_node(shard.store.addresses[0])
+    old = dict(node.values)
+    shard.apply(SGD, IDS[::2], ERASE)
+    node.values = old
+    node.run_id = "another process"
+    shard.repairer.nodes(NO_BATCH, fail)
+    assert not shard.read(SGD, IDS)[0].any()
+    assert shard.repairer.figures.erased > 0
+
+
+def test_rows_of_a_half_written_batch_are_left_alone(shard: Shard) -> None:
+    version = make_version(1, shard.k + 1)
+    records = ADAM.record.encode(IDS[:10], version, np.ones((10, 2), np.float32), np.ones((10, ADAM.record.slot_size), np.float32))
+    shard.store.write([WritePart(ADAM.keys(IDS[:10], pages=False), records, _tokens(shard, IDS[:10]))], Deadline.after(5))
+    for address in shard.store.addresses:
+        memory_node(address).run_id = "another process"
+    assert shard.repairer.nodes(Ahead(version, version), fail) == 2
+    assert shard.repairer.figures.rows == 0
+    assert shard.read(ADAM, IDS[:10])[1].tobytes() == records.tobytes()
+
+
+def test_records_in_the_cache_are_not_reconstructed() -> None:
+    nodes = addresses()
+    provision(nodes)
+    shard = Shard(nodes, cache_bytes=1 << 20).open()
+    shard.apply(ADAM, IDS)
+    memory_node(nodes[0]).flush()
+    assert shard.repairer.nodes(NO_BATCH, fail) > 0
+    assert shard.reconstructed == 0
+    assert shard.read(ADAM, IDS)[0].all()
+
+
+def test_two_shards_repair_two_nodes_without_waiting_for_each_other() -> None:
+    nodes = addresses()
+    provision(nodes)
+    shards = [Shard(nodes, number, 2).open() for number in range(2)]
+    for shard in shards:
+        shard.apply(ADAM, IDS)
+    before = shards[0].read(ADAM, IDS)[1]
+    for address in nodes:
+        memory_node(address).flush()
+
+    def other_does_its_part(error: StorageError, pause_s: float) -> None:
+        assert isinstance(error, NodeLostError)
+        shards[1].repairer.nodes(NO_BATCH, fail)
+
+    shards[0].repairer.nodes(NO_BATCH, other_does_its_part)
+    assert shards[0].read(ADAM, IDS)[1].tobytes() == before.tobytes()
+
+
+def test_a_flush_in_the_middle_starts_the_repair_over(shard: Shard) -> None:
+    before = shard.read(ADAM, IDS)[1]
+    node = memory_node(shard.store.addresses[0])
+    node.flush()
+    again = _flush_once(node.flush)
+    shard.repairer._reconstruct = lambda state, ids, versions: again(shard.reconstruct(state, ids, versions))
+    shard.repairer.nodes(NO_BATCH, lambda error, pause_s: None)
+    assert shard.read(ADAM, IDS)[1].tobytes() == before.tobytes()
+
+
+def test_single_lost_rows_are_restored_before_a_batch_is_applied_to_them(shard: Shard) -> None:
+    before = shard.read(ADAM, IDS[:50])[1]
+    rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
+    shard.store.erase([WritePart(ADAM.keys(IDS[:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    with pytest.raises(LostRowError):
+        shard.engine.run(Batch(APPLY, (rows,)), make_version(1, shard.k + 1), fail)
+    assert shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH) == 20
+    assert shard.read(ADAM, IDS[:50])[1].tobytes() == before.tobytes()
+
+
+def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard: Shard) -> None:
+    versions = np.full(5, make_version(2, 9), np.uint64)
+    later = ADAM.record.encode(IDS[:5], versions, np.ones((5, 2), np.float32), np.ones((5, ADAM.record.slot_size), np.float32))
+    shard.store.write([WritePart(ADAM.keys(IDS[:5], pages=False), later, _tokens(shard, IDS[:5]))], Deadline.after(5))
+    shard.store.erase([WritePart(ADAM.keys(IDS[10:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
+    rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))
+    with pytest.raises(FencedError):
+        shard.repairer.rows(Batch(APPLY, (rows,)), NO_BATCH)
+    with pytest.raises(FencedError):
+        shard.repairer.nodes(NO_BATCH, fail, suspects=shard.store.addresses)
+    memory_node(shard.store.addresses[0]).flush()
+
+    def fenced() -> None:
+        raise FencedError("a successor")
+
+    shard.repairer._still_ours = fenced
+    with pytest.raises(FencedError):
+        shard.repairer.nodes(NO_BATCH, fail)
+    assert not any(len(key) == 14 for key in memory_node(shard.store.addresses[0]).values)
+
+
+def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Shard) -> None:
+    def cannot(state: TableState, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+        raise LostRowError("no record")
+
+    shard.repairer._reconstruct = cannot
+    memory_node(shard.store.addresses[0]).flush()
+    with pytest.raises(LostRowError):
+        shard.repairer.nodes(NO_BATCH, fail)
+    with pytest.raises(NodeLostError):
+        shard.read(ADAM, IDS)
+
+
+def _tokens(shard: Shard, ids: np.ndarray) -> np.ndarray | None:
+    size = ADAM.record.size_bytes
+    return shard.store.read([ReadPart(ADAM.keys(ids, pages=False), size, size, tokens=True)], Deadline.after(5))[0].in_key_order().tokens
+
+
+def _flush_once(flush: Callable[[], None]) -> Callable[[np.ndarray], np.ndarray]:
+    flushed = [False]
+
+    def then(records: np.ndarray) -> np.ndarray:
+        if not flushed[0]:
+            flushed[0] = True
+            flush()
+        return records
+
+    return then

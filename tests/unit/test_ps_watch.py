@@ -1,0 +1,71 @@
+"""How often the node watch looks: rarely where looking is dear, soon again where a node did not answer."""
+
+from collections.abc import Callable
+
+from kvemb.config import StorageConfig
+from kvemb.errors import FencedError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.memory import MemoryStore
+from kvemb.stores.repair import LostNode
+from paramserver.watch import NodeWatch
+
+
+class SlowStore(MemoryStore):
+    """Every look at the markers takes the next of these seconds, by a clock of its own; a negative one ends with an error."""
+
+    def __init__(self, took_s: list[float]) -> None:
+        super().__init__(StorageConfig("memory", ("watch-slow:1",)), role="shard:0")
+        self.now_s, self._took_s = 0.0, iter(took_s)
+
+    def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
+        took_s = next(self._took_s)
+        self.now_s += abs(took_s)
+        if took_s < 0:
+            raise NodeUnavailableError("node watch-slow:1: connection refused")
+        return [LostNode("watch-slow:1", "empty")] if took_s == 0 else []
+
+
+class Pauses:
+    """Stands for the event that stops the watch: writes down how long it is waited for."""
+
+    def __init__(self, n: int) -> None:
+        self.said: list[float] = []
+        self._n = n
+
+    def wait(self, pause_s: float) -> bool:
+        self.said.append(pause_s)
+        return len(self.said) >= self._n
+
+
+def watched(store: SlowStore, n: int, lost: Callable[[], object] = lambda: None) -> list[float]:
+    watch, pauses = NodeWatch(store, 1.0, lost=lost, clock=lambda: store.now_s), Pauses(n)
+    watch._stop = pauses  # type: ignore[assignment]
+    watch._run()
+    return pauses.said
+
+
+def test_the_next_look_comes_no_sooner_than_fifty_times_what_the_last_one_took() -> None:
+    assert watched(SlowStore([0.0078125, 0.5, 0.03125]), 4) == [1.0, 1.0, 25.0, 1.5625]
+
+
+def test_a_look_that_failed_is_soon_made_again() -> None:
+    assert watched(SlowStore([-5.0, 0.01]), 3) == [1.0, 1.0, 1.0]
+
+
+def test_lost_nodes_are_told_of_at_every_look() -> None:
+    told: list[int] = []
+    watched(SlowStore([0, 0.5, 0]), 4, lambda: told.append(1))
+    assert len(told) == 2
+
+
+def test_a_watch_that_is_fenced_ends() -> None:
+    said: list[FencedError] = []
+
+    class Fenced(SlowStore):
+        def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
+            raise FencedError("shard 0 has epoch 4 now")
+
+    watch = NodeWatch(Fenced([]), 1.0, lost=lambda: None, fenced=said.append)
+    watch._stop = Pauses(5)  # type: ignore[assignment]
+    watch._run()
+    assert [str(error) for error in said] == ["shard 0 has epoch 4 now"]

@@ -1,0 +1,347 @@
+"""A save is an exact cut: whatever happens to rows while they are streamed, the checkpoint holds them as they were."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvemb import optim
+from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.fragment import SaveInfo, assemble
+from kvemb.checkpoint.manifest import Base, Manifest
+from kvemb.checkpoint.manifest_codec import encode_manifest
+from kvemb.checkpoint.names import MANIFEST
+from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.verify import verify
+from kvemb.checkpoint.writer import read_fragment
+from kvemb.config import StorageConfig
+from kvemb.errors import CheckpointError, DeadlineExceededError, LostRowError, NodeUnavailableError
+from kvemb.init import uniform
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.memory import MemoryStore
+from kvemb.table_def import TableDef
+from paramserver import save_job
+from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.engine import Engine
+from paramserver.erased_log import ErasedLog
+from paramserver.preimages import PreImages
+from paramserver.save_job import SaveOrder
+from paramserver.saver import Saver
+from paramserver.tables import Tables
+
+USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
+ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
+Contents = dict[str, dict[int, bytes]]
+
+
+class Watched(MemoryStore):
+    """Storage in memory that calls back before every read of a save."""
+
+    before: Callable[[], None] | None = None
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        if self.before is not None and threading.current_thread().name == "kvemb-save":
+            before, self.before = self.before, None  # what it applies reads too
+            try:
+                before()
+            finally:
+                self.before = before
+        return super().read(parts, deadline)
+
+
+class Shard:
+    """Engine and saver of the one shard of a cluster, without processes."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.store = Watched(StorageConfig("memory", (f"{name}-a:1", f"{name}-b:1")), role="shard:0")
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+        self.store.open(Deadline.after(5))
+        self.tables = Tables([])
+        self.engine = Engine(self.store, self.tables, epoch=3, k=0, timeout_s=5)
+        self.saver = self.new_saver()
+
+    def new_saver(self) -> Saver:
+        options = {"definitions": lambda: [ITEM, USER], "folder": self.folder, "timeout_s": 5.0}
+        return Saver(0, self.store, self.tables, self.engine, **options)  # type: ignore[arg-type]
+
+    def run(self, kind: str, definition: TableDef, ids: NDArray[np.int64], value: float = 1.0) -> None:
+        """Apply a batch."""
+
+        def never(error: Exception, pause_s: float) -> None:
+            raise error
+
+        some = np.unique(ids).astype(np.uint64)
+        values = np.full((len(some), 0 if kind == ERASE else definition.dim), value, np.float32)
+        rows = CheckedRows(definition, some, values, np.empty(0, np.uint64), definition.optimizer.check_hyper({}))
+        self.engine.run(Batch(kind, (rows,)), make_version(self.engine.epoch, self.engine.k + 1), never)
+
+    def contents(self) -> Contents:
+        """Weights and slots of every row by table and id, as storage has them."""
+        found: Contents = {}
+        for definition in (ITEM, USER):
+            ids = np.sort(self.tables.state(definition).arrays()[0])
+            size = definition.record.size_bytes
+            got = self.store.read([ReadPart(RowKeys(definition.tag, ids), size, size)], Deadline.after(5))[0].in_key_order()
+            assert got.found.all()
+            found[definition.name] = {int(i): bytes(record[4:]) for i, record in zip(ids, got.records, strict=True)}
+        return found
+
+    def begin(self, url: str, *, save_id: str = "1" * 32, base: Manifest | None = None, weights_only: bool = False) -> None:
+        """Begin a save."""
+        order = SaveOrder(save_id, url, 0 if base is None else base.cuts[0].version, weights_only)
+        self.saver.begin(order, Deadline.after(5))
+
+    def finish(
+        self, url: str, *, save_id: str = "1" * 32, base: tuple[str, Manifest] | None = None, weights_only: bool = False
+    ) -> Manifest:
+        """Wait for the end of a save and write its manifest."""
+        done = threading.Event()
+        while self.saver.progress(save_id)[0] == "running":
+            done.wait(0.005)
+        assert self.saver.progress(save_id)[:2] == ("done", ""), self.saver.progress(save_id)
+        storage = CheckpointStorage(url)
+        fragment = read_fragment(storage, 0)
+        assert fragment is not None
+        on = None if base is None else Base(base[0], base[1].save_id)
+        manifest = assemble(SaveInfo(save_id, "demo", "c" * 32, 1, weights_only, on), [fragment])
+        storage.write(MANIFEST, encode_manifest(manifest))
+        return manifest
+
+
+def loaded(url: str) -> Contents:
+    """What the checkpoint holds."""
+    verify(url).require_good()
+    chain = open_chain(url)
+    found: Contents = {}
+    for saved in chain.newest.tables:
+        rows = found.setdefault(saved.definition.name, {})
+        for block in chain.rows(saved.definition, 0):
+            records = block.records(saved.definition, block.versions)
+            rows |= {int(i): bytes(record[4:]) for i, record in zip(block.ids, records, strict=True)}
+    return found
+
+
+@pytest.fixture
+def shard(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Shard:
+    monkeypatch.setattr(save_job, "_SLICE_BYTES", 30 * USER.record.size_bytes)
+    monkeypatch.setattr(save_job, "_PAUSE_S", 0.01)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    made = Shard(folder, request.node.name)
+    for definition in (USER, ITEM):
+        made.run(APPLY, definition, np.arange(300))
+        made.run(APPLY, definition, np.arange(100))
+    return made
+
+
+def stir(shard: Shard, seed: int) -> Callable[[], None]:
+    """Changes rows of every kind at every call."""
+    rng = np.random.default_rng(seed)
+
+    def step() -> None:
+        for _ in range(3):
+            kind, definition = str(rng.choice([APPLY, APPLY, ASSIGN, ERASE])), (USER, ITEM)[rng.integers(2)]
+            shard.run(kind, definition, rng.integers(0, 350, 40), float(rng.normal()))
+
+    return step
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_save_holds_the_rows_as_they_were_at_the_cut(shard: Shard, tmp_path: Path, seed: int) -> None:
+    expected = shard.contents()
+    shard.store.before = stir(shard, seed)
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    assert shard.contents() != expected
+    assert loaded(str(tmp_path / "a")) == expected
+    assert list(shard.folder.iterdir()) == []  # what was kept meanwhile is gone
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_incremental_saves_on_top_of_each_other_are_exact_too(shard: Shard, tmp_path: Path, seed: int) -> None:
+    url = str(tmp_path / "0")
+    shard.store.before = stir(shard, seed)
+    shard.begin(url)
+    below = shard.finish(url)
+    for number in range(1, 4):
+        shard.run(APPLY, USER, np.arange(number * 10, number * 10 + 10))
+        if number == 2:  # a shard that was started anew does not know what was erased before
+            shard.engine.witness = None
+            shard.run(ERASE, USER, np.arange(60, 70))
+            shard.engine.epoch += 1
+            shard.saver = shard.new_saver()
+        expected, url, save_id = shard.contents(), str(tmp_path / str(number)), f"{number:032x}"
+        shard.begin(url, save_id=save_id, base=below)
+        roles = {0: set(), 1: {"rows", "erased"}, 2: {"rows", "ids"}, 3: {"rows", "erased"}}[number]
+        below = shard.finish(url, save_id=save_id, base=(str(number - 1), below))
+        assert {file.role for file in below.files} == roles
+        assert loaded(url) == expected
+
+
+def test_an_incremental_save_writes_only_what_changed(shard: Shard, tmp_path: Path) -> None:
+    shard.begin(str(tmp_path / "0"))
+    first = shard.finish(str(tmp_path / "0"))
+    shard.run(APPLY, USER, np.arange(7))
+    shard.begin(str(tmp_path / "1"), save_id="2" * 32, base=first)
+    second = shard.finish(str(tmp_path / "1"), save_id="2" * 32, base=("0", first))
+    assert (first.n_rows, second.n_rows) == (600, 7)
+    assert [file.role for file in second.files] == ["rows"]
+
+
+def test_a_save_of_weights_only_has_no_slots(shard: Shard, tmp_path: Path) -> None:
+    shard.store.before = stir(shard, 1)
+    expected = {name: {i: row[: 8 + (12 if name == "user" else 4)] for i, row in rows.items()} for name, rows in shard.contents().items()}
+    shard.begin(str(tmp_path / "a"), weights_only=True)
+    shard.finish(str(tmp_path / "a"), weights_only=True)
+    found = {
+        name: {i: row[: 8 + (12 if name == "user" else 4)] for i, row in rows.items()} for name, rows in loaded(str(tmp_path / "a")).items()
+    }
+    assert found == expected
+
+
+def test_steps_are_those_of_the_cut(shard: Shard, tmp_path: Path) -> None:
+    shard.store.before = lambda: shard.run(APPLY, USER, np.arange(3))
+    shard.begin(str(tmp_path / "a"))
+    manifest = shard.finish(str(tmp_path / "a"))
+    assert [(table.definition.name, table.steps) for table in manifest.tables] == [("item", (2,)), ("user", (2,))]
+    assert (manifest.cuts[0].epoch, manifest.cuts[0].k) == (3, 4)
+
+
+def test_a_save_waits_for_what_was_acknowledged(shard: Shard, tmp_path: Path) -> None:
+    shard.saver.committed_k = lambda: shard.engine.k + 1
+    with pytest.raises(DeadlineExceededError, match="acknowledged, but only batch"):
+        shard.saver.begin(SaveOrder("1" * 32, str(tmp_path / "a"), 0, False), Deadline.after(0.01))
+
+
+def test_a_save_waits_for_the_batch_under_way(shard: Shard, tmp_path: Path) -> None:
+    with shard.engine.gate.batch(), pytest.raises(DeadlineExceededError, match="batch under way"):
+        shard.saver.begin(SaveOrder("1" * 32, str(tmp_path / "a"), 0, False), Deadline.after(0.01))
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+
+
+def test_a_save_goes_on_when_a_node_is_away_for_a_while(shard: Shard, tmp_path: Path) -> None:
+    expected, left = shard.contents(), [3]
+
+    def away() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise NodeUnavailableError("a:1: refused")
+
+    shard.store.before = away
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    assert loaded(str(tmp_path / "a")) == expected
+
+
+def lose(shard: Shard) -> None:
+    """Let storage lose a row."""
+    keys = RowKeys(USER.tag, np.array([290], np.uint64))
+    shard.store.erase([WritePart(keys, np.empty((0, 0), np.uint8))], Deadline.after(5))
+
+
+def failed(shard: Shard, save_id: str = "1" * 32) -> str:
+    done = threading.Event()
+    while shard.saver.progress(save_id)[0] == "running":
+        done.wait(0.005)
+    state, error, *_ = shard.saver.progress(save_id)
+    assert state == "failed"
+    return error
+
+
+def test_a_row_that_storage_has_lost_fails_the_save_and_nothing_else(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_job, "_PATIENCE_S", 0.05)
+    lose(shard)
+    shard.begin(str(tmp_path / "a"))
+    assert LostRowError.__name__ in failed(shard)
+    assert "290" in failed(shard)
+    shard.run(APPLY, USER, np.arange(10))
+
+
+def test_a_full_disk_fails_the_save_and_training_goes_on(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    shard.store.before = lambda: shard.run(APPLY, USER, np.arange(300))
+    shard.begin(str(tmp_path / "a"))
+    assert "No space left" in failed(shard)
+    shard.run(APPLY, USER, np.arange(300))
+
+
+def test_one_save_at_a_time_and_the_same_one_may_be_told_twice(shard: Shard, tmp_path: Path) -> None:
+    go = threading.Event()
+    shard.store.before = lambda: go.wait(10) and None
+    shard.begin(str(tmp_path / "a"))
+    shard.begin(str(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match="under way"):
+        shard.begin(str(tmp_path / "b"), save_id="2" * 32)
+    go.set()
+    shard.finish(str(tmp_path / "a"))
+    shard.begin(str(tmp_path / "b"), save_id="2" * 32)
+    shard.finish(str(tmp_path / "b"), save_id="2" * 32)
+
+
+def test_a_shard_that_was_started_anew_keeps_what_it_had_finished(shard: Shard, tmp_path: Path) -> None:
+    expected = shard.contents()
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    shard.run(APPLY, USER, np.arange(300))
+    shard.saver = shard.new_saver()
+    assert shard.saver.progress("1" * 32)[0] == "unknown"
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    assert loaded(str(tmp_path / "a")) == expected
+
+
+def test_a_base_from_the_future_is_refused(shard: Shard, tmp_path: Path) -> None:
+    shard.begin(str(tmp_path / "a"))
+    manifest = shard.finish(str(tmp_path / "a"))
+    later = replace(manifest, cuts=(replace(manifest.cuts[0], k=10**6),))
+    with pytest.raises(CheckpointError, match="not of this cluster's past"):
+        shard.begin(str(tmp_path / "b"), save_id="2" * 32, base=later)
+
+
+def test_a_stopped_shard_gives_its_save_up(shard: Shard, tmp_path: Path) -> None:
+    shard.begin(str(tmp_path / "a"))
+    shard.saver.stop(5)
+    assert shard.saver.progress("1" * 32)[0] in {"failed", "done"}
+
+
+# --- the pieces -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_record_kept_of_a_row_stays(tmp_path: Path) -> None:
+    kept = PreImages(tmp_path, 4)
+    ids = np.array([5, 1, 9], np.uint64)
+    kept.put(ids, np.arange(12, dtype=np.uint8).reshape(3, 4))
+    kept.put(np.array([9, 2], np.uint64), np.full((2, 4), 77, np.uint8))
+    found, records = kept.find(np.array([1, 2, 3, 9], np.uint64))
+    assert found.tolist() == [True, True, False, True]
+    assert records.tolist() == [[4, 5, 6, 7], [77] * 4, [8, 9, 10, 11]]
+    assert len(kept) == 4
+    kept.close()
+
+
+def test_the_log_of_erased_ids_knows_how_far_back_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramserver.erased_log._MAX_IDS", 5)
+    log = ErasedLog(10)
+    log.add(11, "user", np.array([3, 1], np.uint64))
+    log.add(12, "item", np.array([9], np.uint64))
+    log.add(13, "user", np.array([1], np.uint64))
+
+    def after(version: int) -> list[int] | None:
+        ids = log.after(version, "user")
+        return None if ids is None else ids.tolist()
+
+    assert [after(9), after(10), after(11), after(13)] == [None, [1, 3], [1], []]
+    log.add(14, "user", np.arange(3, dtype=np.uint64))
+    assert [after(10), after(11)] == [None, [0, 1, 2]]

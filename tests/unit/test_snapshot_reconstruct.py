@@ -1,0 +1,417 @@
+"""Rows made anew from snapshot and journal are, bit for bit, what the engine wrote."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvemb.init
+import kvemb.optim
+from kvemb.config import StorageConfig
+from kvemb.errors import JournalFullError, LostRowError, StorageError, UnknownTableError
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import ReadPart
+from kvemb.stores.memory import MemoryStore, memory_node
+from kvemb.table_def import TableDef
+from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.cache import CacheBudget
+from paramserver.engine import Engine
+from paramserver.journal import BatchEntry, Journal, Position, encode, files
+from paramserver.snapshot import Reconstructor, Runs, Snapshotter, reconstruct, run_file, snapshotter
+from paramserver.snapshot.snapshotter import from_storage
+from paramserver.tables import Tables
+
+_NUMBERS = count()
+MOMENTUM = TableDef("momentum", 3, kvemb.optim.sgd(0.5, momentum=0.9, nesterov=True), kvemb.init.normal(std=1.0), seed=4)
+ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
+HALF = TableDef("half", 4, kvemb.optim.adam(lr=0.01), kvemb.init.normal(std=1.0), dtype="float16", seed=9)
+BRAIN = TableDef("brain", 2, kvemb.optim.rowwise_adagrad(), kvemb.init.normal(std=1.0), dtype="bfloat16")
+TABLES = {table.name: table for table in (MOMENTUM, ADAM, HALF, BRAIN)}
+IDS = [*range(6), 2**63, 2**64 - 1]
+
+
+def find(name: str, schema: int) -> TableDef:
+    if name not in TABLES:
+        raise UnknownTableError(name)
+    return TABLES[name]
+
+
+class Shard:
+    """Engine, storage in memory, journal and snapshots, without threads."""
+
+    def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
+        number = next(_NUMBERS)
+        self.store = MemoryStore(StorageConfig("memory", (f"snap-{number}-a:1", f"snap-{number}-b:1")), role="shard:0")
+        self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+        self.store.open(Deadline.after(5))
+        self.folder, self.epoch = folder, 1
+        self.tables = Tables([], CacheBudget(cache_bytes))
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.position = Position(0, 0)
+        self.open()
+
+    def open(self) -> None:
+        self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)  # one entry each: nothing is kept that may be discarded
+        self.runs = Runs(self.folder / "snapshot", limit=2)
+        self.reconstructor = Reconstructor(self.runs, self.journal, find)
+
+    def reopen(self) -> None:
+        self.journal.close()
+        self.runs.close()
+        self.epoch += 1
+        self.open()
+
+    def run(self, kind: str, *rows: CheckedRows) -> None:
+        batch = Batch(kind, rows)
+        version = make_version(self.epoch, self.engine.k + 1)
+        steps = tuple(self.tables.state(one.definition).step for one in rows)
+        self.position = self.journal.append(encode(BatchEntry(version, batch, steps, ())))
+        self.journal.commit()
+        self.engine.run(batch, version, never)
+
+    @property
+    def applied(self) -> int:
+        return make_version(self.epoch, self.engine.k)
+
+    def snapshot(self, between: Callable[[], None] = lambda: None) -> None:
+        position = self.position
+        taker = Snapshotter(self.runs, from_storage(self.store, 5), lambda: self.applied)
+        for _ in taker.steps(self.tables.all()):
+            between()
+        self.journal.discard_before(Position(position.segment + 1, 0))  # the position's own segment stays otherwise
+
+    def read(self, table: TableDef, ids: np.ndarray) -> np.ndarray:
+        size = table.record.size_bytes
+        got = self.store.read([ReadPart(table.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
+        assert got.found.all()
+        return got.records
+
+    def existing(self, table: TableDef) -> tuple[np.ndarray, np.ndarray]:
+        return self.tables.state(table).arrays()
+
+    def check(self) -> None:
+        """Every row of every table comes out as it lies in storage."""
+        for table in TABLES.values():
+            ids, versions = self.existing(table)
+            made = self.reconstructor.records(self.tables.state(table), ids, versions)
+            assert made.tobytes() == self.read(table, ids).tobytes()
+
+
+def never(error: StorageError, pause_s: float) -> None:
+    raise error
+
+
+def rows(table: TableDef, ids: list[int], value: float = 1.0, dim: int | None = None, **hyper: float) -> CheckedRows:
+    values = np.full((len(ids), table.dim if dim is None else dim), value, np.float32)
+    return CheckedRows(table, np.array(ids, np.uint64), values, np.empty(0, np.uint64), table.optimizer.check_hyper(hyper))
+
+
+def gone(table: TableDef, ids: list[int]) -> CheckedRows:
+    return rows(table, ids, dim=0)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Iterator[Shard]:
+    made = Shard(tmp_path)
+    yield made
+    made.journal.close()
+    made.runs.close()
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_rows_are_made_from_the_journal_alone(shard: Shard, table: TableDef) -> None:
+    for step in range(5):
+        shard.run(APPLY, rows(table, [1, 2, 7], 0.1 * (step + 1), lr=0.05 * (step + 1)))
+    shard.run(APPLY, rows(table, [2], -0.3))
+    shard.check()
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_assign_erase_and_creation_anew_are_replayed(shard: Shard, table: TableDef) -> None:
+    shard.run(APPLY, rows(table, [1, 2, 3]))
+    shard.run(ASSIGN, rows(table, [3, 2, 9], 1 / 3))
+    shard.run(APPLY, rows(table, [2, 9], 0.7))
+    shard.run(ERASE, gone(table, [9, 1, 77]))
+    shard.check()
+    shard.run(APPLY, rows(table, [1, 2], 0.2))
+    shard.check()
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_row_stops_at_the_version_asked_for(shard: Shard, table: TableDef) -> None:
+    seen = []
+    for step in range(4):
+        shard.run(APPLY, rows(table, [1, 5], 0.3 * step))
+        ids, versions = shard.existing(table)
+        seen.append((ids, versions, shard.read(table, ids).tobytes()))
+    shard.run(ERASE, gone(table, [1, 5]))
+    for ids, versions, records in seen:
+        assert shard.reconstructor.records(shard.tables.state(table), ids, versions).tobytes() == records
+
+
+def test_a_row_erased_before_the_snapshot_and_created_again_behind_it_begins_anew(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    shard.snapshot()
+    shard.run(ERASE, gone(ADAM, [1]))
+    shard.run(APPLY, rows(ADAM, [2, 3], 0.5))
+    shard.snapshot()
+    assert len(list(shard.journal.read())) == 1  # the erase is not among them
+    shard.run(APPLY, rows(ADAM, [1, 2], 0.5))
+    shard.check()
+
+
+def test_a_row_created_again_while_the_snapshot_is_taken_begins_anew(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]), rows(HALF, [1, 2]))
+    shard.snapshot()
+    shard.run(ERASE, gone(ADAM, [1]))
+    shard.run(ERASE, gone(HALF, [1]))
+    # With the first step the rows of adam in older runs have been looked at, those of half have not.
+    again = iter([lambda: shard.run(APPLY, rows(ADAM, [1], 0.5), rows(HALF, [1], 0.5))])
+    shard.snapshot(lambda: next(again, lambda: None)())
+    shard.check()
+    shard.run(APPLY, rows(ADAM, [1], 0.25), rows(HALF, [1], 0.25))
+    shard.check()
+
+
+def test_after_a_snapshot_the_journal_is_not_needed(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]), rows(HALF, [7]))
+    shard.snapshot()
+    shard.journal.read = None  # type: ignore[method-assign]
+    shard.check()
+
+
+def test_only_rows_newer_than_the_last_snapshot_are_written(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, list(range(20))))
+    taker = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied)
+    first = list(taker.steps(shard.tables.all()))[-1]
+    shard.run(APPLY, rows(ADAM, [3, 4, 99]))
+    second = list(taker.steps(shard.tables.all()))[-1]
+    assert (first.n_rows, first.n_expected, second.n_rows, second.n_expected) == (20, 20, 3, 3)
+    assert 0 < second.size_bytes < first.size_bytes
+    shard.check()
+
+
+def test_a_snapshot_that_is_given_up_leaves_the_one_before_it(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    shard.snapshot()
+    cut, size = shard.runs.cut, shard.runs.size_bytes
+    shard.run(APPLY, rows(ADAM, [2, 3]))
+    steps = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all())
+    next(steps)
+    next(steps)
+    steps.close()
+    shard.check()
+    shard.reopen()
+    assert (shard.runs.cut, shard.runs.size_bytes) == (cut, size)
+    shard.check()
+
+
+def test_a_row_that_storage_lost_stops_the_snapshot(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    for address in shard.store.addresses:
+        node = memory_node(address)
+        for key in [key for key in node.values if key.startswith(ADAM.tag)]:
+            del node.values[key]
+    with pytest.raises(LostRowError, match=r"'adam', id 1: no row in storage, expected version \(1, 1\)"):
+        shard.snapshot()
+    assert shard.runs.cut == 0
+    assert list((shard.folder / "snapshot").glob("*.run")) == []
+
+
+def test_rows_are_taken_from_the_cache(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, cache_bytes=1 << 20)
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    shard.store.read, read = None, shard.store.read  # type: ignore[method-assign, assignment]
+    shard.snapshot()
+    shard.store.read = read  # type: ignore[method-assign]
+    shard.check()
+    shard.journal.close()
+    shard.runs.close()
+
+
+def test_a_version_that_cannot_be_reached_is_a_lost_row(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2**64 - 2]))
+    state = shard.tables.state(ADAM)
+    for row_id, version, got in ((1, 7, r"version \(1, 1\)"), (3, 1, "no row"), (2**64 - 2, 9, r"version \(1, 1\)")):
+        shown = row_id if row_id < 100 else -2
+        with pytest.raises(LostRowError, match=rf"'adam', id {shown}: .* give {got}, expected version \(1, {version}\)"):
+            shard.reconstructor.records(state, np.array([row_id], np.uint64), np.array([make_version(1, version)], np.uint64))
+
+
+def test_an_older_version_than_the_snapshot_has_is_lost_unless_newer_will_do(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1]))
+    ids, old = shard.existing(ADAM)
+    shard.run(APPLY, rows(ADAM, [1]))
+    shard.snapshot()
+    state = shard.tables.state(ADAM)
+    with pytest.raises(LostRowError, match=r"give version \(1, 2\), expected version \(1, 1\)"):
+        shard.reconstructor.records(state, ids, old)
+    assert shard.reconstructor.records(state, ids, old, or_newer=True).tobytes() == shard.read(ADAM, ids).tobytes()
+
+
+def test_a_row_that_is_gone_is_no_newer_row(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1]))
+    ids, old = shard.existing(ADAM)
+    shard.snapshot()
+    shard.run(ERASE, gone(ADAM, [1]))
+    shard.snapshot()
+    with pytest.raises(LostRowError, match="give no row"):
+        shard.reconstructor.records(shard.tables.state(ADAM), ids, old, or_newer=True)
+
+
+def test_a_row_erased_while_the_snapshot_is_taken_is_not_made_from_its_first_value(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [1]))
+    shard.snapshot()
+    shard.run(APPLY, rows(ADAM, [1]))
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def change_and_erase() -> None:
+        if not seen:
+            shard.run(APPLY, rows(HALF, [1], 0.5))
+            seen.append(shard.existing(HALF))
+            shard.run(ERASE, gone(HALF, [1]))
+
+    shard.snapshot(change_and_erase)
+    with pytest.raises(LostRowError, match="give no row"):  # not: a new row with one apply, which has that version too
+        shard.reconstructor.records(shard.tables.state(HALF), *seen[0])
+    shard.check()
+
+
+def test_a_journal_that_does_not_reach_back_to_the_snapshot_is_refused(shard: Shard) -> None:
+    shard.engine.k = 5  # five batches without a journal
+    shard.run(APPLY, rows(ADAM, [1]))
+    ids, versions = shard.existing(ADAM)
+    with pytest.raises(LostRowError, match="continues with batch 6, snapshot and journal reach to batch 0"):
+        shard.reconstructor.records(shard.tables.state(ADAM), ids, versions)
+    shard.engine.k = 8
+    shard.run(APPLY, rows(ADAM, [1]))
+    ids, versions = shard.existing(ADAM)
+    shard.runs.publish([], make_version(1, 5))
+    with pytest.raises(LostRowError, match="continues with batch 9, snapshot and journal reach to batch 6"):
+        shard.reconstructor.records(shard.tables.state(ADAM), ids, versions)
+
+
+def test_after_a_load_nothing_of_the_journal_before_it_is_replayed(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    shard.run(ERASE, gone(ADAM, [1, 2]))  # as a load erases the rows that it does not have: without an entry in the journal
+    shard.journal.close()
+    (shard.folder / "journal" / "000000000002.journal").unlink()
+    shard.open()
+    shard.runs.reset(make_version(2, 0))
+    shard.epoch = 3
+    shard.run(APPLY, rows(ADAM, [1]))
+    shard.check()
+
+
+def test_a_row_erased_before_its_slice_is_not_made_from_what_the_journal_still_has(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [1]))
+    shard.snapshot()
+    shard.run(APPLY, rows(ADAM, [1]), rows(HALF, [2]))
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def change_and_erase() -> None:
+        if not seen:
+            shard.run(APPLY, rows(HALF, [2], 0.5))
+            ids, versions = shard.existing(HALF)
+            seen.append((ids[ids == 2], versions[ids == 2]))
+            shard.run(ERASE, gone(HALF, [2]))
+
+    shard.snapshot(change_and_erase)
+    with pytest.raises(LostRowError, match="give no row"):
+        shard.reconstructor.records(shard.tables.state(HALF), *seen[0])
+    shard.check()
+
+
+def test_the_image_is_saved_when_all_rows_are_written_and_before_they_count(shard: Shard) -> None:
+    shard.run(APPLY, rows(ADAM, [1]))
+    seen = []
+
+    def save() -> None:
+        seen.append((shard.runs.cut, next((shard.folder / "snapshot").glob("*.run")).stat().st_size > 0))
+
+    for _ in Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all(), save):
+        assert seen == []
+    assert (seen, shard.runs.cut) == ([(0, True)], shard.applied)
+
+
+def test_rows_are_made_in_passes_of_bounded_memory(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard.run(APPLY, rows(ADAM, list(range(50))))
+    shard.run(APPLY, rows(ADAM, list(range(0, 50, 3)), 0.5))
+    passes = []
+    batches = Reconstructor._batches
+    monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
+    monkeypatch.setattr(reconstruct, "_BLOCK_WEIGHTS", 6)
+    shard.reconstructor = Reconstructor(shard.runs, shard.journal, find, pass_bytes=10 * ADAM.record.size_bytes)
+    ids, versions = shard.existing(ADAM)
+    made = shard.reconstructor.records(shard.tables.state(ADAM), ids, versions)
+    assert made.tobytes() == shard.read(ADAM, ids).tobytes()
+    assert len(passes) == 5
+
+
+def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard.run(APPLY, rows(ADAM, [1, 2]))
+    shard.snapshot()
+    shard.run(APPLY, rows(ADAM, [2, 3]))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("write_all", "sync", "sync_folder"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, name, full)
+            with pytest.raises(JournalFullError, match="No space left"):
+                shard.snapshot()
+        shard.check()
+        shard.reopen()
+        shard.check()
+    shard.snapshot()
+    shard.check()
+    assert len(list((shard.folder / "snapshot").glob("*.run"))) <= 3
+
+
+# --- any order of everything --------------------------------------------------------------------------------------------------------
+
+_TABLE = st.sampled_from(["adam", "half"])
+_ID_LIST = st.lists(st.sampled_from(IDS), min_size=1, max_size=4, unique=True)
+_CHANGE = st.tuples(st.sampled_from([APPLY] * 5 + [ASSIGN, ERASE, ERASE]), _TABLE, _ID_LIST, st.floats(-2, 2, width=32))
+_STEP = st.one_of(_CHANGE, st.sampled_from(["snapshot"] * 4 + ["reopen", "give up"]))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(_STEP, min_size=5, max_size=40), st.lists(_CHANGE, max_size=20))
+def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempPathFactory, steps: list, during: list) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_file, "BLOCK_BYTES", 200)
+        patch.setattr(snapshotter, "_SLICE_BYTES", 150)
+        shard, left = Shard(tmp_path_factory.mktemp("shard")), iter(during)
+
+        def change(kind: str, name: str, ids: list[int], value: float) -> None:
+            table = TABLES[name]
+            shard.run(kind, rows(table, sorted(ids), value, 0 if kind == ERASE else None))
+
+        def maybe_change() -> None:
+            one = next(left, None)
+            if one is not None:
+                change(*one)
+
+        for step in steps:
+            if step == "snapshot":
+                shard.snapshot(maybe_change)
+            elif step == "reopen":
+                shard.reopen()
+            elif step == "give up":
+                unfinished = Snapshotter(shard.runs, from_storage(shard.store, 5), lambda: shard.applied).steps(shard.tables.all())
+                next(unfinished, None)
+                maybe_change()
+                next(unfinished, None)
+                unfinished.close()
+            else:
+                change(*step)
+            shard.check()
+        shard.journal.close()
+        shard.runs.close()

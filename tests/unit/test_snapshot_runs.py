@@ -1,0 +1,451 @@
+"""Runs of rows: each is read back whole or refused, the newest state of an id wins, and merging changes nothing that can be seen."""
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvemb.init
+import kvemb.optim
+from kvemb.errors import FencedError, JournalDamagedError, JournalFullError, RecordError
+from kvemb.record import make_version
+from kvemb.table_def import TableDef
+from paramserver.journal import files
+from paramserver.snapshot import Runs, manifest, run_file
+from paramserver.snapshot.manifest import Manifest, RunEntry, TableRuns
+from paramserver.snapshot.merge import merge_from, merged
+from paramserver.snapshot.run_file import ERASED, ROWS, RunEncoder, RunFile
+from paramserver.snapshot.run_writer import RunWriter
+
+TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
+RECORD = TABLE.record
+
+
+def u64(values: object) -> np.ndarray:
+    return np.array(list(values), np.uint64)  # type: ignore[call-overload]
+
+
+def records(ids: list[int], versions: list[int]) -> np.ndarray:
+    weights = np.array([[i % 97, v] for i, v in zip(ids, versions, strict=True)], np.float32).reshape(len(ids), 2)
+    return RECORD.encode(u64(ids), u64(versions), weights, np.empty((len(ids), 0), np.float32))
+
+
+def erased(versions: list[int]) -> np.ndarray:
+    return u64(versions).view(np.uint8).reshape(len(versions), 8)
+
+
+State = dict[int, tuple[int, bool]]
+"""id -> (version, whether it exists)."""
+
+
+def encoded(state: State) -> bytes:
+    encoder = RunEncoder(RECORD.size_bytes)
+    pieces: list[bytes | memoryview] = [encoder.header()]
+    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
+    pieces += encoder.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
+    for part in (live[:3], live[3:]):
+        pieces += encoder.add(ROWS, u64(part), records(part, [state[i][0] for i in part]))
+    pieces.append(encoder.footer())
+    data = b"".join(pieces)
+    assert len(data) == encoder.size_bytes
+    return data
+
+
+def reading(data: bytes) -> Callable[[int, int], bytes]:
+    return lambda offset, size: data[offset : offset + size]
+
+
+def opened(data: bytes) -> RunFile:
+    return RunFile(reading(data), len(data), "the/run")
+
+
+def state_of(run: RunFile) -> State:
+    rows = [(i, v, True) for ids, rest in run.blocks(ROWS) for i, v in zip(ids.tolist(), RECORD.versions(rest).tolist(), strict=True)]
+    gone = [(i, v, False) for ids, rest in run.blocks(ERASED) for i, v in zip(ids.tolist(), rest.view("<u8")[:, 0].tolist(), strict=True)]
+    return {i: (v, exists) for i, v, exists in rows + gone}
+
+
+STATES = st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(st.integers(1, 2**50), st.booleans()), max_size=30)
+FEW_STATES = st.dictionaries(st.integers(0, 12), st.booleans(), max_size=8)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_file, "BLOCK_BYTES", 100)
+
+
+@given(STATES)
+def test_a_run_is_read_back(state: State) -> None:
+    run = opened(encoded(state))
+    assert state_of(run) == state
+    assert run.n_rows(ROWS) + run.n_rows(ERASED) == len(state)
+    assert [i for ids in run.ids(ROWS) for i in ids.tolist()] == sorted(i for i in state if state[i][1])
+
+
+@given(STATES, st.lists(st.integers(0, 2**64 - 1), max_size=10))
+def test_rows_are_found(state: State, others: list[int]) -> None:
+    run, ids = opened(encoded(state)), u64(sorted({*others, *list(state)[::2]}))
+    for kind in (ROWS, ERASED):
+        found = {int(ids[at]): rest.tobytes() for ats, rests in run.find(kind, ids) for at, rest in zip(ats, rests, strict=True)}
+        wanted = sorted(i for i in set(ids.tolist()) & set(state) if state[i][1] is (kind == ROWS))
+        rest = (records if kind == ROWS else lambda ids, versions: erased(versions))(wanted, [state[i][0] for i in wanted])
+        assert found == {i: one.tobytes() for i, one in zip(wanted, rest, strict=True)}
+
+
+DATA = encoded({i * 3: (i + 1, i % 4 > 0) for i in range(20)})
+
+
+@given(st.integers(0, 8 * len(DATA) - 1))
+def test_a_flipped_bit_is_refused(bit: int) -> None:
+    data = bytearray(DATA)
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(JournalDamagedError, match=r"the/run: offset \d+: "):
+        state_of(opened(bytes(data)))
+
+
+@given(st.integers(0, len(DATA) - 1))
+def test_a_truncated_run_is_refused(size: int) -> None:
+    with pytest.raises(JournalDamagedError, match="the/run"):
+        opened(DATA[:size])
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_no_run(noise: bytes) -> None:
+    for data in (noise, DATA[:16] + noise + DATA[-32:], DATA + noise[:1] + b"x"):
+        with pytest.raises(JournalDamagedError, match="the/run"):
+            opened(data)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=7, max_size=21))
+def test_a_footer_whose_checksum_is_right_may_still_be_wrong(numbers: list[int]) -> None:
+    """Whoever can write the file can write checksums; what is allocated stays bounded by the file's size."""
+    footer = u64(numbers[: len(numbers) // 7 * 7]).tobytes()
+    place = struct.pack("<QQ", 16, len(footer) // 56)
+    data = DATA[:16] + footer + place
+    data += struct.pack("<Q8s", xxhash.xxh3_64_intdigest(data), b"runkvemb")
+    with pytest.raises(JournalDamagedError, match="the/run"):
+        opened(data)
+
+
+def histories(states: list[dict[int, bool]]) -> list[State]:
+    return [{i: (10 * n + 5, exists) for i, exists in state.items()} for n, state in enumerate(states)]
+
+
+def newest(states: list[State]) -> State:
+    return {i: one for state in states for i, one in state.items()}
+
+
+@given(st.lists(FEW_STATES, min_size=1, max_size=5), st.booleans())
+def test_merging_keeps_the_newest_state_of_each_id(states: list[dict[int, bool]], keep_erased: bool) -> None:
+    history = histories(states)
+    encoder, pieces = RunEncoder(RECORD.size_bytes), []
+    for part in merged([opened(encoded(state)) for state in history], RECORD.versions, keep_erased=keep_erased):
+        pieces += [bytes(piece) for piece in encoder.add(*part)]
+    result = state_of(opened(b"".join([encoder.header(), *pieces, encoder.footer()])))
+    assert result == {i: one for i, one in newest(history).items() if one[1] or keep_erased}
+
+
+@given(st.lists(st.integers(1, 1000), max_size=12), st.integers(1, 6))
+def test_merging_leaves_few_runs(sizes: list[int], limit: int) -> None:
+    first = merge_from(sizes, limit)
+    assert (first is None) == (len(sizes) <= limit)
+    if first is not None:
+        assert first + 1 <= limit
+        assert first < len(sizes) - 1
+
+
+def publish(runs: Runs, state: State, cut: int) -> None:
+    writer = runs.begin(TABLE)
+    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
+    writer.add(ROWS, u64(live), records(live, [state[i][0] for i in live]))
+    writer.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
+    runs.publish([writer], cut)
+
+
+def check(runs: Runs, wanted: State) -> None:
+    ids = list(range(15))
+    base = runs.find(TABLE, u64(ids))
+    assert base.exists.tolist() == [wanted.get(i, (0, False))[1] for i in ids]
+    live = [i for i in ids if base.exists[i]]
+    assert base.versions[live].tolist() == [wanted[i][0] for i in live]
+    assert base.records[live].tobytes() == records(live, [wanted[i][0] for i in live]).tobytes()
+
+
+@given(st.lists(FEW_STATES, max_size=9), st.integers(1, 4))
+def test_a_folder_shows_the_newest_state_before_and_after_merging(
+    tmp_path_factory: pytest.TempPathFactory, states: list[dict[int, bool]], limit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    runs, history = Runs(folder, limit=limit), histories(states)
+    for n, state in enumerate(history):
+        publish(runs, state, n + 1)
+        check(runs, newest(history[: n + 1]))
+        for _ in runs.merge(TABLE):
+            check(runs, newest(history[: n + 1]))
+        check(runs, newest(history[: n + 1]))
+        assert runs.n_runs(TABLE) <= limit
+        assert runs.size_bytes == sum(path.stat().st_size for path in folder.glob("*.run"))
+        if n % 3 == 1:
+            runs.close()
+            runs = Runs(folder, limit=limit)
+            assert runs.cut == n + 1
+    check(runs, newest(history))
+    runs.close()
+
+
+def test_a_row_and_its_erase_in_one_run_are_told_apart_by_their_versions(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    writer = runs.begin(TABLE)
+    writer.add(ROWS, u64([1, 2]), records([1, 2], [10, 30]))
+    writer.add(ERASED, u64([1, 2]), erased([20, 20]))
+    runs.publish([writer], 5)
+    base = runs.find(TABLE, u64([1, 2]))
+    assert (base.exists.tolist(), base.versions.tolist()) == ([False, True], [20, 30])
+    runs.close()
+
+
+def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, limit=2)
+    publish(runs, {i: (5, True) for i in range(100)}, 9)
+    publish(runs, {3: (15, False), 200: (15, True)}, 19)
+    publish(runs, {4: (25, False), 3: (26, True)}, 29)
+    size = runs.size_bytes
+    list(runs.merge(TABLE))
+    assert runs.n_runs(TABLE) == 2
+    assert runs.size_bytes < size
+    check(runs, {**{i: (5, True) for i in range(100)}, 3: (26, True), 4: (25, False)})
+    runs.close()
+
+
+def test_what_a_crash_left_over_is_deleted_and_a_writer_at_work_is_not(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    (tmp_path / "000000000077.run").write_bytes(b"half")
+    (tmp_path / "manifest.tmp").write_bytes(b"half")
+    at_work = runs.begin(TABLE)
+    at_work.add(ROWS, u64([3]), records([3], [6]))
+    publish(runs, {2: (7, True)}, 10)
+    runs.publish([at_work], 11)
+    check(runs, {1: (5, True), 2: (7, True), 3: (6, True)})
+    assert len(list(tmp_path.glob("*.run"))) == 3
+    runs.close()
+    (tmp_path / "000000000078.run").write_bytes(b"half")
+    again = Runs(tmp_path)
+    assert len(list(tmp_path.glob("*.run"))) == 3
+    assert not list(tmp_path.glob("*.tmp"))
+    check(again, {1: (5, True), 2: (7, True), 3: (6, True)})
+    again.close()
+
+
+class Owners:
+    """Opens a folder for one process after another; all but the last are fenced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.epoch = folder, 0
+
+    def next(self, limit: int = 9) -> Runs:
+        self.epoch += 1
+        epoch = self.epoch
+
+        def still_ours() -> None:
+            if epoch != self.epoch:
+                raise FencedError(f"epoch {epoch}")
+
+        return Runs(self.folder, limit=limit, epoch=epoch, still_ours=still_ours)
+
+
+def begun(runs: Runs, state: State) -> RunWriter:
+    writer, ids = runs.begin(TABLE), sorted(state)
+    writer.add(ROWS, u64(ids), records(ids, [state[i][0] for i in ids]))
+    return writer
+
+
+def test_a_process_that_was_shut_out_publishes_nothing(tmp_path: Path) -> None:
+    owners = Owners(tmp_path)
+    old = owners.next()
+    writer = begun(old, {1: (5, True)})
+    new = owners.next()  # deletes the run that the other one writes
+    with pytest.raises(FencedError):
+        old.publish([writer], 5)
+    assert not list(tmp_path.iterdir())
+    publish(new, {2: (7, True)}, 7)
+    for runs in (old, new):
+        runs.close()
+    again = owners.next()
+    assert again.cut == 7
+    check(again, {2: (7, True)})
+    again.close()
+
+
+def test_a_process_that_was_shut_out_gives_up_no_run_but_its_own(tmp_path: Path) -> None:
+    owners = Owners(tmp_path)
+    old = owners.next()
+    given_up = begun(old, {1: (5, True)})
+    new = owners.next()
+    writer = begun(new, {2: (7, True)})
+    given_up.drop()
+    new.publish([writer], 7)
+    old._sweep()
+    for runs in (old, new):
+        runs.close()
+    again = owners.next()
+    check(again, {2: (7, True)})
+    again.close()
+
+
+def test_a_process_that_was_shut_out_in_a_merge_leaves_the_successors_snapshot(tmp_path: Path) -> None:
+    owners = Owners(tmp_path)
+    old = owners.next(limit=1)
+    publish(old, {1: (5, True), 2: (5, True)}, 5)
+    publish(old, {2: (6, True)}, 6)
+    merging = old.merge(TABLE)
+    next(merging)
+    new = owners.next()
+    publish(new, {3: (9, True)}, 9)
+    with pytest.raises(FencedError):
+        list(merging)
+    for runs in (old, new):
+        runs.close()
+    again = owners.next()
+    assert again.cut == 9
+    check(again, {1: (5, True), 2: (6, True), 3: (9, True)})
+    again.close()
+
+
+def test_a_process_shut_out_right_after_it_was_asked_replaces_no_manifest(tmp_path: Path) -> None:
+    first = Runs(tmp_path, epoch=1)
+    publish(first, {1: (5, True)}, 5)
+    opened: list[Runs] = []
+    first._still_ours = lambda: opened.append(Runs(tmp_path, epoch=2))
+    with pytest.raises(JournalFullError, match="No such file"):
+        publish(first, {1: (6, True)}, 6)
+    again = Runs(tmp_path, epoch=3)
+    assert again.cut == 5
+    check(again, {1: (5, True)})
+    for runs in (first, *opened, again):
+        runs.close()
+
+
+def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(tmp_path, limit=1)
+    publish(runs, {1: (5, True)}, 9)
+    publish(runs, {1: (7, True)}, 10)
+
+    def fail(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    old = (tmp_path / "manifest").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync_folder", fail)
+        with pytest.raises(Exception, match="Input/output error"):
+            list(runs.merge(TABLE))
+    check(runs, {1: (7, True)})
+    runs.close()
+    for data in ((tmp_path / "manifest").read_bytes(), old):
+        (tmp_path / "copy").mkdir()
+        for path in tmp_path.glob("*.run"):
+            os.link(path, tmp_path / "copy" / path.name)
+        (tmp_path / "copy" / "manifest").write_bytes(data)
+        again = Runs(tmp_path / "copy")
+        check(again, {1: (7, True)})
+        again.close()
+        for path in (tmp_path / "copy").iterdir():
+            path.unlink()
+        (tmp_path / "copy").rmdir()
+
+
+def test_a_reset_forgets_every_row(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    runs.reset(make_version(2, 0))
+    check(runs, {})
+    assert (runs.cut, list(tmp_path.glob("*.run"))) == (make_version(2, 0), [])
+    runs.close()
+
+
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    runs.close()
+    next(tmp_path.glob("*.run")).unlink()
+    with pytest.raises(JournalDamagedError, match=r"\.run: .*missing"):
+        Runs(tmp_path)
+
+
+def test_another_run_under_the_name_is_refused(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    runs.close()
+    next(tmp_path.glob("*.run")).write_bytes(encoded({1: (5, True), 2: (5, True)}))
+    again = Runs(tmp_path)
+    with pytest.raises(JournalDamagedError, match="another run"):
+        again.find(TABLE, u64([1]))
+    again.close()
+
+
+def test_records_of_other_ids_are_refused(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    writer = runs.begin(TABLE)
+    writer.add(ROWS, u64([1, 2]), records([1, 3], [5, 5]))
+    runs.publish([writer], 5)
+    with pytest.raises(RecordError, match="id 2"):
+        runs.find(TABLE, u64([1, 2]))
+    runs.close()
+
+
+def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    publish(runs, {1: (5, True)}, 9)
+    other = TableDef("t", 3, kvemb.optim.sgd(0.5), kvemb.init.zeros())
+    with pytest.raises(JournalDamagedError, match="another definition"):
+        runs.find(other, u64([1]))
+    runs.close()
+
+
+# --- the manifest -------------------------------------------------------------------------------------------------------------------
+
+MANIFEST = Manifest(make_version(3, 9), {"t": TableRuns(7, 20, (RunEntry(1, 900), RunEntry(4, 2**40))), "u": TableRuns(0, 99)})
+MANIFEST_DATA = manifest.encode(MANIFEST)
+
+
+def test_a_manifest_is_read_back() -> None:
+    assert manifest.decode(MANIFEST_DATA, "f") == MANIFEST
+
+
+@given(st.integers(0, 8 * len(MANIFEST_DATA) - 1))
+def test_a_flipped_bit_in_the_manifest_is_refused(bit: int) -> None:
+    data = bytearray(MANIFEST_DATA)
+    data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(JournalDamagedError, match="the/file"):
+        manifest.decode(bytes(data), "the/file")
+
+
+@given(st.integers(0, len(MANIFEST_DATA) - 1), st.binary(max_size=100))
+def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> None:
+    for data in (MANIFEST_DATA[:size], MANIFEST_DATA + more + b"x", more):
+        with pytest.raises(JournalDamagedError, match="the/file"):
+            manifest.decode(data, "the/file")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\xc0",
+        b"\x80",
+        b"\x82\xa3cut\xffb",
+        b"\x82\xa3cut\x01\xa6tables\x81\xa1t\x92\x01\x01",
+        b"\x82\xa3cut\x01\xa6tables\x81\xa1t\x93\x01\x01\x91\x92\xff\x01",
+    ],
+)
+def test_a_manifest_with_a_right_checksum_may_still_be_wrong(body: bytes) -> None:
+    data = struct.pack("<8sII", b"kvembsnp", 1, len(body)) + body
+    with pytest.raises(JournalDamagedError, match="the/file"):
+        manifest.decode(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")
