@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, deepfm, memory, pull, scale, train
+from benchmarks import apply, checkpoint, deepfm, durability, memory, pull, recovery, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -24,6 +24,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "pull": Benchmark(pull.pull, pull.add_arguments),
     "apply": Benchmark(apply.apply, apply.add_arguments),
     "train": Benchmark(train.train, train.add_arguments),
+    "durability": Benchmark(durability.durability, durability.add_arguments),
+    "recovery": Benchmark(recovery.recovery, recovery.add_arguments),
+    "checkpoint": Benchmark(checkpoint.checkpoint, checkpoint.add_arguments),
     "deepfm": Benchmark(deepfm.deepfm, deepfm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),

@@ -2,17 +2,17 @@
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import product
 
 import kvemb
 from benchmarks import peers
-from benchmarks.apply_load import Load, cache_mb_for, check_sums, check_written, make_load, shard_status
+from benchmarks.apply_load import Load, Pass, cache_mb_for, check_sums, check_written, make_load, our_pass
 from benchmarks.measure import Contender, Spread, cpu_s
 from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
 from benchmarks.set_peer import redis_benchmark_set
+from kvemb.config import DURABILITIES
 from kvemb.local_cluster import LocalCluster
 from kvemb.optim import OptimizerSpec
 from kvemb.table_def import TableDef
@@ -28,28 +28,6 @@ _OVERHEAD_BYTES = 160
 _PEER_TURN_S = 0.5
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One pass of somebody over all rows.
-
-    Args:
-        n_rows: rows written (of GETs: read).
-        wall_s: from the first push to the end of the flush.
-        server_cpu_s, client_cpu_s, ps_cpu_s: CPU time in it; the last is 0 for peers.
-        n_lookups, n_hits: of the shard's cache.
-        n_batches: into which the shard merged the pushes.
-    """
-
-    n_rows: int
-    wall_s: float
-    server_cpu_s: float
-    client_cpu_s: float
-    ps_cpu_s: float = 0.0
-    n_lookups: int = 0
-    n_hits: int = 0
-    n_batches: int = 0
-
-
 def apply(options: argparse.Namespace) -> Report:
     """How many rows per second does one shard sustain: push in, optimizer, record written?
 
@@ -60,7 +38,8 @@ def apply(options: argparse.Namespace) -> Report:
     They take turns in every round. Read: ratio is ours divided by this line's rows/s, within a round; PS, server and client µs/row are
     CPU time of the shard, the storage server and the pushing client (or of that program); hits is the share of rows that the cache had;
     targets stand beside what they are about. Values are medians with (smallest..largest). Three processes of ours share this machine's
-    cores, two of the peer's do. Before: pushes of whole gradients to a plain SGD table must come out as the exact sums. After: every
+    cores, two of the peer's do. --layout paged is a dense table, whose rows lie in pages (peers' are keyed all the same); --durability
+    adds the shard's journal. Before: pushes of whole gradients to a plain SGD table must come out as the exact sums. After: every
     pushed id has a row, and no other.
     """
     sections = []
@@ -68,8 +47,8 @@ def apply(options: argparse.Namespace) -> Report:
     for store in options.store:
         for dim in options.dim:
             for optimizer in options.optimizer:
-                for cache in options.cache:
-                    sections.append(_measure(store, dim, optimizer, cache == "all", options, versions))
+                for layout, cache in product(options.layout, options.cache):
+                    sections.append(_measure(store, layout, dim, optimizer, cache == "all", options, versions))
     return Report("apply", sections, versions)
 
 
@@ -80,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = sorted(OPTIMIZERS)
     parser.add_argument("--optimizer", nargs="+", choices=names, default=["rowwise_adagrad", "adam"], help="(rowwise_adagrad adam)")
     parser.add_argument("--cache", nargs="+", choices=["all", "none"], default=["all", "none"], help="rows that the shard keeps (both)")
+    parser.add_argument("--layout", nargs="+", choices=["keyed", "paged"], default=["keyed"], help="of the table; paged: num_ids (keyed)")
+    parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shard's journal (none)")
     parser.add_argument("--rows", type=whole(1), default=400_000, metavar="N", help="rows in the table (400000)")
     parser.add_argument("--batch", type=whole(1), default=40_000, metavar="N", help="rows of a push (40000)")
     parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
@@ -94,7 +75,7 @@ def lines_of(ours: Sequence[Pass], others: Sequence[tuple[str, Sequence[Pass]]],
         cached: whether no row was read.
         dim: decides whether the target for PS CPU applies.
     """
-    rates = [_rate(one) for one in ours]
+    rates = [one.rows_per_s for one in ours]
     figures = _figures(ours) | {
         "PS µs/row": Spread.of([one.ps_cpu_s * 1e6 / one.n_rows for one in ours]),
         "hits": sum(one.n_hits for one in ours) / max(1, sum(one.n_lookups for one in ours)),
@@ -105,34 +86,43 @@ def lines_of(ours: Sequence[Pass], others: Sequence[tuple[str, Sequence[Pass]]],
     target = f"ratio >= {LEAST_RATIO}"
     for name, rounds in others:
         aim = target if cached and "SET" in name else "–"
-        ratio = Spread.of([mine / _rate(one) for mine, one in zip(rates, rounds, strict=True)])
+        ratio = Spread.of([mine / one.rows_per_s for mine, one in zip(rates, rounds, strict=True)])
         lines.append(Line(name, _figures(rounds) | {"ratio": ratio, "target": aim}))
     if len(others) == 2:
-        both = [1 / (1 / _rate(a) + 1 / _rate(b)) for a, b in zip(others[0][1], others[1][1], strict=True)]
+        both = [1 / (1 / a.rows_per_s + 1 / b.rows_per_s) for a, b in zip(others[0][1], others[1][1], strict=True)]
         ratio = Spread.of([mine / one for mine, one in zip(rates, both, strict=True)])
         rate = Spread.of([one / 1e6 for one in both])
         lines.append(Line("GET + SET, from the two", {"M rows/s": rate, "ratio": ratio, "target": "–" if cached else target}))
     return lines
 
 
-def _measure(store: str, dim: int, optimizer: str, cached: bool, options: argparse.Namespace, versions: dict[str, str]) -> Section:
-    definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64")
+def _measure(
+    store: str, layout: str, dim: int, optimizer: str, cached: bool, options: argparse.Namespace, versions: dict[str, str]
+) -> Section:
+    num_ids = options.rows if layout == "paged" else None
+    definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64", num_ids=num_ids)
     record_bytes, n_rows = definition.record.size_bytes, options.rows
     memory_mb = max(1024, math.ceil(3 * n_rows * (record_bytes + _OVERHEAD_BYTES) / (1 << 20)))
     cache_mb = cache_mb_for(n_rows, record_bytes) if cached else 0
-    with LocalCluster(store, memory_mb=memory_mb, cache_mb=cache_mb) as cluster, kvemb.connect(cluster.url) as opened:
+    with (
+        LocalCluster(store, memory_mb=memory_mb, cache_mb=cache_mb, durability=options.durability) as cluster,
+        kvemb.connect(cluster.url) as opened,
+    ):
         versions[f"{store} server"] = opened.status().nodes[0].server
         check_sums(opened)
-        load = make_load(opened.create_table("bench", dim=dim, optimizer=definition.optimizer, id_dtype="uint64"), n_rows, options.batch)
+        table = opened.create_table("bench", dim=dim, optimizer=definition.optimizer, id_dtype="uint64", num_ids=num_ids)
+        load = make_load(table, n_rows, options.batch)
         others, notes = _peers(store, cluster, record_bytes, n_rows)
         ours, theirs = _rounds(load, cluster, others, options.repeats)
         check_written(load)
     settings = {
         "store": store,
+        "layout": layout,
         "dim": dim,
         "optimizer": optimizer,
         "record_bytes": record_bytes,
         "cached": "every row" if cached else "none",
+        "durability": options.durability,
         "rows": n_rows,
         "batch": options.batch,
         "repeats": options.repeats,
@@ -158,7 +148,7 @@ def _rounds(
     server, shard = [cluster.servers[0].process.pid], [cluster.shards[0].pid]
     ours, theirs = [], [(other.name, list[Pass]()) for other in others]
     for _ in range(repeats + 1):
-        ours.append(_our_pass(load, server, shard))
+        ours.append(our_pass(load, server, shard))
         for other, (_, rounds) in zip(others, theirs, strict=True):
             before_s = cpu_s(server)
             turn = other.take_turn(_PEER_TURN_S)
@@ -166,26 +156,9 @@ def _rounds(
     return ours[1:], [(name, rounds[1:]) for name, rounds in theirs]
 
 
-def _our_pass(load: Load, server: list[int], shard: list[int]) -> Pass:
-    before = shard_status(load.table.cluster)
-    server_s, shard_s = cpu_s(server), cpu_s(shard)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    load.push_all()
-    wall_s, client_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    server_s, shard_s = cpu_s(server) - server_s, cpu_s(shard) - shard_s
-    after = shard_status(load.table.cluster)
-    n_rows, n_lookups = after.rows_applied - before.rows_applied, after.cache_lookups - before.cache_lookups
-    hits = after.cache_hits - before.cache_hits
-    return Pass(n_rows, wall_s, server_s, client_s, shard_s, n_lookups, hits, after.k - before.k)
-
-
-def _rate(one: Pass) -> float:
-    return one.n_rows / one.wall_s
-
-
 def _figures(rounds: Sequence[Pass]) -> dict[str, Spread | float | str]:
     return {
-        "M rows/s": Spread.of([_rate(one) / 1e6 for one in rounds]),
+        "M rows/s": Spread.of([one.rows_per_s / 1e6 for one in rounds]),
         "PS µs/row": "–",
         "server µs/row": Spread.of([one.server_cpu_s * 1e6 / one.n_rows for one in rounds]),
         "client µs/row": Spread.of([one.client_cpu_s * 1e6 / one.n_rows for one in rounds]),

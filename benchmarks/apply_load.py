@@ -1,6 +1,8 @@
 """What `apply` pushes, and the proof that it was applied: batches of distinct ids, and sums that come out exactly."""
 
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +10,8 @@ from numpy.typing import NDArray
 
 import kvemb
 from benchmarks.ids import row_ids
+from benchmarks.measure import cpu_s
+from benchmarks.servers import ids_of
 from kvemb.cluster import Cluster
 from kvemb.errors import KvembError
 from kvemb.messages import StatusReply
@@ -19,6 +23,35 @@ _SUM_ROWS = 20_000
 
 class WrongApplyError(AssertionError):
     """Storage does not hold what the pushes must have made of it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of somebody over all rows.
+
+    Args:
+        n_rows: rows written (of GETs: read).
+        wall_s: from the first push to the end of the flush.
+        server_cpu_s, client_cpu_s, ps_cpu_s: CPU time in it; the last is 0 for peers.
+        n_lookups, n_hits: of the shard's cache.
+        n_batches: into which the shard merged the pushes.
+        journal_bytes: by which the shard's journal grew.
+    """
+
+    n_rows: int
+    wall_s: float
+    server_cpu_s: float
+    client_cpu_s: float
+    ps_cpu_s: float = 0.0
+    n_lookups: int = 0
+    n_hits: int = 0
+    n_batches: int = 0
+    journal_bytes: int = 0
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second of the whole pass."""
+        return self.n_rows / self.wall_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +83,23 @@ class Load:
 def make_load(table: Table, n_rows: int, batch_rows: int) -> Load:
     """Deal n rows, in random order, to batches."""
     rng = np.random.default_rng(0)
-    ids = row_ids(rng.permutation(n_rows))
+    ids = ids_of(table.definition, rng.permutation(n_rows))
     batches = np.split(ids, range(batch_rows, n_rows, batch_rows))
     return Load(table, batches, rng.standard_normal((min(n_rows, batch_rows), table.dim), dtype=np.float32))
+
+
+def our_pass(load: Load, server: Sequence[int], shard: Sequence[int]) -> Pass:
+    """Push every row once; `server` and `shard` are the processes whose CPU time counts."""
+    before = shard_status(load.table.cluster)
+    server_s, shard_s = cpu_s(server), cpu_s(shard)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    load.push_all()
+    wall_s, client_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    server_s, shard_s = cpu_s(server) - server_s, cpu_s(shard) - shard_s
+    after = shard_status(load.table.cluster)
+    n_rows, n_lookups = after.rows_applied - before.rows_applied, after.cache_lookups - before.cache_lookups
+    hits, journal_bytes = after.cache_hits - before.cache_hits, after.journal_bytes - before.journal_bytes
+    return Pass(n_rows, wall_s, server_s, client_s, shard_s, n_lookups, hits, after.k - before.k, journal_bytes)
 
 
 def check_written(load: Load) -> None:

@@ -24,12 +24,15 @@ from kvemb.keys import RowKeys
 from kvemb.local_cluster.servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
+from kvemb.pages import PageLayout
 from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, Store, WritePart
 from kvemb.stores.registry import open_store
 from kvemb.table_def import TableDef
 
 STORES = ("redis", "valkey", "memcached")
+PAGED_STORES = ("redis", "valkey")
+LAYOUTS = {"keyed": "one key per row", "paged": "rows in pages (num_ids)"}
 OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
     "sgd": lambda: kvemb.optim.sgd(lr=0.01),
     "adam": lambda: kvemb.optim.adam(lr=0.01),
@@ -37,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
 # What TFRA's documentation of its Redis layout comes to, per row of one tensor; W, m and v are a tensor each.
 TFRA_STATED_BYTES = {16: 136, 64: 376}
 MOST_SGD_RATIO, MOST_ADAM_RATIO = 1.2, 1.0
+MOST_PAGED_RATIO = 1.15  # of the record
 _WRITE_ROWS = 50_000
 _TIMEOUT_S = 60.0
 _CALM_S, _LONGEST_CALM_S = 0.5, 15.0
@@ -59,32 +63,38 @@ def memory(options: argparse.Namespace) -> Report:
     the number of rows. memcached: `bytes` (items with their headers); beside it, whole, the slab pages
     claimed for them and the hash table, which is what the system sees. TFRA is not run here: its bytes per row are those that are stated of
     its Redis layout, one tensor for SGD, three (W, m, v) for Adam; the ratio is ours divided by that, below 1 where ours is smaller.
-    Nothing here depends on what else the machine does.
+    Keyed tables have a key for every row; paged ones (num_ids, Redis and Valkey only) keep their records side by side in pages, and are
+    compared with the record itself. Rows are created in no order. Nothing here depends on what else the machine does.
     """
     sections = []
     versions: dict[str, str] = {}
     for store in options.store:
-        lines = [_line(store, dim, name, options.rows, versions) for dim in options.dim for name in options.optimizer]
-        sections.append(Section({"store": store, "layout": "one key per row", "rows": options.rows}, lines=lines))
+        for layout in options.layout:
+            if layout == "paged" and store not in PAGED_STORES:
+                continue
+            lines = [_line(store, layout, dim, name, options.rows, versions) for dim in options.dim for name in options.optimizer]
+            sections.append(Section({"store": store, "layout": LAYOUTS[layout], "rows": options.rows}, lines=lines))
     return Report("memory", sections, versions)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `memory` can be asked."""
     parser.add_argument("--store", nargs="+", choices=STORES, default=list(STORES), help="storage kinds, in turn (all)")
+    parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="how rows are stored (both)")
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[8, 16, 64], metavar="N", help="weights per row (8 16 64)")
     parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), default=["sgd", "adam"], help="(sgd adam)")
     parser.add_argument("--rows", type=whole(1), default=300_000, metavar="N", help="rows in the table (300000)")
 
 
-def line_of(dim: int, optimizer: str, record_bytes: int, n_rows: int, before: Held, after: Held) -> Line:
-    """Say what n rows came to.
+def line_of(dim: int, optimizer: str, record_bytes: int, n_rows: int, before: Held, after: Held, layout: PageLayout | None = None) -> Line:
+    """Say what n rows came to; `layout` if they lie in pages.
 
     Raises:
-        KvembError: the server holds another number of rows.
+        KvembError: the server holds another number of rows, or of pages.
     """
-    if after.n_keys - before.n_keys != n_rows:
-        raise KvembError(f"{n_rows} rows were written; the server holds {after.n_keys - before.n_keys}")
+    n_keys = n_rows if layout is None else -(-n_rows // layout.rows_per_page)
+    if after.n_keys - before.n_keys != n_keys:
+        raise KvembError(f"{n_rows} rows were written under {n_keys} keys; the server holds {after.n_keys - before.n_keys}")
     row_bytes = (after.used_bytes - before.used_bytes) / n_rows
     claimed = after.claimed_bytes / n_rows if after.claimed_bytes else "–"
     figures = {
@@ -93,15 +103,20 @@ def line_of(dim: int, optimizer: str, record_bytes: int, n_rows: int, before: He
         "/ record": row_bytes / record_bytes,
         "claimed bytes/row": claimed,
     }
+    if layout is not None:
+        figures |= {"rows/page": float(layout.rows_per_page), "target": f"/ record <= {MOST_PAGED_RATIO}"}
     n_tensors, most = (3, f"< {MOST_ADAM_RATIO:.1f}") if optimizer == "adam" else (1, f"<= {MOST_SGD_RATIO:.1f}")
     if dim in TFRA_STATED_BYTES:
         stated = n_tensors * TFRA_STATED_BYTES[dim]
-        figures |= {"TFRA, stated": float(stated), "/ TFRA": row_bytes / stated, "target": most}
+        figures |= {"TFRA, stated": float(stated), "/ TFRA": row_bytes / stated}
+        if layout is None:
+            figures |= {"target": most}
     return Line(f"dim {dim}, {optimizer}", figures)
 
 
-def _line(store: str, dim: int, optimizer: str, n_rows: int, versions: dict[str, str]) -> Line:
-    definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64")
+def _line(store: str, layout: str, dim: int, optimizer: str, n_rows: int, versions: dict[str, str]) -> Line:
+    num_ids = n_rows if layout == "paged" else None
+    definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64", num_ids=num_ids)
     size = definition.record.size_bytes
     with _server(store, max(256, math.ceil(2 * n_rows * (size + 256) / (1 << 20)))) as (server, writer):
         versions[f"{store} server"] = writer.stats(Deadline.after(_TIMEOUT_S))[0].server
@@ -111,7 +126,7 @@ def _line(store: str, dim: int, optimizer: str, n_rows: int, versions: dict[str,
             _write(writer, definition, start, stop)
         for start, stop in blocks:  # every read also moves a directory that is being resized by a step
             _read_back(writer, definition, start, stop)
-        return line_of(dim, optimizer, size, n_rows, before, _at_rest(server))
+        return line_of(dim, optimizer, size, n_rows, before, _at_rest(server), definition.pages)
 
 
 @contextmanager
@@ -129,10 +144,18 @@ def _server(store: str, memory_mb: int) -> Iterator[tuple[StorageServer, Store]]
 
 
 def _records(definition: TableDef, start: int, stop: int) -> tuple[RowKeys, NDArray[np.uint8]]:
-    ids, record = row_ids(np.arange(start, stop)), definition.record
+    ids, record = _ids(definition, start, stop), definition.record
     values = np.random.default_rng(start).standard_normal((stop - start, definition.dim + record.slot_size), dtype=np.float32)
     records = record.encode(ids, make_version(1, 1), values[:, : definition.dim], values[:, definition.dim :])
-    return RowKeys(definition.tag, ids), records
+    new = np.ones(len(ids), bool)
+    return definition.keys(ids, pages=True, new=new), records
+
+
+def _ids(definition: TableDef, start: int, stop: int) -> NDArray[np.uint64]:
+    if definition.num_ids is None:
+        return row_ids(np.arange(start, stop))
+    order: NDArray[np.uint64] = np.random.default_rng(0).permutation(definition.num_ids).astype(np.uint64)
+    return order[start:stop]
 
 
 def _write(writer: Store, definition: TableDef, start: int, stop: int) -> None:

@@ -5,26 +5,49 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import peers
-from benchmarks.ids import DISTRIBUTIONS, row_ids, sampler, with_missing
+from benchmarks.ids import DISTRIBUTIONS, sampler, with_missing
 from benchmarks.measure import Contender, repeated, run_rounds
 from benchmarks.options import fraction, positive, whole
 from benchmarks.report import Report, Section
-from benchmarks.servers import Filled, filled
+from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
+from kvemb.errors import KvembError
 from kvemb.keys import RowKeys
 from kvemb.local_cluster.servers import KINDS
 from kvemb.pull import initial_rows
 from kvemb.table import Table
 
 BATCH_IDS = 26 * 4096
+STORES = ("redis", "valkey", "memcached")
+LAYOUTS = ("keyed", "paged")
+PAGED_STORES = ("redis", "valkey", "redis-cluster")
 _N_BATCHES = 8
 _TIMEOUT_S = 60.0
 _SEED = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured together: a store, how ids are drawn, what a record holds, and how rows are stored."""
+
+    store: str
+    ids: str = "uniform"
+    optimizer: str = "sgd"
+    layout: str = "keyed"
+
+
+DEFAULT_CASES = (
+    *(Case(store) for store in STORES),
+    Case("redis", optimizer="adam"),
+    Case("redis", ids="zipf"),
+    Case("redis", layout="paged"),
+)
 
 
 class WrongRowError(AssertionError):
@@ -51,10 +74,13 @@ class Batch:
 def pull(options: argparse.Namespace) -> Report:
     """How many rows per second does Table.pull deliver, and what does a row cost server and client, beside other clients?
 
-    Each store's real server is filled with a table of SGD records (header + W). Then, in every round, ours pulls batches of 26 x 4096 ids
-    through the public API, and the peers have their turn on the same server: redis-benchmark (C) with pipelined GETs of values of the
-    same size, redis-py with hiredis and MGET, or pymemcache with get_many; and TFRA (C++), where `make bench-peers` has set it up,
-    with as many rows of the same dim in a hash of its own, looked up with and without dedupe. Every row of ours is compared with what
+    Each store's real server is filled with a table. Then, in every round, ours pulls batches of 26 x 4096 ids through the public API,
+    and the peers have their turn on the same server: redis-benchmark (C) with pipelined GETs of values of the same size, redis-py with
+    hiredis and MGET, or pymemcache with get_many; and TFRA (C++), where `make bench-peers` has set it up, with as many rows of the same
+    dim in a hash of its own, looked up with and without dedupe. Without --store, --ids, --optimizer and --layout the cases are: SGD
+    records (header + W) and uniform ids on every store; then on Redis Adam's records, of which a pull keeps the first third (TFRA has
+    its moments elsewhere); Zipf(1.05) ids; and a dense table, whose rows lie in pages (layout paged; what reads a row by a key of its
+    own is left out then, and redis-benchmark's values are as large as a record). Every row of ours is compared with what
     was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time of
     all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several times in
     a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
@@ -65,24 +91,45 @@ def pull(options: argparse.Namespace) -> Report:
     """
     sections = []
     versions: dict[str, str] = {}
-    for store in options.store:
+    for case in cases_of(options):
         for dim in options.dim:
-            with filled(store, nodes=options.nodes, dim=dim, n_rows=options.rows) as target:
-                versions[f"{store} server"] = server_version(target)
-                with ExitStack() as stack:
-                    sections.append(_measure(target, store, dim, options, stack, versions))
+            paged = case.layout == "paged"
+            with (
+                filled(case.store, nodes=options.nodes, dim=dim, n_rows=options.rows, optimizer=case.optimizer, paged=paged) as target,
+                ExitStack() as stack,
+            ):
+                versions[f"{case.store} server"] = server_version(target)
+                sections.append(_measure(target, case, options, stack, versions))
     return Report("pull", sections, versions)
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Return what is to be measured.
+
+    Raises:
+        KvembError: pages on storage that has none.
+    """
+    asked = (options.store, options.ids, options.optimizer, options.layout)
+    if asked == (None, None, None, None):
+        return list(DEFAULT_CASES)
+    default = (list(STORES), ["uniform"], ["sgd"], ["keyed"])
+    cases = [Case(*one) for one in product(*(given or others for given, others in zip(asked, default, strict=True)))]
+    if any(case.layout == "paged" and case.store not in PAGED_STORES for case in cases):
+        raise KvembError(f"--layout paged: only {', '.join(PAGED_STORES)} have pages")
+    return cases
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `pull` can be asked."""
-    parser.add_argument("--store", nargs="+", choices=KINDS, default=["redis", "valkey", "memcached"], help="storage kinds, in turn")
+    parser.add_argument("--store", nargs="+", choices=KINDS, help="storage kinds, in turn; without any of these four: see above")
+    parser.add_argument("--ids", nargs="+", choices=DISTRIBUTIONS, help="how ids are drawn (uniform); zipf: exponent 1.05")
+    parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), help="decides what a record holds (sgd)")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="a key for every row, or rows in pages (keyed)")
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[16], metavar="N", help="weights per row (16)")
-    parser.add_argument("--ids", choices=DISTRIBUTIONS, default="uniform", help="how ids are drawn (uniform); zipf: exponent 1.05")
     parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
     parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
-    parser.add_argument("--seconds", type=positive, default=0.7, metavar="S", help="length of one turn (0.7)")
+    parser.add_argument("--seconds", type=positive, default=0.6, metavar="S", help="length of one turn (0.6)")
     parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
 
 
@@ -113,10 +160,10 @@ def server_version(target: Filled) -> str:
     return stats.server
 
 
-def _measure(target: Filled, store: str, dim: int, options: argparse.Namespace, stack: ExitStack, versions: dict[str, str]) -> Section:
-    batches = make_batches(target, options.ids, options.missing)
-    others, notes = _peers(target, store, batches, options.missing)
-    if store in TFRA_STORES and len(target.ports) == 1:
+def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: ExitStack, versions: dict[str, str]) -> Section:
+    batches = make_batches(target, case.ids, options.missing)
+    others, notes = _peers(target, case, batches, options.missing)
+    if case.store in TFRA_STORES and len(target.ports) == 1:
         try:
             others += tfra_lookups(stack, target, batches, versions)
         except peers.PeerAbsentError as absent:
@@ -124,12 +171,14 @@ def _measure(target: Filled, store: str, dim: int, options: argparse.Namespace, 
     contenders = [_ours(target.table, batches), *others]
     measured = run_rounds(contenders, target.pids, seconds=options.seconds, repeats=options.repeats)
     settings = {
-        "store": store,
+        "store": case.store,
+        "layout": case.layout,
         "nodes": len(target.ports),
-        "dim": dim,
+        "dim": target.table.dim,
+        "optimizer": case.optimizer,
         "record_bytes": target.table.definition.record.size_bytes,
         "rows": target.n_rows,
-        "ids": options.ids,
+        "ids": case.ids,
         "missing": options.missing,
         "seconds": options.seconds,
         "repeats": options.repeats,
@@ -144,20 +193,20 @@ def _ours(table: Table, batches: Sequence[Batch]) -> Contender:
     return Contender("Table.pull", repeated(read, lambda index, rows: verify(batches[index], rows), len(batches)))
 
 
-def _peers(target: Filled, store: str, batches: Sequence[Batch], missing: float) -> tuple[list[Contender], list[str]]:
+def _peers(target: Filled, case: Case, batches: Sequence[Batch], missing: float) -> tuple[list[Contender], list[str]]:
     """The peers that can be measured here, and a word about each that cannot."""
     if len(target.ports) > 1:
         return [], ["Peers skipped: each of them speaks to one server, and this cluster has several."]
     (port,), size = target.ports, target.table.definition.record.size_bytes
-    keys = [_keys(target, batch) for batch in batches]
+    keys = [_keys(target, batch) for batch in batches] if case.layout == "keyed" else []
     n_missing = [int((batch.positions >= target.n_rows).sum()) for batch in batches]
-    if store == "memcached":
+    if case.store == "memcached":
         makers = [partial(peers.pymemcache, port, keys, size, n_missing)]
         notes = ["redis-benchmark skipped: it does not speak memcached's protocol, and Debian ships no such program in C for it."]
     else:
         makers = [
             partial(peers.redis_benchmark, port, value_bytes=size, n_keys=target.n_rows, missing=missing),
-            partial(peers.redis_py, port, keys, size, n_missing),
+            *([partial(peers.redis_py, port, keys, size, n_missing)] if keys else []),
         ]
         notes = []
     found = []
@@ -171,7 +220,7 @@ def _peers(target: Filled, store: str, batches: Sequence[Batch], missing: float)
 
 def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
     definition = target.table.definition
-    ids, exists = row_ids(positions), positions < target.n_rows
+    ids, exists = ids_of(definition, positions), positions < target.n_rows
     expected = np.empty((len(positions), definition.dim), np.float32)
     expected[exists] = target.weights[positions[exists]]
     if not exists.all():

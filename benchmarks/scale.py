@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainers", nargs="+", type=whole(2), default=[2, 4], metavar="N", help="numbers of trainers beside 1 (2 4)")
     parser.add_argument("--rows", type=whole(1), default=300_000, metavar="N", help="rows in each table (300000)")
     parser.add_argument("--seconds", type=float, default=0.7, metavar="S", help="length of one turn (0.7)")
-    parser.add_argument("--repeats", type=whole(1), default=7, metavar="N", help="rounds, after one to warm up (7)")
+    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
 
 
 def lines_of(names: Sequence[str], rounds: Sequence[Sequence[Costs]]) -> list[Line]:

@@ -1,7 +1,7 @@
 """Real servers with a table full of real records: what every benchmark starts from."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ import kvemb
 from benchmarks.ids import row_ids
 from kvemb.cluster import Cluster
 from kvemb.errors import KvembError
-from kvemb.keys import RowKeys
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
+from kvemb.optim import OptimizerSpec
 from kvemb.record import make_version
 from kvemb.stores.base import NodeStats, Store, WritePart
 from kvemb.stores.registry import open_store
@@ -26,11 +26,12 @@ _FILL_TIMEOUT_S = 60.0
 # Key, entry and allocator overhead of one record: at most this on any of the servers; and everything twice, for the peers' copies.
 _OVERHEAD_BYTES = 160
 _LEAST_MEMORY_MB = 1024
+OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {"sgd": lambda: kvemb.optim.sgd(lr=1.0), "adam": lambda: kvemb.optim.adam(lr=0.01)}
 
 
 @dataclass(frozen=True, eq=False)
 class Filled:
-    """A running cluster whose table holds `weights[i]` under `row_ids(i)`, and nothing else.
+    """A running cluster whose table holds `weights[i]` under `ids_of(definition, i)`, and nothing else.
 
     Args:
         cluster: its servers are `cluster.servers`.
@@ -65,15 +66,23 @@ class Filled:
 
 
 @contextmanager
-def filled(store: str, *, nodes: int, dim: int, n_rows: int) -> Iterator[Filled]:
-    """Start storage servers and one shard, and write n rows of an SGD table (a record is header + W) as a shard writes them.
+def filled(store: str, *, nodes: int, dim: int, n_rows: int, optimizer: str = "sgd", paged: bool = False) -> Iterator[Filled]:
+    """Start storage servers and one shard, and write n rows as a shard writes them.
 
     The shard's index does not know these rows: for benchmarks that pull only.
+
+    Args:
+        store, nodes: the servers.
+        dim: weights per row.
+        n_rows: of the table.
+        optimizer: "sgd" (a record is header + W) or "adam" (and two moments).
+        paged: the table is dense (num_ids), and its ids are 0 to n_rows - 1.
     """
-    record_bytes = 4 * dim + _OVERHEAD_BYTES
+    spec = OPTIMIZERS[optimizer]()
+    record_bytes = 4 * (dim + spec.slot_size(dim)) + _OVERHEAD_BYTES
     memory_mb = max(_LEAST_MEMORY_MB, math.ceil(4 * n_rows * record_bytes / nodes / (1 << 20)))
     with LocalCluster(store, nodes, memory_mb=memory_mb) as cluster, kvemb.connect(cluster.url) as opened:
-        table = opened.create_table("bench", dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), id_dtype="uint64")
+        table = opened.create_table("bench", dim=dim, optimizer=spec, id_dtype="uint64", num_ids=n_rows if paged else None)
         weights = written_weights(dim, n_rows)
         with open_store(opened.config.storage, role="shard:bench") as writer:
             writer.open(Deadline.after(_FILL_TIMEOUT_S))
@@ -86,13 +95,18 @@ def written_weights(dim: int, n_rows: int) -> NDArray[np.float32]:
     return np.random.default_rng(dim).standard_normal((n_rows, dim), dtype=np.float32)
 
 
+def ids_of(definition: TableDef, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the ids of rows by position: scattered over 64 bits, or of a dense table the positions themselves."""
+    return row_ids(positions) if definition.num_ids is None else positions.astype(np.uint64)
+
+
 def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> None:
-    no_slots = np.empty((_FILL_ROWS, 0), np.float32)
+    slots = np.zeros((_FILL_ROWS, definition.record.slot_size), np.float32)
     for start in range(0, len(weights), _FILL_ROWS):
         rows = weights[start : start + _FILL_ROWS]
-        ids = row_ids(np.arange(start, start + len(rows)))
-        records = definition.record.encode(ids, make_version(1, 1), rows, no_slots[: len(rows)])
-        part = WritePart(RowKeys(definition.tag, ids), records, np.zeros(len(ids), np.uint64))
+        ids = ids_of(definition, np.arange(start, start + len(rows)))
+        records = definition.record.encode(ids, make_version(1, 1), rows, slots[: len(rows)])
+        part = WritePart(definition.keys(ids, pages=writer.capabilities.pages), records, np.zeros(len(ids), np.uint64))
         (result,) = writer.write([part], Deadline.after(_FILL_TIMEOUT_S))
         if not result.stored.all():
             raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")

@@ -2,9 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean
 
 import numpy as np
@@ -13,22 +13,62 @@ from numpy.typing import NDArray
 import kvemb
 from benchmarks import peers
 from benchmarks.ids import row_ids, sampler
-from benchmarks.measure import Spread
+from benchmarks.measure import Spread, Turn
 from benchmarks.options import positive, whole
 from benchmarks.report import Line, Report, Section
 from benchmarks.tfra.peer import Tfra, started
 from benchmarks.train_loop import CommandCounter, Ours, Stretch, check_first_steps, check_trained, stretch
+from kvemb.cluster import Cluster
+from kvemb.config import DURABILITIES
 from kvemb.local_cluster import LocalCluster
 
 STORES = ("redis", "valkey")
+WIRE_DTYPES = ("float32", "bfloat16", "float16")
 BATCH_IDS = 26 * 4096
 N_SHARDS = 2
 LEARNING_RATE = 0.01
 TARGETS = {16: 1.5, 64: 1.4}
-_N_BATCHES = 16
+_N_BATCHES = 96
 _SEED = 3
 _OVERHEAD_BYTES = 160
 _TFRA_OPERATIONS = 6.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ours runs: durability, what the trainer keeps, how gradients travel, for how many batches hot rows are held back."""
+
+    name: str
+    durability: str
+    max_staleness: int = 0
+    wire_dtype: str = "float32"
+    write_behind: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """Ours, running in one way on a cluster of its own."""
+
+    name: str
+    cluster: LocalCluster
+    opened: Cluster
+    ours: Ours
+    counter: CommandCounter
+
+    def turn(self, options: argparse.Namespace) -> Stretch:
+        """Train for one turn."""
+        before = self.opened.row_cache
+        one = self.stretch(lambda: self.ours.run(options.seconds, options.unapplied))
+        after = self.opened.row_cache
+        kept: float | str = "–"
+        if before is not None and after is not None:
+            kept = (after.n_hits - before.n_hits) / max(1, after.n_lookups - before.n_lookups)
+        return replace(one, staleness=self.ours.staleness, kept=kept)
+
+    def stretch(self, run: Callable[[], Turn]) -> Stretch:
+        """Take stock of a turn on this cluster's server."""
+        server, shards = [self.cluster.servers[0].process.pid], [shard.pid for shard in self.cluster.shards]
+        return stretch(run, server, shards, self.counter)
 
 
 def train(options: argparse.Namespace) -> Report:
@@ -37,15 +77,19 @@ def train(options: argparse.Namespace) -> Report:
     One trainer trains Zipf(1.05) batches of 26 x 4096 ids (about 32,000 distinct rows of 1,000,000) with Adam. A step: dedupe the ids,
     pull the distinct rows with their versions, take the gradient of their sum times a constant (so that the model costs nothing),
     push; the shards (two) apply. At most --unapplied pushes are under way, and a turn ends with a flush: everything counted is in
-    storage. TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup, DynamicEmbeddingOptimizer(Adam), in a
-    database of its own on the same server. They take turns in every round. Read: rows are distinct rows per step, summed; ratio is
-    ours divided by this line's rows/s, within a round; operations/row are reads and writes of one value per trained row (TFRA's are
-    those of its design: W, m and v read and written, as INFO counts its commands of many fields each, not the fields; ours are GETs,
-    keys of MGETs, and SETs, from INFO), calls/row are commands as INFO counts them; µs/row is CPU time of the storage server, the
-    shards and the trainer's process; changed and elapsed are the staleness of ours: the fraction of pushed rows that had changed
-    since their pull, and how many batches ago at most (mean over pushes). Values are medians of the rounds with (smallest..largest).
-    Before: the first steps, one by one, must give what Adam in NumPy gives, both for ours and for TFRA. After: every row that was
-    pushed exists, has moved the right way, and no other row exists.
+    storage. Ours runs in several ways, each with a cluster of its own: every pull reads storage, without a journal (TFRA has none) and
+    with one on disk; and with rows of own pushes kept by the trainer (--max-staleness; one trainer on its own finds there what storage
+    holds) and gradients sent in --wire-dtype; and the same with a journal and hot rows written only every --write-behind batches (the
+    flush at the end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
+    DynamicEmbeddingOptimizer(Adam), in a database of its own on the first cluster's server. All take turns in every round. Read: rows
+    are distinct rows per step, summed; / TFRA is this line's rows/s divided by TFRA's, within a round; operations/row are reads and
+    writes of one value per trained row (TFRA's are those of its design: W, m and v read and written, as INFO counts its commands of
+    many fields each, not the fields; ours are GETs, keys of MGETs, and SETs, from INFO), calls/row are commands as INFO counts them;
+    µs/row is CPU time of the storage server, the shards and the trainer's process; kept is the share of pulled rows that came from the
+    trainer's memory; changed and elapsed are the staleness of ours: the fraction of pushed rows that had changed since their pull, and
+    how many batches ago at most (mean over pushes). There are 96 batches, taken in turn: later rounds meet rows again that earlier ones
+    met. Values are medians of the rounds with (smallest..largest). Before: the first steps, one by one, must give what Adam in NumPy
+    gives, in all cases and for TFRA. After: every row that was pushed exists, has moved the right way, and no other row exists.
     """
     sections = []
     versions: dict[str, str] = {}
@@ -61,27 +105,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[16, 64], metavar="N", help="weights per row (16 64)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="ids that batches are drawn from (1000000)")
     parser.add_argument("--unapplied", type=whole(0), default=2, metavar="N", help="pushes that may be under way at the next pull (2)")
+    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["none", "fsync"], help="of the shards (none fsync)")
+    parser.add_argument("--max-staleness", type=whole(0), default=4, metavar="N", help="of the last way's row cache (4); 0: no such way")
+    parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
+    parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
-    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
+    parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
 
 
-def lines_of(ours: Sequence[Stretch], others: Sequence[Stretch], *, dim: int) -> list[Line]:
+def lines_of(ours: Mapping[str, Sequence[Stretch]], others: Sequence[Stretch], *, dim: int) -> list[Line]:
     """Lay the rounds out.
 
     Args:
-        ours: of each round.
+        ours: of each round, by name; targets are those of the first.
         others: TFRA's, or none.
         dim: decides the target.
     """
-    target = f"ratio >= {TARGETS[dim]}" if dim in TARGETS else "–"
-    staleness = {
-        "changed": Spread.of([mean(push.changed_fraction for push in one.staleness) for one in ours]),
-        "elapsed": Spread.of([mean(push.batches_elapsed for push in one.staleness) for one in ours]),
-    }
-    lines = [Line("pull + push + applied", _figures(ours) | staleness | {"target": "–"})]
+    lines: list[Line] = []
+    for name, rounds in ours.items():
+        figures = _figures(rounds) | {
+            "kept": rounds[-1].kept,
+            "changed": Spread.of([mean(push.changed_fraction for push in one.staleness) for one in rounds]),
+            "elapsed": Spread.of([mean(push.batches_elapsed for push in one.staleness) for one in rounds]),
+            "target": f"/ TFRA >= {TARGETS[dim]}" if not lines and dim in TARGETS else "–",
+        }
+        if others:
+            figures["/ TFRA"] = Spread.of([mine.rows_per_s / theirs.rows_per_s for mine, theirs in zip(rounds, others, strict=True)])
+        lines.append(Line(name, figures))
     if others:
-        ratio = Spread.of([mine.rows_per_s / theirs.rows_per_s for mine, theirs in zip(ours, others, strict=True)])
-        figures = _figures(others) | {"ratio": ratio, "operations/row": _TFRA_OPERATIONS, "PS µs/row": "–", "target": target}
+        figures = _figures(others) | {"operations/row": _TFRA_OPERATIONS, "PS µs/row": "–", "target": "–"}
         lines.append(Line("TFRA lookup + Adam", figures))
     return lines
 
@@ -89,7 +141,7 @@ def lines_of(ours: Sequence[Stretch], others: Sequence[Stretch], *, dim: int) ->
 def _figures(rounds: Sequence[Stretch]) -> dict[str, Spread | float | str]:
     return {
         "k rows/s": Spread.of([one.rows_per_s / 1e3 for one in rounds]),
-        "ratio": "–",
+        "/ TFRA": "–",
         "operations/row": Spread.of([one.per_row(one.n_operations) for one in rounds]),
         "calls/row": Spread.of([one.per_row(one.n_calls) for one in rounds]),
         "server µs/row": Spread.of([one.per_row(one.server_cpu_s * 1e6) for one in rounds]),
@@ -98,22 +150,30 @@ def _figures(rounds: Sequence[Stretch]) -> dict[str, Spread | float | str]:
     }
 
 
+def ways_of(options: argparse.Namespace) -> list[Way]:
+    """Return the ways in which ours runs."""
+    ways = [Way(f"ours, durability {durability}", durability) for durability in options.durability]
+    if options.max_staleness or options.wire_dtype != "float32":
+        name = f"ours, durability {options.durability[0]}, max_staleness {options.max_staleness}, {options.wire_dtype}"
+        ways.append(Way(name, options.durability[0], options.max_staleness, options.wire_dtype))
+    if options.write_behind:
+        name = f"ours, durability fsync, max_staleness {options.max_staleness}, {options.wire_dtype}, write-behind {options.write_behind}"
+        ways.append(Way(name, "fsync", options.max_staleness, options.wire_dtype, options.write_behind))
+    return ways
+
+
 def _measure(store: str, dim: int, options: argparse.Namespace, versions: dict[str, str]) -> Section:
     draw = sampler("zipf", options.rows, _SEED)
     batches = [row_ids(draw(BATCH_IDS)) for _ in range(_N_BATCHES)]
-    spec = kvemb.optim.adam(lr=LEARNING_RATE)
     record_bytes = 12 + 12 * dim
-    memory_mb = max(1024, math.ceil(2.5 * options.rows * (record_bytes + 3 * _OVERHEAD_BYTES) / (1 << 20)))
     with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(store, shards=N_SHARDS, memory_mb=memory_mb))
-        opened = stack.enter_context(kvemb.connect(cluster.url))
-        versions[f"{store} server"] = opened.status().nodes[0].server
-        ours = Ours(opened.create_table("bench", dim=dim, optimizer=spec, initializer=kvemb.init.zeros(), id_dtype="uint64"), batches)
-        other, notes = _tfra(stack, cluster.servers[0].port, dim, batches, versions)
-        check_first_steps(ours, other, LEARNING_RATE)
-        counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
-        mine, theirs = _rounds(ours, other, cluster, counter, options)
-        check_trained(ours)
+        runners = [_runner(stack, store, dim, way, batches, options.rows, versions) for way in ways_of(options)]
+        other, notes = _tfra(stack, runners[0].cluster.servers[0].port, dim, batches, versions)
+        for runner in runners:
+            check_first_steps(runner.ours, other if runner is runners[0] else None, LEARNING_RATE)
+        mine, theirs = _rounds(runners, other, options)
+        for runner in runners:
+            check_trained(runner.ours)
     settings = {
         "store": store,
         "dim": dim,
@@ -121,12 +181,29 @@ def _measure(store: str, dim: int, options: argparse.Namespace, versions: dict[s
         "record_bytes": record_bytes,
         "shards": N_SHARDS,
         "rows": options.rows,
-        "rows/step": round(float(np.mean([len(np.unique(ids)) for ids in batches]))),
+        "rows/step": round(float(np.mean([len(np.unique(ids)) for ids in batches[:8]]))),
         "unapplied": options.unapplied,
         "seconds": options.seconds,
         "repeats": options.repeats,
     }
     return Section(settings, notes=notes, lines=lines_of(mine, theirs, dim=dim))
+
+
+def _runner(
+    stack: ExitStack, store: str, dim: int, way: Way, batches: Sequence[NDArray[np.uint64]], n_rows: int, versions: dict[str, str]
+) -> Runner:
+    memory_mb = max(1024, math.ceil(2.5 * n_rows * (12 + 12 * dim + 3 * _OVERHEAD_BYTES) / (1 << 20)))
+    cluster = stack.enter_context(
+        LocalCluster(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
+    )
+    cache_mb = math.ceil(n_rows * (4 * dim + _OVERHEAD_BYTES) / (1 << 20)) if way.max_staleness else None
+    opened = stack.enter_context(kvemb.connect(cluster.url, max_staleness=way.max_staleness, row_cache_mb=cache_mb))
+    versions[f"{store} server"] = opened.status().nodes[0].server
+    spec = kvemb.optim.adam(lr=LEARNING_RATE)
+    table = opened.create_table("bench", dim=dim, optimizer=spec, initializer=kvemb.init.zeros(), id_dtype="uint64")
+    table.set_wire_dtype(way.wire_dtype)
+    counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
+    return Runner(way.name, cluster, opened, Ours(table, batches), counter)
 
 
 def _tfra(
@@ -142,15 +219,13 @@ def _tfra(
     return other, []
 
 
-def _rounds(
-    ours: Ours, other: Tfra | None, cluster: LocalCluster, counter: CommandCounter, options: argparse.Namespace
-) -> tuple[list[Stretch], list[Stretch]]:
-    """Let both take turns; the first round creates rows and fills caches, and does not count."""
-    server, shards = [cluster.servers[0].process.pid], [shard.pid for shard in cluster.shards]
-    mine, theirs = [], []
+def _rounds(runners: Sequence[Runner], other: Tfra | None, options: argparse.Namespace) -> tuple[dict[str, list[Stretch]], list[Stretch]]:
+    """Let all take turns; the first round creates rows and fills caches, and does not count."""
+    mine: dict[str, list[Stretch]] = {runner.name: [] for runner in runners}
+    theirs = []
     for _ in range(options.repeats + 1):
-        one = stretch(lambda: ours.run(options.seconds, options.unapplied), server, shards, counter)
-        mine.append(replace(one, staleness=ours.staleness))
+        for runner in runners:
+            mine[runner.name].append(runner.turn(options))
         if other is not None:
-            theirs.append(stretch(lambda: other.turn("train", options.seconds), server, shards, counter))
-    return mine[1:], theirs[1:]
+            theirs.append(runners[0].stretch(lambda: other.turn("train", options.seconds)))
+    return {name: rounds[1:] for name, rounds in mine.items()}, theirs[1:]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.measure import Turn, cpu_s
 from benchmarks.tfra.peer import Tfra
 from kvemb.client.ack import Ack, Staleness
-from kvemb.segment import group
+from kvemb.distinct import ascending
 from kvemb.table import Table
 
 TIMEOUT_S = 120.0
@@ -39,6 +39,7 @@ class Stretch:
         n_operations: values read or written in storage.
         n_calls: commands that storage counted.
         staleness: of each push, as its ack says: changed fraction and batches elapsed.
+        kept: fraction of pulled rows that came from the trainer's memory; a dash where it keeps none.
     """
 
     turn: Turn
@@ -47,6 +48,7 @@ class Stretch:
     n_operations: int
     n_calls: int
     staleness: Sequence[Staleness] = ()
+    kept: float | str = "–"
 
     @property
     def rows_per_s(self) -> float:
@@ -74,7 +76,7 @@ class Ours:
         self._at = 0
 
     def run(self, seconds: float, max_unapplied: int) -> Turn:
-        """Train batch after batch, going on where the last run stopped; after `seconds`, wait until all of it is applied."""
+        """Train batch after batch, going on where the last run stopped; after `seconds`, wait until all of it is in storage."""
         self.staleness = []
         unapplied: deque[Ack] = deque()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -87,11 +89,12 @@ class Ours:
                 self._await(unapplied.popleft())
         while unapplied:
             self._await(unapplied.popleft())
+        self.table.flush(TIMEOUT_S)
         return Turn(n_rows, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
     def step(self, index: int) -> tuple[int, Ack]:
         """Pull and push one batch; return how many distinct rows it has, and the push's ack."""
-        ids = group(self.batches[index]).ids
+        ids = ascending(self.batches[index]).ids
         rows, versions = self.table.pull(ids, return_versions=True, timeout_s=TIMEOUT_S)
         self.loss = float(rows.sum()) * GRADIENT
         self.used.add(index)
@@ -159,6 +162,7 @@ def check_first_steps(ours: Ours, other: Tfra | None, lr: float) -> None:
         ours.step(index)[1].wait_applied(TIMEOUT_S)
         if other is not None:
             other.step(index)
+    ours.table.flush(TIMEOUT_S)  # with write-behind, applied rows may not be in storage yet
     ids, expected = after_steps(ours.batches[:CHECKED_STEPS], lr)
     require_close("ours", ours.table.pull(ids, timeout_s=TIMEOUT_S), expected)
     if other is not None:

@@ -7,10 +7,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.ids import row_ids
 from benchmarks.measure import Contender
 from benchmarks.peers import PeerError
-from benchmarks.servers import Filled
+from benchmarks.servers import Filled, ids_of
 from benchmarks.tfra.peer import Tfra, started
 
 TFRA_STORES = ("redis", "valkey")
@@ -43,7 +42,7 @@ def tfra_lookups(stack: ExitStack, target: Filled, batches: Sequence[Asked], ver
     other = stack.enter_context(started())
     other.open(target.ports[0], target.weights.shape[1])
     versions.update(other.versions)
-    other.fill(row_ids(np.arange(target.n_rows)), target.weights)
+    other.fill(ids_of(target.table.definition, np.arange(target.n_rows)), target.weights)
     other.batches([batch.ids for batch in batches])
     for call in _CALLS:
         require_rows(other, call, batches[0], target.weights)

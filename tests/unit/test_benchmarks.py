@@ -12,6 +12,8 @@ import pytest
 import kvemb
 from benchmarks import ids, measure, peers, pull, report
 from benchmarks.__main__ import BENCHMARKS, build_parser, main
+from benchmarks.servers import ids_of
+from kvemb.errors import KvembError
 from kvemb.table_def import TableDef
 
 
@@ -180,5 +182,22 @@ def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytes
 
 def test_defaults_are_those_of_the_published_runs() -> None:
     options = build_parser().parse_args(["pull"])
-    assert (options.rows, options.dim, options.ids, options.missing, options.nodes) == (1_000_000, [16], "uniform", 0.0, 1)
+    assert (options.rows, options.dim, options.missing, options.nodes) == (1_000_000, [16], 0.0, 1)
+    assert pull.cases_of(options) == list(pull.DEFAULT_CASES)
     assert pull.BATCH_IDS == 106_496
+
+
+def test_what_is_asked_for_is_combined_and_pages_need_storage_that_has_them() -> None:
+    parse = build_parser().parse_args
+    cases = pull.cases_of(parse(["pull", "--store", "redis", "valkey", "--ids", "zipf", "--optimizer", "adam"]))
+    assert cases == [pull.Case("redis", "zipf", "adam"), pull.Case("valkey", "zipf", "adam")]
+    assert pull.cases_of(parse(["pull", "--ids", "zipf"])) == [pull.Case(store, "zipf") for store in pull.STORES]
+    with pytest.raises(KvembError, match="--layout paged"):
+        pull.cases_of(parse(["pull", "--layout", "paged"]))
+
+
+def test_a_dense_tables_ids_are_positions_and_others_are_scattered() -> None:
+    scattered, dense = (TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), "float32", "uint64", num_ids=n) for n in (None, 10))
+    positions = np.arange(10)
+    assert ids_of(dense, positions).tolist() == list(range(10))
+    assert (ids_of(scattered, positions) == ids.row_ids(positions)).all()

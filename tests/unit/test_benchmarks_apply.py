@@ -8,7 +8,7 @@ import pytest
 
 import kvemb
 from benchmarks import apply, apply_load, memory, scale
-from benchmarks.apply import Pass
+from benchmarks.apply_load import Pass
 from benchmarks.ids import row_ids
 from benchmarks.measure import Spread, Turn
 from benchmarks.options import whole
@@ -17,12 +17,15 @@ from benchmarks.report import Line, Report, Section, as_text
 from benchmarks.set_peer import require_overwritten
 from kvemb.errors import ConfigError, KvembError
 from kvemb.local_cluster import LocalCluster
+from kvemb.pages import page_layout
+from kvemb.table_def import TableDef
 
 
 class Rows:
     """A table that remembers what was pushed to it, and may lose it."""
 
     dim = 2
+    definition = TableDef("t", 2, kvemb.optim.sgd(lr=1.0), kvemb.init.zeros(), id_dtype="uint64")
 
     def __init__(self) -> None:
         self.versions: dict[int, int] = {}
@@ -116,8 +119,12 @@ def test_bytes_per_row_are_growth_and_compared_with_three_tensors_for_adam() -> 
     sgd = memory.line_of(16, "sgd", 76, 100, before, after).figures
     assert (sgd["/ TFRA"], sgd["claimed bytes/row"]) == (1.5, "–")
     assert "/ TFRA" not in memory.line_of(8, "sgd", 44, 100, before, after).figures
-    with pytest.raises(KvembError, match="101 rows were written; the server holds 100"):
+    with pytest.raises(KvembError, match="101 rows were written under 101 keys; the server holds 100"):
         memory.line_of(16, "adam", 204, 101, before, after)
+    paged = memory.line_of(16, "adam", 204, 2000, before, after, page_layout(204)).figures
+    assert (paged["/ record"], paged["rows/page"], paged["target"]) == (pytest.approx(0.05), 20, "/ record <= 1.15")
+    with pytest.raises(KvembError, match="under 101 keys"):
+        memory.line_of(16, "adam", 204, 2001, before, after, page_layout(204))
 
 
 def test_costs_of_trainers_add_up_and_ratios_are_to_the_first_setting() -> None:

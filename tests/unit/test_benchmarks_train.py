@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import deepfm, train, train_loop
+from benchmarks import deepfm_rounds, train, train_loop
 from benchmarks.__main__ import build_parser
 from benchmarks.measure import Spread, Turn
 from benchmarks.peers import PeerAbsentError, PeerError
@@ -26,9 +26,12 @@ def stretch(n_rows: int, wall_s: float = 1.0, staleness: tuple[Staleness, ...] =
 
 def test_the_ratio_is_taken_within_a_round_and_costs_are_per_row() -> None:
     seen = (Staleness(0.5, 4), Staleness(0.1, 2))
-    ours, tfra = train.lines_of([stretch(300, 1.0, seen), stretch(800, 2.0, seen)], [stretch(100), stretch(100)], dim=16)
-    assert tfra.figures["ratio"] == Spread(3.5, 3.0, 4.0)
-    assert tfra.figures["target"] == "ratio >= 1.5"
+    rounds = [stretch(300, 1.0, seen), stretch(800, 2.0, seen)]
+    ours, slower, tfra = train.lines_of({"ours": rounds, "slower": rounds[:1] * 2}, [stretch(100), stretch(100)], dim=16)
+    assert ours.figures["/ TFRA"] == Spread(3.5, 3.0, 4.0)
+    assert ours.figures["target"] == "/ TFRA >= 1.5"
+    assert slower.figures["/ TFRA"] == Spread(3.0, 3.0, 3.0)
+    assert slower.figures["target"] == "–"
     assert tfra.figures["operations/row"] == 6.0
     assert ours.figures["k rows/s"] == Spread(0.35, 0.3, 0.4)
     assert ours.figures["changed"] == Spread(0.3, 0.3, 0.3)
@@ -39,8 +42,18 @@ def test_the_ratio_is_taken_within_a_round_and_costs_are_per_row() -> None:
 
 
 def test_without_tfra_there_is_one_line_and_no_ratio() -> None:
-    (line,) = train.lines_of([stretch(10, staleness=(Staleness(0.0, 0),))], [], dim=16)
-    assert line.figures["ratio"] == "–"
+    (line,) = train.lines_of({"ours": [stretch(10, staleness=(Staleness(0.0, 0),))]}, [], dim=16)
+    assert line.figures["/ TFRA"] == "–"
+
+
+def test_ours_runs_without_and_with_a_journal_and_with_rows_kept() -> None:
+    parse = build_parser().parse_args
+    ways = train.ways_of(parse(["train"]))
+    assert [(way.durability, way.max_staleness, way.wire_dtype, way.write_behind) for way in ways] == [
+        ("none", 0, "float32", 0), ("fsync", 0, "float32", 0), ("none", 4, "bfloat16", 0), ("fsync", 4, "bfloat16", 16),
+    ]  # fmt: skip
+    few = ["--max-staleness", "0", "--wire-dtype", "float32", "--durability", "os", "--write-behind", "0"]
+    assert len(train.ways_of(parse(["train", *few]))) == 1
 
 
 def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
@@ -147,13 +160,13 @@ def test_a_lookup_of_tfra_that_reads_something_else_is_refused() -> None:
         lookups.require_rows(FakeTfra(good + np.float32(good == 1)), "lookup", Asked(), weights)  # type: ignore[arg-type]
 
 
-def turns(step_s: float, loss: float = 0.5) -> deepfm.Round:
-    return deepfm.Round([step_s, 2 * step_s, 0.0], settle_s=step_s, trainer_cpu_s=0.3, others_cpu_s=0.6, losses=[loss, loss])
+def turns(step_s: float, loss: float = 0.5) -> deepfm_rounds.Round:
+    return deepfm_rounds.Round([step_s, 2 * step_s, 0.0], settle_s=step_s, trainer_cpu_s=0.3, others_cpu_s=0.6, losses=[loss, loss])
 
 
 def test_a_step_is_compared_with_the_faster_of_torchs_own_in_its_round() -> None:
     rounds = [[turns(0.1), turns(0.3)], [turns(0.2), turns(0.2)], [turns(0.3), turns(0.3)]]
-    sparse, dense, ours = deepfm.lines_of(["sparse", "dense", "ours"], rounds, n_local=2)
+    sparse, dense, ours = deepfm_rounds.lines_of(["sparse", "dense", "ours"], rounds, n_local=2)
     assert sparse.figures["ratio"].high == pytest.approx(1.5)  # type: ignore[union-attr]
     assert dense.figures["ratio"].high == pytest.approx(2.0)  # type: ignore[union-attr]
     assert ours.figures["ratio"].low == pytest.approx(1.5)  # type: ignore[union-attr]
@@ -164,10 +177,10 @@ def test_a_step_is_compared_with_the_faster_of_torchs_own_in_its_round() -> None
 
 
 def test_a_contender_that_learns_something_else_is_refused() -> None:
-    deepfm.require_same_loss(["a", "b"], [[turns(0.1, 0.5)], [turns(0.1, 0.505)]])
+    deepfm_rounds.require_same_loss(["a", "b"], [[turns(0.1, 0.5)], [turns(0.1, 0.505)]])
     for wrong in (0.52, float("nan")):
-        with pytest.raises(deepfm.WrongLossError, match=r"^b: "):
-            deepfm.require_same_loss(["a", "b"], [[turns(0.1, 0.5)], [turns(0.1, wrong)]])
+        with pytest.raises(deepfm_rounds.WrongLossError, match=r"^b: "):
+            deepfm_rounds.require_same_loss(["a", "b"], [[turns(0.1, 0.5)], [turns(0.1, wrong)]])
 
 
 def test_defaults_are_those_of_the_published_runs() -> None:
@@ -183,3 +196,11 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit):
         build_parser().parse_args(arguments)
     assert "error: argument" in capsys.readouterr().err
+
+
+def test_steps_of_ours_are_compared_with_the_parameter_server_of_their_mode() -> None:
+    rounds = [[turns(0.1)], [turns(0.2)], [turns(0.4)]]
+    _, memory_ps, ours = deepfm_rounds.lines_of(["torch", "(b)", "(c)"], rounds, n_local=1, peers={2: 1})
+    assert ours.figures["/ (b)"] == Spread(2.0, 2.0, 2.0)
+    assert ours.figures["target"] == "ratio <= 1.5, / (b) <= 1"
+    assert (memory_ps.figures["/ (b)"], memory_ps.figures["target"]) == ("–", "–")
