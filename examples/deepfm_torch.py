@@ -3,6 +3,7 @@
     python examples/deepfm_torch.py --data synthetic
     python examples/deepfm_torch.py --data train.txt --valid test.txt --store redis --nodes 2 --shards 2
     python examples/deepfm_torch.py --data day_0.gz --valid 0.05 --config kvemb.yaml
+    python examples/deepfm_torch.py --data train.txt --checkpoint /data/run --resume      # the same line again after a crash
 
 Reads libsvm/libfm or Criteo files; prints log loss, AUC and RMSE per epoch. This file is the command line; the model and
 the training loop are in deepfm/. --local trains the identical model with torch's own embeddings, for comparison.
@@ -20,8 +21,9 @@ from deepfm import metrics, synthetic
 from deepfm.clicks import Clicks, split
 from deepfm.model import DeepFM
 from deepfm.readers import format_of, read_clicks
+from deepfm.resume import TRAINER, Checkpoints, describe
 from deepfm.rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
-from deepfm.training import train
+from deepfm.training import Progress, train
 
 import kvemb
 from kvemb.cli import exit_in_order
@@ -47,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.sparse.check_sparse_tensor_invariants.disable()  # --local: torch warns until somebody decides
     try:
         log = _load(args)
-        with _rows(args, log) as (rows, log):
-            _train(args, rows, log)
+        with _rows(args, log) as (rows, log, cluster):
+            _train(args, rows, log, cluster)
     except KvembError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -58,10 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace, rows: Rows, log: tuple[Clicks, Clicks]) -> None:
+def _train(args: argparse.Namespace, rows: Rows, log: tuple[Clicks, Clicks], cluster: Any) -> None:
     n_fields = log[0].n_fields if log[0].n_fields == log[1].n_fields else None
     model = DeepFM(rows.linear, rows.factors, dim=args.dim, n_fields=n_fields, hidden=args.hidden)
     dense = DENSE[args.optimizer](model.dense_parameters(), lr=args.lr)
+    checkpoints = _checkpoints(args, log[0], cluster) if args.checkpoint else None
+    progress = checkpoints.begin(model, dense, resume=args.resume) if checkpoints else Progress()
     train(
         model,
         log,
@@ -70,7 +74,17 @@ def _train(args: argparse.Namespace, rows: Rows, log: tuple[Clicks, Clicks]) -> 
         batch_size=args.batch_size,
         seed=args.seed,
         settle=rows.settle,
+        progress=progress,
+        after_step=lambda: checkpoints.after_step(progress, model, dense) if checkpoints else None,
     )
+    if checkpoints:
+        checkpoints.save(progress, model, dense)
+
+
+def _checkpoints(args: argparse.Namespace, clicks: Clicks, cluster: Any) -> Checkpoints:
+    names = ("optimizer", "lr", "dim", "batch_size", "seed")
+    run = describe(clicks, hidden=list(args.hidden), **{name: getattr(args, name) for name in names})
+    return Checkpoints(cluster, args.checkpoint, run, every=args.save_every, keep=args.keep)
 
 
 def _load(args: argparse.Namespace) -> tuple[Clicks, Clicks]:
@@ -104,25 +118,26 @@ def _figures(labels: np.ndarray[Any, Any], p: np.ndarray[Any, Any]) -> str:
 
 
 @contextmanager
-def _rows(args: argparse.Namespace, log: tuple[Clicks, Clicks]) -> Iterator[tuple[Rows, tuple[Clicks, Clicks]]]:
-    """Open the place where rows live; the log comes back with ids as that place knows them."""
+def _rows(args: argparse.Namespace, log: tuple[Clicks, Clicks]) -> Iterator[tuple[Rows, tuple[Clicks, Clicks], Any]]:
+    """Open the place where rows live; the log comes back with ids as that place knows them, and the cluster, if it is one."""
+    trainer = TRAINER if args.checkpoint else None
     settings = Settings(args.dim, args.optimizer, args.lr, args.seed)
     if args.local:
         known_ids = np.unique(np.concatenate([part.ids for part in log]))
         print(f"rows: {len(known_ids):,}, in torch's own modules in this process", flush=True)
-        yield local_rows(known_ids, settings), (indexed(log[0], known_ids), indexed(log[1], known_ids))
+        yield local_rows(known_ids, settings), (indexed(log[0], known_ids), indexed(log[1], known_ids)), None
     elif args.config:
-        with kvemb.connect(args.config) as cluster:
+        with kvemb.connect(args.config, trainer=trainer) as cluster:
             if cluster.config.servers.trainers > 1:
                 raise InvalidInputError(f"{args.config}: a sync job of several trainers; this example is one trainer")
             print(f"rows: in the cluster of {args.config}", flush=True)
-            yield stored_rows(cluster, settings), log
+            yield stored_rows(cluster, settings), log, cluster
     else:
         # Sync, so that the figures are those of --local to the last digit but one; async would be faster.
         place = {"store": args.store, "nodes": args.nodes, "shards": args.shards}
-        with kvemb.local(**place, mode="sync", trainers=1) as url, kvemb.connect(url) as cluster:
+        with kvemb.local(**place, mode="sync", trainers=1) as url, kvemb.connect(url, trainer=trainer) as cluster:
             print(f"rows: in {args.nodes} {args.store} nodes, {args.shards} parameter-server shards", flush=True)
-            yield stored_rows(cluster, settings), log
+            yield stored_rows(cluster, settings), log, cluster
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -143,11 +158,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=_rate, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.005)")
     add("--seed", type=_seed, default=0, help="of data, initial weights and order of lines (default 0)")
     add("--threads", type=_count, default=1, help="torch's threads (default 1: servers need cores too)")
+    add("--checkpoint", metavar="URL", help="folder for checkpoints of this run: a path or URL that the shards reach too")
+    add("--save-every", type=_count, metavar="STEPS", help="from one checkpoint to the next (default 1000); one more at the end")
+    add("--keep", type=_count, metavar="N", help="checkpoints to keep (default 3)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint; from the beginning if there is none")
     args = parser.parse_args(argv)
     if args.config and args.local:
         parser.error("--config and --local exclude each other")
     if (args.config or args.local) and (args.store or args.nodes or args.shards):
         parser.error("--store, --nodes and --shards describe a cluster to start; --config and --local start none")
+    if not args.checkpoint and (args.save_every or args.keep or args.resume):
+        parser.error("--save-every, --keep and --resume need --checkpoint")
+    if args.checkpoint and args.local:
+        parser.error("--checkpoint saves a cluster; --local has none")
+    args.save_every, args.keep = args.save_every or 1000, args.keep or 3
     args.store, args.shards = args.store or "valkey", args.shards or 2
     args.nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
     args.lr = DEFAULT_LR[args.optimizer] if args.lr is None else args.lr

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from deepfm import metrics
 from deepfm.clicks import Clicks, batches
 from deepfm.model import DeepFM, to_batch
+from kvemb.errors import InvalidInputError
 
 EVALUATION_BATCH = 8192
 COLUMNS = ("epoch", "train logloss", "valid logloss", "AUC", "RMSE", "seconds")
@@ -23,6 +24,23 @@ class Optimizer(Protocol):
     def zero_grad(self) -> None: ...
 
     def step(self) -> object: ...
+
+
+@dataclass
+class Progress:
+    """How far training has come: what it needs to go on from here.
+
+    Args:
+        step: batches trained on in all.
+        epoch: the one under way, from 1.
+        batch: batches of it trained on.
+        total_loss: summed over the lines of these batches.
+    """
+
+    step: int = 0
+    epoch: int = 1
+    batch: int = 0
+    total_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,8 @@ def train(
     batch_size: int,
     seed: int,
     settle: Callable[[], None],
+    progress: Progress,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Figures:
     """Train, printing one line per epoch.
 
@@ -79,21 +99,32 @@ def train(
         epochs, batch_size: how often, and lines per step.
         seed: of the order of lines, which is another one in each epoch.
         settle: called after each epoch, before validation: makes every push visible.
+        progress: where to begin, kept up to date. An epoch that is all trained is only measured.
+        after_step: called after each step.
 
     Returns:
         The figures after the last epoch.
+
+    Raises:
+        InvalidInputError: an epoch behind the last one has begun already.
     """
     clicks, valid = log
+    at = progress
+    if at.epoch > epochs:
+        raise InvalidInputError(f"epoch {at.epoch} has begun already: --epochs {epochs} is less than what is trained")
     print("  ".join(f"{name:>13}" for name in COLUMNS), flush=True)
-    for epoch in range(1, epochs + 1):
+    for epoch in range(at.epoch, epochs + 1):
         started = time.monotonic()
+        if epoch > at.epoch:
+            at.epoch, at.batch, at.total_loss = epoch, 0, 0.0
         order = np.random.default_rng((seed, epoch)).permutation(len(clicks))
-        total = 0.0
-        for batch in batches(clicks, batch_size, order):
-            total += train_step(model, batch, optimizers) * len(batch)
+        for batch in batches(clicks, batch_size, order[at.batch * batch_size :]):
+            at.total_loss += train_step(model, batch, optimizers) * len(batch)
+            at.batch, at.step = at.batch + 1, at.step + 1
+            after_step()
         settle()
         seconds = time.monotonic() - started
         figures = measure(model, valid)
-        cells = (f"{x:.4f}" for x in (total / len(clicks), figures.log_loss, figures.auc, figures.rmse))
+        cells = (f"{x:.4f}" for x in (at.total_loss / len(clicks), figures.log_loss, figures.auc, figures.rmse))
         print("  ".join(f"{cell:>13}" for cell in (f"{epoch}", *cells, f"{seconds:.1f}")), flush=True)
     return figures
