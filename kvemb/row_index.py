@@ -120,7 +120,8 @@ class RowIndex:
             places, buckets = self._find(ids[block])
             n_new = int(np.count_nonzero(places < 0))
             if self._n_used + n_new > _MAX_LOAD * _WIDTH * len(self._tags):
-                self._rebuild(n_new + self._count_new(ids[block.stop :]))
+                # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
+                self._rebuild(int(np.count_nonzero(self.get(ids[block.start :]) == 0)))
                 places, buckets = self._find(ids[block])
             self._put(ids[block], versions[block], places, buckets)
 
@@ -198,9 +199,6 @@ class RowIndex:
         places *= some  # those without one all look at the same place, which costs nothing
         some &= self._pairs.take(2 * places, mode="clip") == ids
         return places, some
-
-    def _count_new(self, ids: Ids) -> int:
-        return sum(int(np.count_nonzero(self._find(ids[block])[0] < 0)) for block in _blocks(len(ids)))
 
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""

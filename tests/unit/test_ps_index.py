@@ -146,3 +146,15 @@ def test_an_index_that_lost_most_of_its_rows_shrinks_with_its_next_growth() -> N
     ids = _spread(n - 1000, 1000 + n // 2)
     assert (index.get(ids) == (ids | np.uint64(1))).all()
     assert len(index) == len(ids)
+
+
+def test_erased_ids_that_come_back_among_many_new_ones_find_room() -> None:
+    index = RowIndex()
+    for n in (1000, 2000, 5000):
+        ids = np.arange(n, dtype=np.uint64)
+        index.put(ids, ids + np.uint64(1))
+        index.erase(ids)
+    ids = np.arange(12_000, dtype=np.uint64)
+    index.put(ids, ids + np.uint64(1))
+    assert (index.get(ids) == ids + np.uint64(1)).all()
+    assert len(index) == 12_000
