@@ -43,12 +43,15 @@ records = [records_of(keys, salt=salt) for salt in (1, 2)]
 with open_store(StorageConfig(sys.argv[1], tuple(sys.argv[2:])), role="shard:0") as store:
     store.open(within())
     own(store, 1)
+    # Tokens are those of its own last write, as in a shard's cache: it reads no rows that could tell it of a successor.
+    tokens = read(store, keys, tokens=True).tokens if store.capabilities.cas else None
     print("writing", flush=True)
     try:
         for turn in range(10**6):
             with suppress(NodeUnavailableError):
-                tokens = read(store, keys, tokens=True).tokens if store.capabilities.cas else None
-                if not store.write([WritePart(keys, records[turn % 2], tokens)], within())[0].stored.all():
+                written = store.write([WritePart(keys, records[turn % 2], tokens)], within())[0]
+                tokens = written.tokens
+                if not written.stored.all():
                     store.fence(0, 1, within())  # a conflict: is there another owner?
     except FencedError as error:
         print(f"fenced: {error}", flush=True)
