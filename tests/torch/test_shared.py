@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvemb import optim
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
+from trainer.torch.shared import Ahead, SharedLookups, distinct_of, found_of
 
 IDS, OTHER_IDS = torch.tensor([5, 1, 5, 3]), torch.tensor([2, 1, 4, 4])
 
@@ -52,7 +53,8 @@ def test_sharing_changes_no_bit_of_what_is_trained() -> None:
     shared, alone = MemoryCluster(), MemoryCluster()
     models = [Model(shared), Model(alone)]
     optimizers = [SparseOptimizer(model) for model in models]
-    models[1].weights.shared = models[1].vectors.shared = None
+    for module in (models[1].weights, models[1].vectors):
+        module.shared = SharedLookups({module.table.name: module.table}, alone)
     for ids in (IDS, OTHER_IDS, IDS, OTHER_IDS):
         for model, optimizer in zip(models, optimizers, strict=True):
             train(model, optimizer, ids)
@@ -145,3 +147,34 @@ def test_padding_is_part_of_what_is_asked_for() -> None:
         train(model, optimizer, IDS)
     assert cluster.n_pulls == 0
     assert all(3 not in push["vector"][0] for push in cluster.pushes)
+
+
+def ahead(table: MemoryTable, ids: Tensor) -> Ahead:
+    wanted = distinct_of(ids.numpy().astype(np.uint64))
+    return Ahead(ids.numpy().astype(np.uint64), found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))
+
+
+def test_installed_rows_serve_lookups_of_their_ids_until_the_step() -> None:
+    cluster = MemoryCluster()
+    table = cluster.table("weight", 2)
+    module = Embedding(table)
+    optimizer = SparseOptimizer(module)
+    expected = module(IDS)
+    n_pulls = table.n_pulls
+    module.shared.install({"weight": [ahead(table, OTHER_IDS), ahead(table, IDS)]})
+    n_pulls = table.n_pulls
+    rows = module(IDS)
+    assert torch.equal(rows, expected)
+    assert table.n_pulls == n_pulls
+    module(torch.tensor([8]))
+    assert table.n_pulls == n_pulls + 1
+    rows.sum().backward()
+    optimizer.step()
+    module(IDS)
+    assert table.n_pulls == n_pulls + 2
+
+
+def test_a_newer_optimizer_keeps_the_lookups_that_modules_share() -> None:
+    model = Model(MemoryCluster())
+    first = SparseOptimizer(model).shared
+    assert SparseOptimizer(model).shared is first is model.weights.shared

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvemb.errors import InvalidInputError
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import TablePort
+from trainer.torch.shared import Asked
 
 MODES = ("sum", "mean", "max")
 
@@ -41,6 +42,10 @@ class Embedding(TableModule):
 
     def __init__(self, table: TablePort, padding_idx: int | None = None) -> None:
         super().__init__(table, padding_idx)
+
+    def asked(self, input: Tensor) -> list[Asked]:
+        """Return what forward would look up."""
+        return [(self.table, self.asked_of(input))]
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
@@ -83,6 +88,10 @@ class EmbeddingBag(TableModule):
             raise InvalidInputError(f"mode is {mode!r}; give one of {', '.join(MODES)}")
         self.mode = mode
         self.include_last_offset = include_last_offset
+
+    def asked(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> list[Asked]:
+        """Return what forward would look up."""
+        return [(self.table, self.asked_of(self._bags(input, offsets)[0]))]
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Combine the rows of each bag.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize
 from trainer.torch.ports import TablePort
-from trainer.torch.shared import Found, SharedLookups, look_up
+from trainer.torch.shared import Asked, Found, SharedLookups
 
 MAX_PENDING = 1000
 """Lookups of one module that may wait for a step: more than any sane gradient accumulation, and memory stays
@@ -83,7 +83,19 @@ class Pending:
             )
 
 
-class TableModule(nn.Module):
+class LookupModule(nn.Module):
+    """A module whose forward pass looks rows up. `asked` tells which, before it is called and in any thread."""
+
+    def asked(self, *args: Any, **kwargs: Any) -> list[Asked]:
+        """Return what forward would look up if it were called with these arguments; nothing is sent and nothing remembered.
+
+        Raises:
+            InvalidInputError: as forward would.
+        """
+        raise NotImplementedError
+
+
+class TableModule(LookupModule):
     """What Embedding and EmbeddingBag share: a table, a padding id, and lookups."""
 
     def __init__(self, table: TablePort, padding_idx: int | None) -> None:
@@ -95,7 +107,7 @@ class TableModule(nn.Module):
         self.padding_idx = padding_idx
         self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
         self.pending = Pending(table)
-        self.shared: SharedLookups | None = None
+        self.shared = SharedLookups({table.name: table}, table.cluster)
 
     @property
     def embedding_dim(self) -> int:
@@ -114,39 +126,46 @@ class TableModule(nn.Module):
         ids, _ = normalize([padding_idx], definition.id_dtype, definition.name, definition.num_ids)
         return np.uint64(ids[0])
 
-    def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Pull the distinct ids of `input`.
+    @property
+    def recording(self) -> bool:
+        """Whether a lookup made now would be trained: training mode, and gradients enabled."""
+        return self.training and torch.is_grad_enabled()
+
+    def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
+        """Return what a lookup of `input` asks the table for: its ids uint64 [m], flat, then the padding id if there is one.
+
+        Torch needs a position for the padding id, even if no input has it, to add up as always.
+
+        Raises:
+            InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain.
+        """
+        if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
+            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+            raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
+        definition = self.table.definition
+        flat, _ = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name, definition.num_ids)
+        return flat if self._padding_id is None else np.append(flat, self._padding_id)
+
+    def take(self, found: Found, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Turn what was found for `asked_of(input)` into tensors.
 
         Returns:
             leaf float32 [n, dim]; int64 positions in it, of the shape of `input`; position of the padding id in it, or
             None. All on the device of `input`. The leaf requires a gradient, and its lookup will be pending after
             backward, if the module trains.
-
-        Raises:
-            InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain; nothing was sent.
         """
-        if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
-            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
-            raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
-        recording = self.training and torch.is_grad_enabled()
-        if recording:
-            self.pending.check_room()
-        definition = self.table.definition
-        flat, shape = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name, definition.num_ids)
-        found = self._find(self._with_padding(flat), recording)
         leaf = torch.from_numpy(found.rows).to(input.device)
-        if recording:
+        if self.recording:
             self._record(leaf, Lookup(found.ids, found.versions, self._padding_id))
-        at = torch.from_numpy(found.inverse[: len(flat)].astype(np.int64, copy=False)).reshape(shape).to(input.device)
+        at = torch.from_numpy(found.inverse[: input.numel()].astype(np.int64, copy=False)).reshape(input.shape).to(input.device)
         return leaf, at, None if self._padding_id is None else int(found.inverse[-1])
 
-    def _find(self, ids: NDArray[np.uint64], recording: bool) -> Found:
-        # Without steps nothing would end the use of rows pulled ahead: only what trains shares.
-        return self.shared.look_up(self.table, ids) if recording and self.shared is not None else look_up(self.table, ids)
-
-    def _with_padding(self, flat: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Add the padding id at the end: torch needs a position for it, even if no input has it, to add up as always."""
-        return flat if self._padding_id is None else np.append(flat, self._padding_id)
+    def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Look the ids of `input` up; returns and raises as `take` and `asked_of`. Refused while nobody collects gradients."""
+        if self.recording:
+            self.pending.check_room()
+        (found,) = self.shared.look_up([(self.table, self.asked_of(input))], recording=self.recording)
+        return self.take(found, input)
 
     def _record(self, leaf: Tensor, lookup: Lookup) -> None:
         pending = self.pending  # the list in force now: a later optimizer must not get this step's gradients

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from kvemb.errors import InvalidInputError
 from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
-from trainer.torch.lookup import Pending, TableModule
+from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort
-from trainer.torch.shared import SharedLookups
+from trainer.torch.tables import modules_by_table, share_lookups
 
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Distinct ids [n], gradients [n, dim], versions [n] of one table."""
@@ -66,7 +66,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, *, timeout_s: float = 120.0) -> None:
         if not timeout_s > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
-        self._modules_of = _modules_by_table(model)
+        self._modules_of = modules_by_table(model)
         self._pending = {name: Pending(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
         self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
         self._timeout_s = timeout_s
@@ -76,11 +76,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         defaults = {key: value for key, value in next(iter(values.values())).items() if key in common}
         super().__init__([{"params": [], "table": name, **values[name]} for name in values], defaults)
         self._share_leaves()
-        tables = {name: pending.table for name, pending in self._pending.items()}
-        self._shared = SharedLookups(tables, self._cluster) if len(tables) > 1 else None
+        self.shared = share_lookups(self._modules_of)
         for name, modules in self._modules_of.items():
             for module in modules:
-                module.pending, module.shared = self._pending[name], self._shared
+                module.pending = self._pending[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait for a step, or set them to zero. Forward passes whose backward is to come are
@@ -117,8 +116,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_owned()
-        if self._shared is not None:
-            self._shared.forget()
+        self.shared.forget()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = self._empty_parts() if self._overflowed() else self._parts()
         sync = self._cluster.mode == "sync"
@@ -198,19 +196,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
         self.last_ack = self._cluster.push(rows, versions={name: part[2] for name, part in parts.items()}, hyper=hyper)
-
-
-def _modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
-    found: dict[str, list[TableModule]] = {}
-    for module in model.modules():
-        if isinstance(module, TableModule):
-            found.setdefault(module.table.name, []).append(module)
-    if not found:
-        raise InvalidInputError("the model has no trainer.torch.Embedding or EmbeddingBag, and nothing else is trained here")
-    clusters = {id(m.table.cluster) for modules in found.values() for m in modules}
-    if len(clusters) > 1:
-        raise InvalidInputError(f"the tables {', '.join(found)} belong to {len(clusters)} clusters; make one SparseOptimizer for each")
-    return found
 
 
 def _unscale_factor(optimizer: torch.optim.Optimizer) -> float:

@@ -1,12 +1,19 @@
-"""Modules that are given the same ids look them up together: one grouping, and one pull for all their tables.
+"""The lookups of a model's modules: one pull for as many of them as is known when it is made.
 
-What must not live here: modules (`lookup`) and pushing (`optimizer`). Many models feed one tensor of ids to several tables (a weight
-and a vector per feature). Which tables are asked for the same ids one after another is seen in one step and used in the next: the
-first of them pulls rows for the others, too. Such rows serve the same ids only, compared one by one, and only until the next step; a
-table that did not ask for them is not pulled ahead again. One thread per model.
+What must not live here: modules (`lookup`), pushing (`optimizer`), and threads that pull ahead. Strategy, in this order:
+
+* Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by
+  one, until the next batch's are handed in or the next step.
+* Lookups made in one call are one pull.
+* Many models feed one tensor of ids to several tables (a weight and a vector per feature). Which tables are asked for the same ids one
+  after another is seen in one step and used in the next: the first of them pulls rows for the others, too. Such rows serve until the
+  next step; a table that did not ask for them is not pulled ahead again.
+
+One thread per model.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +25,8 @@ from trainer.torch.ports import ClusterPort, TablePort
 
 Pulled = tuple[NDArray[np.float32], NDArray[np.uint64]]
 """Rows float32 [n, dim] and versions uint64 [n]."""
+Asked = tuple[TablePort, NDArray[np.uint64]]
+"""A table and the ids uint64 [m] that one lookup asks it for, duplicates and padding included."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +46,28 @@ class Found:
     versions: NDArray[np.uint64]
 
 
-def look_up(table: TablePort, ids: NDArray[np.uint64]) -> Found:
-    """Look ids up in one table, for itself."""
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and what was found."""
+
+    asked: NDArray[np.uint64]
+    found: Found
+
+
+def distinct_of(ids: NDArray[np.uint64]) -> Distinct:
+    """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
     wanted = ascending(ids)
-    if wanted.ids is ids:  # it may be the caller's tensor, which may change before the step that pushes these ids
-        wanted = Distinct(ids.copy(), wanted.inverse)
-    return _found(wanted, _pull(table, wanted))
+    return Distinct(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
+
+
+def found_of(wanted: Distinct, pulled: Pulled) -> Found:
+    """Put together what was asked and what came back."""
+    inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
+    return Found(wanted.ids, inverse, *pulled)
 
 
 class SharedLookups:
-    """The lookups of the modules of one optimizer.
+    """The lookups of the modules of one cluster.
 
     Args:
         tables: by name.
@@ -54,52 +75,98 @@ class SharedLookups:
     """
 
     def __init__(self, tables: Mapping[str, TablePort], cluster: ClusterPort) -> None:
-        self._tables, self._cluster = tables, cluster
+        self.tables, self.cluster = dict(tables), cluster
+        self.n_ahead = self.n_pulled = 0
+        """Lookups served from installed rows, and those that were not."""
+        self.waited_s = 0.0
+        """Seconds that lookups waited for storage."""
+        self._installed: Mapping[str, Sequence[Ahead]] = {}
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""
         self._ids = np.empty(0, np.uint64)  # a copy of what it was asked for
         self._wanted = Distinct(self._ids, None)
         self._ahead: dict[str, Pulled] = {}
 
-    def look_up(self, table: TablePort, ids: NDArray[np.uint64]) -> Found:
-        """Look ids up; other tables may be pulled, too.
+    def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[Found]:
+        """Look ids up.
 
         Args:
-            table: one of the tables.
-            ids: uint64 [m].
+            asked: lookups that are made at the same time; those that are not installed are one pull.
+            recording: whether a step will follow; without one nothing would end the use of rows pulled ahead for other tables.
         """
+        found = [self._find_installed(table, ids) for table, ids in asked]
+        missing = [i for i, one in enumerate(found) if one is None]
+        self.n_ahead += len(asked) - len(missing)
+        self.n_pulled += len(missing)
+        if missing:
+            began_s = time.perf_counter()
+            pulled = self._pull([asked[i] for i in missing], recording)
+            self.waited_s += time.perf_counter() - began_s
+            for i, one in zip(missing, pulled, strict=True):
+                found[i] = one
+        return [one for one in found if one is not None]
+
+    def install(self, ahead: Mapping[str, Sequence[Ahead]]) -> None:
+        """Take over the lookups made ahead for the batch that comes now, by table; those of the batch before are dropped."""
+        self._installed = ahead
+
+    def forget(self) -> None:
+        """Drop rows that nobody asked for; they would be too old after this step."""
+        self._installed = {}
+        self._drop_ahead()
+
+    def _find_installed(self, table: TablePort, ids: NDArray[np.uint64]) -> Found | None:
+        for ahead in self._installed.get(table.name, ()):
+            if np.array_equal(ahead.asked, ids):
+                return ahead.found
+        return None
+
+    def _pull(self, asked: Sequence[Asked], recording: bool) -> list[Found]:
+        names = {table.name for table, _ in asked}
+        if len(asked) > 1 and len(names) == len(asked):
+            return self._pull_together(asked)
+        return [self._pull_one(table, ids, recording) for table, ids in asked]
+
+    def _pull_together(self, asked: Sequence[Asked]) -> list[Found]:
+        wanted = {table.name: distinct_of(ids) for table, ids in asked}
+        pulled = self.cluster.pull_versions({t.name: to_caller(wanted[t.name].ids, t.definition.id_dtype) for t, _ in asked})
+        return [found_of(wanted[table.name], pulled[table.name]) for table, _ in asked]
+
+    def _pull_one(self, table: TablePort, ids: NDArray[np.uint64], recording: bool) -> Found:
+        if not recording:
+            wanted = distinct_of(ids)
+            return found_of(wanted, _pull(table, wanted))
         if not self._first or not np.array_equal(ids, self._ids):
-            return _found(*self._lead(table, ids))
+            return found_of(*self._lead(table, ids))
         pulled = self._ahead.pop(table.name, None)
         if pulled is None:
             self._follow(table)
             pulled = _pull(table, self._wanted)
-        return _found(self._wanted, pulled)
+        return found_of(self._wanted, pulled)
 
-    def forget(self) -> None:
-        """Drop rows that nobody asked for; they would be too old after this step."""
+    def _drop_ahead(self) -> None:
         if self._ahead:
             self._followers[self._first] = [name for name in self._followers[self._first] if name not in self._ahead]
             self._ahead.clear()
         self._first = ""
 
     def _lead(self, table: TablePort, ids: NDArray[np.uint64]) -> tuple[Distinct, Pulled]:
-        self.forget()
+        self._drop_ahead()
         self._ids = ids.copy()
         wanted = ascending(self._ids)
         names = [table.name, *self._followers.get(table.name, ())]
         if len(names) == 1:
             pulled = _pull(table, wanted)
         else:
-            asked = {name: to_caller(wanted.ids, self._tables[name].definition.id_dtype) for name in names}
-            self._ahead = dict(self._cluster.pull_versions(asked))
+            asked = {name: to_caller(wanted.ids, self.tables[name].definition.id_dtype) for name in names}
+            self._ahead = dict(self.cluster.pull_versions(asked))
             pulled = self._ahead.pop(table.name)
         self._first, self._wanted = table.name, wanted
         return wanted, pulled
 
     def _follow(self, table: TablePort) -> None:
         """Pull this table ahead in the next step, if what the first one may be asked for, this one may be, too."""
-        first, definition = self._tables[self._first].definition, table.definition
+        first, definition = self.tables[self._first].definition, table.definition
         if table.name != self._first and (first.id_dtype, first.num_ids) == (definition.id_dtype, definition.num_ids):
             followers = self._followers.setdefault(self._first, [])
             if table.name not in followers:
@@ -108,8 +175,3 @@ class SharedLookups:
 
 def _pull(table: TablePort, wanted: Distinct) -> Pulled:
     return table.pull(to_caller(wanted.ids, table.definition.id_dtype), return_versions=True)
-
-
-def _found(wanted: Distinct, pulled: Pulled) -> Found:
-    inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
-    return Found(wanted.ids, inverse, *pulled)
