@@ -40,6 +40,7 @@ class Case:
     ids: str = "uniform"
     optimizer: str = "sgd"
     layout: str = "keyed"
+    dim: int = 16
 
 
 DEFAULT_CASES = (
@@ -47,6 +48,8 @@ DEFAULT_CASES = (
     Case("redis", optimizer="adam"),
     Case("redis", ids="zipf"),
     Case("redis", layout="paged"),
+    *(Case(store, dim=64) for store in STORES),
+    Case("redis", ids="zipf", dim=64),
 )
 
 
@@ -77,10 +80,11 @@ def pull(options: argparse.Namespace) -> Report:
     Each store's real server is filled with a table. Then, in every round, ours pulls batches of 26 x 4096 ids through the public API,
     and the peers have their turn on the same server: redis-benchmark (C) with pipelined GETs of values of the same size, redis-py with
     hiredis and MGET, or pymemcache with get_many; and TFRA (C++), where `make bench-peers` has set it up, with as many rows of the same
-    dim in a hash of its own, looked up with and without dedupe. Without --store, --ids, --optimizer and --layout the cases are: SGD
-    records (header + W) and uniform ids on every store; then on Redis Adam's records, of which a pull keeps the first third (TFRA has
-    its moments elsewhere); Zipf(1.05) ids; and a dense table, whose rows lie in pages (layout paged; what reads a row by a key of its
-    own is left out then, and redis-benchmark's values are as large as a record). Every row of ours is compared with what
+    dim in a hash of its own, looked up with and without dedupe. Without --store, --ids, --optimizer, --layout and --dim the cases are:
+    SGD records (header + W) of dim 16 and uniform ids on every store; then on Redis Adam's records, of which a pull keeps the first
+    third (TFRA has its moments elsewhere); Zipf(1.05) ids; and a dense table, whose rows lie in pages (layout paged; what reads a row by
+    a key of its own is left out then, and redis-benchmark's values are as large as a record); then dim 64 on every store, and with
+    Zipf ids on Redis. Every row of ours is compared with what
     was written, outside the timed part. Read: rows/s counts the ids asked for, duplicates and misses included; µs/row is CPU time of
     all server processes, and of the client process; commands/row is below 1 where ours asks once for ids that occur several times in
     a batch; the last column is ours divided by this line's rows/s, above 1 where ours is faster. Values are medians of the rounds
@@ -92,14 +96,13 @@ def pull(options: argparse.Namespace) -> Report:
     sections = []
     versions: dict[str, str] = {}
     for case in cases_of(options):
-        for dim in options.dim:
-            paged = case.layout == "paged"
-            with (
-                filled(case.store, nodes=options.nodes, dim=dim, n_rows=options.rows, optimizer=case.optimizer, paged=paged) as target,
-                ExitStack() as stack,
-            ):
-                versions[f"{case.store} server"] = server_version(target)
-                sections.append(_measure(target, case, options, stack, versions))
+        paged = case.layout == "paged"
+        with (
+            filled(case.store, nodes=options.nodes, dim=case.dim, n_rows=options.rows, optimizer=case.optimizer, paged=paged) as target,
+            ExitStack() as stack,
+        ):
+            versions[f"{case.store} server"] = server_version(target)
+            sections.append(_measure(target, case, options, stack, versions))
     return Report("pull", sections, versions)
 
 
@@ -109,10 +112,10 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     Raises:
         KvembError: pages on storage that has none.
     """
-    asked = (options.store, options.ids, options.optimizer, options.layout)
-    if asked == (None, None, None, None):
+    asked = (options.store, options.ids, options.optimizer, options.layout, options.dim)
+    if all(given is None for given in asked):
         return list(DEFAULT_CASES)
-    default = (list(STORES), ["uniform"], ["sgd"], ["keyed"])
+    default = (list(STORES), ["uniform"], ["sgd"], ["keyed"], [16])
     cases = [Case(*one) for one in product(*(given or others for given, others in zip(asked, default, strict=True)))]
     if any(case.layout == "paged" and case.store not in PAGED_STORES for case in cases):
         raise KvembError(f"--layout paged: only {', '.join(PAGED_STORES)} have pages")
@@ -121,15 +124,15 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `pull` can be asked."""
-    parser.add_argument("--store", nargs="+", choices=KINDS, help="storage kinds, in turn; without any of these four: see above")
+    parser.add_argument("--store", nargs="+", choices=KINDS, help="storage kinds, in turn; without any of these five: see above")
     parser.add_argument("--ids", nargs="+", choices=DISTRIBUTIONS, help="how ids are drawn (uniform); zipf: exponent 1.05")
     parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), help="decides what a record holds (sgd)")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="a key for every row, or rows in pages (keyed)")
-    parser.add_argument("--dim", nargs="+", type=whole(1), default=[16], metavar="N", help="weights per row (16)")
+    parser.add_argument("--dim", nargs="+", type=whole(1), metavar="N", help="weights per row (16)")
     parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
     parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
-    parser.add_argument("--seconds", type=positive, default=0.6, metavar="S", help="length of one turn (0.6)")
+    parser.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="length of one turn (0.5)")
     parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
 
 

@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
-    parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
+    parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
 
 
 def lines_of(ours: Mapping[str, Sequence[Stretch]], others: Sequence[Stretch], *, dim: int) -> list[Line]:
