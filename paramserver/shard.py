@@ -73,7 +73,8 @@ class Shard:
         self._watch = NodeWatch(
             store,
             parts.config.storage.timeout_s,
-            evicted=None if parts.config.storage.allow_row_loss else self._evicted,
+            evicted=self._evicted if self._chores.can_repair or not parts.config.storage.allow_row_loss else None,
+            moves_only=parts.config.storage.allow_row_loss,
             lost=self._chores.ask_repair if self._chores.can_repair else None,
             fenced=self._lost_the_shard,
         )

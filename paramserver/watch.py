@@ -30,6 +30,7 @@ class NodeWatch:
         store: open.
         timeout_s: of one look at all nodes.
         evicted: told when a node has thrown rows away; None does not look.
+        moves_only: look only for rows that went with slab pages. What was evicted because memory is full would be evicted again.
         lost: called while nodes are lost; None does not look.
         fenced: told that another process has taken the shard over; the watch ends then.
         interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made
@@ -43,13 +44,14 @@ class NodeWatch:
         timeout_s: float,
         *,
         evicted: Lost | None = None,
+        moves_only: bool = False,
         lost: Callable[[], object] | None = None,
         fenced: Callable[[FencedError], object] = lambda error: None,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._timeout_s, self._interval_s = store, timeout_s, interval_s
-        self._evicted, self._lost, self._fenced = evicted, lost, fenced
+        self._evicted, self._moves_only, self._lost, self._fenced = evicted, moves_only, lost, fenced
         self._clock = clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-node-watch", daemon=True)
@@ -77,11 +79,12 @@ class NodeWatch:
         for node in nodes:
             if node.error:
                 continue
-            before = self._before.setdefault(node.address, node.evicted)
-            self._before[node.address] = node.evicted  # a restarted server counts from 0 again; its marker tells of the restart
-            if node.evicted > before:
+            counted = node.moved if self._moves_only else node.evicted
+            before = self._before.setdefault(node.address, counted)
+            self._before[node.address] = counted  # a restarted server counts from 0 again; its marker tells of the restart
+            if counted > before:
                 error = NodeLostError(
-                    f"node {node.address}: has thrown {node.evicted - before} keys away since it was looked at last (evictions, or moved "
+                    f"node {node.address}: has thrown {counted - before} keys away since it was looked at last (evictions, or moved "
                     "slab pages). Rows are lost there; nothing was re-initialised. Was its eviction policy or memory changed while it ran?"
                 )
                 log.error("%s", error)

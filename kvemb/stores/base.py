@@ -118,7 +118,10 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class NodeStats:
-    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer."""
+    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer.
+
+    `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached).
+    """
 
     address: str
     server: str
@@ -128,6 +131,7 @@ class NodeStats:
     evicted: int
     role: str = "primary"
     error: str = ""
+    moved: int = 0
 
 
 class Store(Repairable, ABC):

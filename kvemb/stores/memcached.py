@@ -61,14 +61,15 @@ class MemcachedStore(NodeStore):
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         stats = _ask(address, deadline)
-        evicted = int(stats["evictions"]) + int(stats.get("slab_reassign_evictions_nomem", "0"))
+        moved = sum(int(stats.get(f"slab_reassign_{why}", "0")) for why in ("evictions_nomem", "busy_deletes"))
         return NodeStats(
             address=address,
             server=f"memcached {stats['version']}",
             n_keys=int(stats["curr_items"]),
             used_bytes=int(stats["bytes"]),
             limit_bytes=int(stats["limit_maxbytes"]),
-            evicted=evicted,
+            evicted=int(stats["evictions"]) + moved,
+            moved=moved,
         )
 
 

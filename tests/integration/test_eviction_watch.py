@@ -19,9 +19,10 @@ class CountingStore(MemoryStore):
     """Nodes with counters that a test sets."""
 
     counters: tuple[int, ...] = ()
+    moved = 0  # of each node
 
     def stats(self, deadline: object) -> list[NodeStats]:
-        return [NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted) for i, evicted in enumerate(self.counters)]
+        return [NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted, moved=self.moved) for i, evicted in enumerate(self.counters)]
 
 
 def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not() -> None:
@@ -35,6 +36,17 @@ def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not()
     store.counters = (0, 3)
     watch.look_for_evictions()
     assert said[0].startswith("node-1:1: node node-1:1: has thrown 3 keys away")
+
+
+def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_looked_for() -> None:
+    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    said: list[str] = []
+    watch = NodeWatch(store, 1.0, evicted=lambda address, error: said.append(str(error)), moves_only=True)
+    for counters, moved in (((5, 0), 0), ((9, 0), 0), ((12, 0), 3)):
+        assert not said
+        store.counters, store.moved = counters, moved
+        watch.look_for_evictions()
+    assert "node-0:1: has thrown 3 keys away" in said[0]
 
 
 def test_a_shard_stops_when_a_node_evicts() -> None:
