@@ -9,6 +9,7 @@ leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Ba
 `Pending`, where the optimizer finds it. One thread per model.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,19 +56,43 @@ class Pending:
         self.limit = MAX_PENDING * n_modules
         self.leaves: list[Tensor] = []
         self.lookups: list[Lookup] = []
+        self.group_params: Callable[[], list[Tensor]] | None = None
+        """Where another optimizer, whose step pushes too, and its GradScaler look for gradients: leaves wait there as well."""
 
     def add(self, leaf: Tensor, lookup: Lookup) -> None:
         """Take a lookup whose leaf has just got a gradient; a second backward through the same graph adds to that."""
-        if not any(leaf is known for known in self.leaves):
-            self.leaves.append(leaf)
-            self.lookups.append(lookup)
+        if any(leaf is known for known in self.leaves):
+            return
+        if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
+            self._keep([known.grad is not None for known in self.leaves])
+        self.leaves.append(leaf)
+        self.lookups.append(lookup)
+        if self.group_params is not None:
+            self.group_params().append(leaf)
 
     def clear(self) -> None:
         """Forget gradients and lookups; those whose backward is still to come are not concerned."""
         for leaf in self.leaves:
             leaf.grad = None
-        self.leaves.clear()
-        self.lookups.clear()
+        self._keep([False] * len(self.leaves))
+
+    def withdraw(self) -> None:
+        """Take the leaves out of the other optimizer's group, where they are no parameters to be saved or numbered."""
+        if self.group_params is not None and self.leaves:
+            ours = {id(leaf) for leaf in self.leaves}
+            params = self.group_params()
+            params[:] = [param for param in params if id(param) not in ours]
+
+    def put_back(self) -> None:
+        """Undo `withdraw`."""
+        if self.group_params is not None:
+            self.group_params().extend(self.leaves)
+
+    def _keep(self, keep: list[bool]) -> None:
+        self.withdraw()
+        self.leaves[:] = [leaf for leaf, kept in zip(self.leaves, keep, strict=True) if kept]
+        self.lookups[:] = [lookup for lookup, kept in zip(self.lookups, keep, strict=True) if kept]
+        self.put_back()
 
     def check_room(self) -> None:
         """Refuse to go on when nobody collects the gradients.
