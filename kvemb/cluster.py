@@ -16,6 +16,7 @@ from kvemb import init
 from kvemb.cluster_status import ClusterStatus, ShardStatus, read_status
 from kvemb.config import Config, load
 from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTableError
+from kvemb.held import Held, prepare_held
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
@@ -223,6 +224,7 @@ class Cluster:
         *,
         versions: Mapping[str, ArrayLike] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
+        held: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
         timeout_s: float | None = None,
     ) -> "Ack":
         """Push several tables as one push (in sync mode: one step); arguments and errors as `Table.push`.
@@ -231,6 +233,9 @@ class Cluster:
             tables: (ids, grads) by table name.
             versions: what the pull returned, by table name; tables may be left out.
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
+            held: sync mode only: (ids, versions) by table name of rows that this trainer has pulled for steps to come, ids distinct,
+                versions as pulled; any tables. `Ack.fresh` then tells which of them are others after this step, and how they are.
+                Rows assigned or erased behind this step are told by the next one.
         """
         shards = self._access.require_shards("push")
         _check_names("versions", versions, tables)
@@ -243,7 +248,18 @@ class Cluster:
             table = self.table(name)
             values = table.pushed_hyper((hyper or {}).get(name, {}))
             rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values, table.wire_dtype))
-        return shards.push(rows, timeout_s)
+        return shards.push(rows, timeout_s, self._held(held or {}))
+
+    def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
+        """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
+
+        Versions are (epoch, k) packed as epoch << 48 | k, and `pull` returns them: a pull that begins after this call sees every
+        batch up to k. One small call to each shard, all at once.
+
+        Raises:
+            ShardUnavailableError: a shard did not answer in time (30 s unless given).
+        """
+        return [(reply.epoch, reply.k) for reply in self._access.require_shards("progress").progress(timeout_s)]
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes are applied; see `Table.flush`."""
@@ -347,6 +363,19 @@ class Cluster:
         access = self._access
         pulled = pull(access.store, requests, access.pull_deadline(timeout_s), versions=versions, cache=access.row_cache)
         return dict(zip(ids, pulled, strict=True))
+
+    def _held(self, held: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[Held]:
+        if held and self.mode != "sync":
+            raise InvalidInputError(
+                "held goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
+                "Leave it out, or set parameter_servers.mode to sync."
+            )
+        prepared = []
+        for name, rows in held.items():
+            if not isinstance(rows, tuple | list) or len(rows) != 2:
+                raise InvalidInputError(f"table {name!r}: held is {type(rows).__name__}, expected a pair (ids, versions)")
+            prepared.append(prepare_held(self.table(name).definition, *rows))
+        return prepared
 
     def _close(self, *, wait: bool) -> None:
         with self._lock:

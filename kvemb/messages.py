@@ -5,6 +5,7 @@ costs one copy. Decoding trusts nothing: small limits on every container, every 
 anything off raises MessageError before a value is used.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -72,6 +73,39 @@ class TableRows:
     def size_bytes(self) -> int:
         """Bytes of the arrays."""
         return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class FreshRows:
+    """Of n rows that a trainer holds, those that are no longer what it holds, as they are now.
+
+    Args:
+        at: uint32 [m], where they stand among the n, ascending.
+        versions: uint64 [m], 0 for rows that do not exist (now).
+        rows: weights in the table's storage dtype, one row for each version above 0, in order; what does not exist, the trainer computes.
+    """
+
+    at: NDArray[np.uint32]
+    versions: NDArray[np.uint64]
+    rows: bytes
+
+    def to_list(self) -> list[Any]:
+        return [_raw(self.at, "<u4"), _raw(self.versions, "<u8"), self.rows]
+
+    @staticmethod
+    def from_list(items: object) -> "FreshRows":
+        if not isinstance(items, list) or len(items) != 3:
+            raise MessageError("fresh rows: expected a list of 3 fields")
+        at, versions = _array(items[0], "<u4"), _array(items[1], "<u8")
+        _expect(len(at) == len(versions), f"{len(at)} fresh rows with {len(versions)} versions")
+        _expect(bool((at[1:] > at[:-1]).all()), "fresh rows that do not ascend")
+        _expect(isinstance(items[2], bytes), "fresh rows as bytes")
+        return FreshRows(at, versions, items[2])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.at.nbytes + self.versions.nbytes + len(self.rows)
 
 
 class _Budget:
@@ -180,8 +214,10 @@ class PushPart(Message):
         step: number of the push at the trainer; in sync mode parts of one step are applied together.
         more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
         tables: rows of each table (a table without rows here still counts as a step of its optimizer).
-        digest: xxh3-64 over the tables' arrays; tells other data under a used sequence.
+        digest: xxh3-64 over the arrays of tables and held; tells other data under a used sequence.
         return_rows: whether the reply is to carry the updated rows.
+        held: sync mode only: ids of rows that the trainer holds for later steps (dim 0), with their versions. The reply says which of them
+            are others after this step.
     """
 
     trainer: str
@@ -192,6 +228,7 @@ class PushPart(Message):
     tables: list[TableRows]
     digest: int
     return_rows: bool = False
+    held: list[TableRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +244,8 @@ class PushReply(Message):
         others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
         rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype; [] when
             they were not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
+        fresh: for each table that the part holds rows of those that changed; [] when it holds none, and when it is not known: the part was
+            answered before (by a process that was killed since, perhaps), or storage did not give the rows. Pull them then.
     """
 
     sequence: int
@@ -218,6 +257,7 @@ class PushReply(Message):
     epoch: int = 0
     others: int = 0
     rows: list[bytes] = field(default_factory=list)
+    fresh: list[FreshRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,6 +366,14 @@ class StatusReply(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class ProgressReply(Message):
+    """How far the shard has come: every batch up to k of this epoch is in storage, for all to see."""
+
+    epoch: int
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
 class RepairRequest(Message):
     """Restore this shard's rows on every lost node, and compare them row by row on these nodes (`all_nodes`: on every node).
 
@@ -393,10 +441,12 @@ class LoadRequest(Message):
     begin: bool
 
 
-def digest_tables(tables: list[TableRows]) -> int:
+def digest_tables(tables: list[TableRows], held: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()
-    for rows in tables:
+    for number, rows in enumerate([*tables, *held]):
+        if number == len(tables):
+            state.update(b"held ")  # a table of rows without weights would digest like rows that are held
         # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
         state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
         for array in (rows.ids, rows.rows, rows.versions):
@@ -427,7 +477,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], TableRows):
+    if isinstance(value, list) and value and isinstance(value[0], TableRows | FreshRows):
         return [rows.to_list() for rows in value]
     return value.to_list() if isinstance(value, TableRows) else value
 
@@ -436,9 +486,9 @@ def _checked(at: str, annotation: Any, value: Any) -> Any:
     """Check a field against its annotation (the few forms used above)."""
     if annotation is TableRows:
         return TableRows.from_list(value)
-    if annotation == list[TableRows]:
+    if annotation in (list[TableRows], list[FreshRows]):
         _expect(isinstance(value, list), f"{at}: expected a list")
-        return [TableRows.from_list(item) for item in value]
+        return [annotation.__args__[0].from_list(item) for item in value]
     if annotation == list[bytes]:
         _expect(isinstance(value, list) and all(isinstance(v, bytes) for v in value), f"{at}: expected a list of bytes")
         return value

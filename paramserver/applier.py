@@ -11,6 +11,7 @@ from paramserver.batch import Part, RefusedStep, RowsWork
 from paramserver.chores import Chores
 from paramserver.committer import AbandonedError, Committed, Handover
 from paramserver.engine import Engine
+from paramserver.held import HeldRows
 from paramserver.intake import Intake
 from paramserver.journal import START, Position
 from paramserver.returned import OthersCount, returned_rows
@@ -28,6 +29,7 @@ class Applier:
         engine: what applies batches.
         tables: for staleness.
         handover: where batches come from.
+        held: answers what trainers ask about rows that they hold; None for a shard that is not asked.
         applied: behind the entry of the last batch applied before this process began.
         failed: called with the cause when the shard stops applying for good.
     """
@@ -39,11 +41,12 @@ class Applier:
         tables: Tables,
         handover: Handover,
         *,
+        held: HeldRows | None = None,
         applied: Position = START,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
-        self._failed = failed
+        self._held, self._failed = held, failed
         self._others = OthersCount()
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
@@ -112,8 +115,9 @@ class Applier:
         replies = {}
         for (push, part), (changed, elapsed) in zip(parts, stale, strict=True):
             rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
+            fresh = self._held.answer(part.held, applied.written) if part.held and self._held is not None else []
             ticket, others = part.ticket, self._others.of(push)
-            replies[id(ticket)] = PushReply(ticket.sequence, "applied", applied.k, changed, elapsed, {}, epoch, others, rows)
+            replies[id(ticket)] = PushReply(ticket.sequence, "applied", applied.k, changed, elapsed, {}, epoch, others, rows, fresh)
         return replies
 
     def _staleness(self, part: Part) -> tuple[float, int]:

@@ -81,7 +81,7 @@ class Ticket:
 
     def finish(self, reply: PushReply) -> None:
         """Record the outcome and tell everybody who asked."""
-        self.final = replace(reply, rows=[]) if reply.rows else reply  # who asks again does without
+        self.final = replace(reply, rows=[], fresh=[]) if reply.rows or reply.fresh else reply  # who asks again does without
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink(reply)
@@ -89,10 +89,11 @@ class Ticket:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One part of a push, with its ticket."""
+    """One part of a push, with its ticket; `held` are rows (without weights) that its trainer asks about."""
 
     tables: tuple[CheckedRows, ...]
     ticket: Ticket
+    held: tuple[CheckedRows, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,11 +47,13 @@ class Applied:
         n_existed: rows of it that existed before (of an erase: that were erased).
         rows: where asked for, the updated weights of the tables that were written in one round: uint8 [n, row bytes], in the storage
             dtype and the order of the batch's ids.
+        written: the rows and records of its last round, which is all of it unless a write met a conflict; good until the next batch.
     """
 
     k: int
     n_existed: int
     rows: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
+    written: Sequence[Prepared] = ()
 
 
 class Engine:
@@ -103,6 +105,12 @@ class Engine:
                 self.behind.write(pause, self.rescue)
             return applied
 
+    @property
+    def stored_k(self) -> int:
+        """The last batch up to which storage has every row. Any thread."""
+        k = self.k
+        return k if self.behind is None else self.behind.stored_k(k)
+
     def write_dirty(self, pause: Pause) -> None:
         """Write what write-behind holds back; between batches, apply thread only.
 
@@ -118,7 +126,7 @@ class Engine:
         n_existed = sum(self._commit(batch.kind, rows, version) for rows in batch.tables)
         self.k = split_version(version)[1]
         self.rows_applied += batch.n_rows
-        return Applied(self.k, n_existed)
+        return Applied(self.k, n_existed, written=self._prepared)
 
     def _until_stored(self, batch: Batch, version: int, pause: Pause, replay: Replay | None) -> None:
         """Try until every row is stored; what is found lost meanwhile is restored first."""

@@ -123,14 +123,21 @@ class Intake:
 
     # --- work comes in ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, part: PushPart, tables: tuple[CheckedRows, ...], sink: Sink, cancelled: Callable[[], bool]) -> None:
+    def submit(
+        self,
+        part: PushPart,
+        tables: tuple[CheckedRows, ...],
+        sink: Sink,
+        cancelled: Callable[[], bool],
+        held: tuple[CheckedRows, ...] = (),
+    ) -> None:
         """Take a checked part, waiting for room; the sink hears "accepted" when its push is in the journal, and the outcome later.
 
         Raises:
             PushRejectedError, FencedError: nothing was taken; the sequence may be used again.
             ShardUnavailableError, ShardFailedError: the shard takes no pushes.
         """
-        size = sum(rows.size_bytes for rows in tables)
+        size = sum(rows.size_bytes for rows in (*tables, *held))
         with self._changed:
             session = self._wait_for_room(part, cancelled)
             if self._barrier is not None:
@@ -139,7 +146,7 @@ class Intake:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = Part(tables, Ticket(part.sequence, part.digest, size, return_rows=part.return_rows))
+            new = Part(tables, Ticket(part.sequence, part.digest, size, return_rows=part.return_rows), held)
             self._pending.check_size(session, new)
             hyper_by_table([*(session.held if session.held_step == part.step else ()), new])
             session.accept(new, part.step)

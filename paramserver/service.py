@@ -103,6 +103,7 @@ class Server:
             "Count": self._unary(TableRequest, verbs.count),
             "Ids": self._unary(IdsRequest, verbs.ids),
             "Status": self._unary(Empty, verbs.status),
+            "Progress": self._unary(Empty, verbs.progress),
             "Bye": self._unary(ByeRequest, verbs.bye),
             "Save": self._unary(SaveRequest, verbs.save, waits=True),
             "SaveStatus": self._unary(SaveStatusRequest, verbs.save_status),

@@ -14,6 +14,7 @@ from paramserver.chores import Chores
 from paramserver.claim import save, save_at_stop
 from paramserver.committer import Committer, Handover
 from paramserver.data_dir import DataDir
+from paramserver.held import HeldRows
 from paramserver.image import image
 from paramserver.journal import Position
 from paramserver.local_snapshots import LocalSnapshots
@@ -67,7 +68,9 @@ class Shard:
         versions = {"epoch": parts.engine.epoch, "k": parts.engine.k}
         self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
         self._saver.committed_k = lambda: self._committer.k
-        self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, applied=parts.ledger.end, failed=self._failed)
+        held = HeldRows(store, parts.tables, parts.config.storage.timeout_s)
+        at = parts.ledger.end
+        self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
         self._write_behind(handover.wake)
         self._chores = self._applier.chores = verbs.repairs = Chores(parts.repairer, self._snapshots(), handover.wake)
         self._watch = NodeWatch(

@@ -21,7 +21,8 @@ _JOIN_S = 5.0
 _FINAL = ("applied", "failed")
 log = logging.getLogger("paramserver")
 
-Check = Callable[[PushPart], tuple[CheckedRows, ...]]
+Check = Callable[[PushPart], tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]]
+"""Returns the rows to apply, and those held, or raises PushRejectedError."""
 
 
 class _Outbox:
@@ -44,8 +45,8 @@ class _Outbox:
         """Append a reply about a part. Never blocks."""
         with self._changed:
             self._n_open -= reply.state in _FINAL
-            if reply.rows and self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
-                reply = replace(reply, rows=[])
+            if self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
+                reply = replace(reply, rows=[], fresh=[])
             self._row_bytes += _row_bytes(reply)
             self._replies.append(reply)
             self._changed.notify_all()
@@ -89,7 +90,7 @@ class _Outbox:
 
 
 def _row_bytes(reply: PushReply) -> int:
-    return sum(map(len, reply.rows))
+    return sum(map(len, reply.rows)) + sum(rows.size_bytes for rows in reply.fresh)
 
 
 class PushStream:
@@ -141,7 +142,8 @@ class PushStream:
             self._outbox.refuse(PushReply(0, "failed", error=to_wire(error)))
             return False
         try:
-            self._intake.submit(part, self._check(part), self._outbox.put, lambda: self._outbox.closed)
+            tables, held = self._check(part)
+            self._intake.submit(part, tables, self._outbox.put, lambda: self._outbox.closed, held)
         except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
             # (Storage errors: of the look-up of a table that this shard has not met.)
             # Not the part's fault: the call ends as UNAVAILABLE, and the trainer sends the part again over a new one.

@@ -27,6 +27,7 @@ from kvemb.messages import (
     IdsReply,
     IdsRequest,
     LoadRequest,
+    ProgressReply,
     PushPart,
     RepairReply,
     RepairRequest,
@@ -51,7 +52,7 @@ from paramserver.replay import Recovered
 from paramserver.snapshot import Runs
 from paramserver.stream import PushStream
 from paramserver.tables import Tables
-from paramserver.validate import check_part, check_rows
+from paramserver.validate import check_held, check_part, check_rows
 
 MAX_IDS = 4 << 20
 _LONGEST_WAIT_S = 3600.0
@@ -204,6 +205,10 @@ class Verbs:
         ticket.wait(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
+    def progress(self, request: Empty, remaining_s: float) -> ProgressReply:
+        """Say up to which batch storage has everything."""
+        return ProgressReply(self._parts.engine.epoch, self._parts.engine.stored_k)
+
     def status(self, request: Empty, remaining_s: float) -> StatusReply:
         """Say how the shard is doing."""
         parts = self._parts
@@ -234,8 +239,9 @@ class Verbs:
             raise ParameterServerError("this shard neither saves nor loads")
         return self._archive
 
-    def _check_part(self, part: PushPart) -> tuple[CheckedRows, ...]:
-        return check_part(part, self._parts.registry.find, self._parts.shard, self._n_shards)
+    def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
+        find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
+        return check_part(part, find, shard, self._n_shards), check_held(part, find, shard, self._n_shards, sync=sync)
 
     def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)

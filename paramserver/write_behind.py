@@ -7,7 +7,8 @@ milliseconds old, and before anything that takes storage for the truth: an assig
 Nothing that was acknowledged hangs on it: every batch stands in the journal, and the image that a restart begins with is of a moment
 without dirty rows. So what a replay finds in storage is a row as of some batch between the image and the crash, as after any other crash.
 
-What must not live here: which rows a batch changes, and how (`paramserver.engine`). Apply thread only, but for `ask`, `owes`, the counts.
+What must not live here: which rows a batch changes, and how (`paramserver.engine`). Apply thread only, but for `ask`, `owes`, `stored_k`
+and the counts.
 """
 
 import time
@@ -144,6 +145,11 @@ class WriteBehind:
     def owes(self, k: int) -> bool:
         """Whether a row changed by batch k or an earlier one is not written. Any thread."""
         return 0 < self._oldest_k <= k
+
+    def stored_k(self, k: int) -> int:
+        """Return the last batch up to which every row is written, when k or a later one is the last applied. Any thread."""
+        oldest_k = self._oldest_k  # read after k was: while it is 0, nothing at all is owed, of k or any batch before
+        return min(k, oldest_k - 1) if oldest_k else k
 
     def ask(self) -> None:
         """Have all dirty rows written soon. Any thread; returns at once."""

@@ -4,11 +4,13 @@ A push is one or more parts on each shard it goes to. Thread-safe; waiting makes
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvemb.client.servers import DEFAULT_TIMEOUT_S
 from kvemb.errors import KvembError, ShardUnavailableError
+from kvemb.held import Fresh, Held, fresh_rows, join
+from kvemb.messages import FreshRows
 from kvemb.net.deadline import checked_timeout
 from kvemb.row_cache import Wanted
 
@@ -36,12 +38,16 @@ class Part:
         n_rows: rows in it.
         trouble: returns what the stream suffers from at the moment, or "".
         wanted: the rows that its answer is to bring back, where the trainer keeps rows.
+        held: the rows that it asked about, which the trainer holds for later steps.
+        fresh: what its answer says of those; empty while and where that is not known.
     """
 
     where: str
     n_rows: int
     trouble: Callable[[], str] = lambda: ""
     wanted: Wanted | None = None
+    held: Sequence[Held] = ()
+    fresh: Sequence[FreshRows] = ()
     accepted: bool = False
     applied: bool = False
 
@@ -104,6 +110,27 @@ class Ack:
                 return None
             return Staleness(self._moved_rows / self._versioned_rows, self._elapsed)
 
+    @property
+    def fresh(self) -> Mapping[str, Fresh] | None:
+        """Of the rows that the push said it holds (`Cluster.push(held=...)`) those that are others now, by table, right after this step.
+
+        A table of which nothing changed is there with no rows; `{}` for a push that holds none. The arrays may be read-only.
+
+        None until the push is applied; and where a shard could not say, because the connection broke before its answer came, or storage
+        did not give it the rows: then pull what you hold again, before the next push.
+        """
+        with self._changed:
+            if not all(part.applied for part in self._parts):
+                return None
+            parts = [(part.held, part.fresh) for part in self._parts if part.held]
+        if not all(fresh for _, fresh in parts):
+            return None
+        found: dict[str, list[Fresh]] = {}
+        for held, fresh in parts:
+            for rows, got in zip(held, fresh, strict=True):
+                found.setdefault(rows.definition.name, []).append(fresh_rows(rows, got))
+        return {name: join(every) for name, every in found.items()}
+
     def take_error(self) -> KvembError | None:
         """Return the failure that nobody has been told of, once."""
         with self._changed:
@@ -124,10 +151,11 @@ class Ack:
             part.accepted = True
             self._changed.notify_all()
 
-    def part_applied(self, part: Part, changed: float, elapsed: int) -> None:
+    def part_applied(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
         """A shard has applied a part; `changed` is -1 when it carried no versions. Called by its push stream."""
         with self._changed:
             part.accepted = part.applied = True
+            part.fresh = fresh
             if changed >= 0 and part.n_rows:
                 self._moved_rows += changed * part.n_rows
                 self._versioned_rows += part.n_rows
@@ -148,7 +176,7 @@ class Ack:
             finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
             if self._error is not None:
                 self._seen = True
-                raise fresh(self._error)
+                raise copied(self._error)
             late_parts = {part.where: part for part in self._parts if not done(part)}
         if not finished:
             late = {where: part.trouble() for where, part in late_parts.items()}  # may ask the shard: not under the lock
@@ -160,7 +188,7 @@ class Ack:
         return f"<Ack of {self._what}: {state}>"
 
 
-def fresh(error: KvembError) -> KvembError:
+def copied(error: KvembError) -> KvembError:
     """Return a copy to raise, so that raising it twice does not pile up tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__

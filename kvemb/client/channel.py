@@ -29,7 +29,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
-_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids"})
+_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress"})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 

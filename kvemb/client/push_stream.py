@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvemb.client.ack import Ack, Part, fresh
+from kvemb.client.ack import Ack, Part, copied
 from kvemb.client.channel import ShardChannel
 from kvemb.client.outbox import WINDOW_PARTS, Outbox, Sent
 from kvemb.errors import (
@@ -23,7 +23,8 @@ from kvemb.errors import (
     ShardUnavailableError,
     from_wire,
 )
-from kvemb.messages import HelloReply, PushReply
+from kvemb.held import check_fresh
+from kvemb.messages import FreshRows, HelloReply, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.row_cache import RowCache
 
@@ -113,7 +114,7 @@ class PushStream:
         with self._changed:
             over = self._changed.wait_for(lambda: bool(self._failure) or done(), deadline.remaining_s())
             if self._failure is not None:
-                raise fresh(self._failure)
+                raise copied(self._failure)
         if not over:
             why = self._trouble or "connected"
             raise ShardUnavailableError(f"{self._channel}: within {deadline.timeout_s:g} s {what} ({why})")
@@ -220,13 +221,20 @@ class PushStream:
             if isinstance(error, _FINAL):
                 raise error
         elif reply.state == "applied":
-            try:
-                if self._row_cache is not None and sent.part.wanted is not None:
-                    self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
-            finally:
-                sent.ack.part_applied(sent.part, reply.changed, reply.elapsed)
+            self._applied(sent, reply)
         else:
             sent.ack.part_accepted(sent.part)
+
+    def _applied(self, sent: Sent, reply: PushReply) -> None:
+        fresh: list[FreshRows] = []
+        try:
+            if self._row_cache is not None and sent.part.wanted is not None:
+                self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
+            if reply.fresh:
+                check_fresh(sent.part.held, reply.fresh)
+                fresh = reply.fresh
+        finally:
+            sent.ack.part_applied(sent.part, reply.changed, reply.elapsed, fresh)
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 
-from kvemb.client.ack import Ack, Part, fresh
+from kvemb.client.ack import Ack, Part, copied
 from kvemb.client.parts import route, split
 from kvemb.client.push_stream import PushStream
 from kvemb.client.servers import Servers
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
+from kvemb.held import Held, route_held
 from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, TableRows, digest_tables
 from kvemb.net.deadline import Deadline
 from kvemb.row_cache import RowCache
@@ -52,12 +54,13 @@ class Session:
         """The trainer's name."""
         return self._trainer
 
-    def push(self, tables: Sequence[TableRows], deadline: Deadline) -> Ack:
+    def push(self, tables: Sequence[TableRows], deadline: Deadline, held: Sequence[Held] = ()) -> Ack:
         """Send a push.
 
         Args:
             tables: one entry per table, ids distinct. The arrays are copied before this returns.
             deadline: of the hello and of the wait for room in every shard's window.
+            held: rows that the trainer holds, one entry per table; sync mode only. The ack keeps the arrays.
 
         Raises:
             ShardUnavailableError: a shard could not be reached or its window stayed full; nothing of the push was sent.
@@ -73,11 +76,12 @@ class Session:
             self._catch_up(deadline)
             routed = [route(rows, len(self._streams)) for rows in tables]
             shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
+            held_of = route_held(held, len(self._streams))
             # In sync mode every shard hears of every step, also of one that has nothing for it.
             wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
-            return self._send(wanted)
+            return self._send(wanted, held_of)
         finally:
             self._sending.release()
 
@@ -100,7 +104,7 @@ class Session:
             failed, self._failed = self._failed, []
         errors = [error for error in (ack.take_error() for ack in failed) if error is not None]
         if errors:
-            error = fresh(errors[0])
+            error = copied(errors[0])
             error.add_note("An earlier push failed and nobody had waited for it; the call that raised this did nothing.")
             if len(errors) > 1:
                 error.add_note(f"{len(errors) - 1} more pushes have failed since.")
@@ -181,25 +185,26 @@ class Session:
 
         return hello
 
-    def _send(self, wanted: dict[int, list[TableRows]]) -> Ack:
+    def _send(self, wanted: dict[int, list[TableRows]], held_of: list[list[list[Held]]]) -> Ack:
         self._step += 1
         parts: list[tuple[PushStream, PushPart, Part]] = []
         for shard, tables in wanted.items():
             stream, channel = self._streams[shard], self._servers.channels[shard]
-            messages = split(tables)
+            messages = _with_held(split(tables), held_of[shard])
             first = stream.next_sequence()
-            for index, message in enumerate(messages):
+            for index, (message, held) in enumerate(messages):
                 more = index + 1 < len(messages)
-                body = self._part(first + index, message, more, self._step)
+                body = self._part(first + index, message, more, self._step, held)
                 n_rows = sum(len(rows.ids) for rows in message)
                 to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard), to_keep)))
+                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard), to_keep, held)))
         ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
         for stream, body, part in parts:
             stream.send(body.sequence, body.encode(), part, ack)
         return ack
 
-    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int) -> PushPart:
+    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, held: Sequence[Held] = ()) -> PushPart:
+        questions = [rows.to_message() for rows in held]
         return PushPart(
             trainer=self._trainer,
             incarnation=self._incarnation,
@@ -207,8 +212,9 @@ class Session:
             step=step,
             more=more,
             tables=tables,
-            digest=digest_tables(tables),
+            digest=digest_tables(tables, questions),
             return_rows=self.row_cache is not None,
+            held=questions,
         )
 
     def _trouble(self, shard: int) -> str:
@@ -232,3 +238,9 @@ class Session:
                 self._servers.try_each("Bye", [request] * len(self._servers), Empty, Deadline.after(BYE_TIMEOUT_S))
             except KvembError:
                 return
+
+
+def _with_held(messages: list[list[TableRows]], held: list[list[Held]]) -> list[tuple[list[TableRows], list[Held]]]:
+    """Let what is held travel with the last rows of a push, and in messages of its own behind them where one is not enough."""
+    pairs = [(tables, list[Held]()) for tables in messages[:-1]]
+    return [*pairs, *zip_longest(messages[-1:], held or [[]], fillvalue=[])]

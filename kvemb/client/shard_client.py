@@ -14,6 +14,7 @@ from kvemb.client.ack import Ack
 from kvemb.client.parts import pieces, route
 from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers
 from kvemb.client.session import Session
+from kvemb.held import Held
 from kvemb.messages import (
     CountReply,
     CreateTableRequest,
@@ -22,6 +23,7 @@ from kvemb.messages import (
     IdsReply,
     IdsRequest,
     Message,
+    ProgressReply,
     RowsRequest,
     StatusReply,
     TableReply,
@@ -82,9 +84,9 @@ class ShardClient:
         reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
         return TableDef.from_dict(reply.table)
 
-    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None) -> Ack:
+    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, held: Sequence[Held] = ()) -> Ack:
         """Send a push; see `Session.push`."""
-        return self._session.push(tables, self._deadline(timeout_s))
+        return self._session.push(tables, self._deadline(timeout_s), held)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
@@ -126,6 +128,10 @@ class ShardClient:
         """Return each shard's state, or why it could not be asked."""
         requests = [Empty()] * len(self._servers)
         return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
+
+    def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
+        """Return how far each shard has come."""
+        return self._servers.call_each("Progress", [Empty()] * len(self._servers), ProgressReply, self._deadline(timeout_s))
 
     def close(self, *, wait: bool) -> None:
         """Leave; wait for acceptance of what was pushed unless told otherwise.

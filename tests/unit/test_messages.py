@@ -29,6 +29,10 @@ def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, fl
     return m.TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
 
 
+def fresh(at: list[int], versions: list[int], data: bytes) -> m.FreshRows:
+    return m.FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), data)
+
+
 def part(tables: list[m.TableRows]) -> m.PushPart:
     return m.PushPart("trainer-0", 3, 17, 5, False, tables, 2**64 - 1)
 
@@ -41,8 +45,10 @@ EXAMPLES: dict[str, m.Message] = {
     "PushPart without tables": part([]),
     "PushPart of 16-bit gradients": part([rows(dtype="float16"), rows(dtype="bfloat16")]),
     "PushPart that asks for rows": replace(part([rows()]), return_rows=True),
+    "PushPart with held rows": replace(part([rows()]), held=[rows(3, 0)]),
     "PushReply": m.PushReply(17, "applied", 9, 0.25, 3),
     "PushReply with rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [b"\x00\x01", b""]),
+    "PushReply with fresh rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [], [fresh([0, 7], [0, 2**63 + 1], b"\x00" * 6)]),
     "PushReply failed": m.PushReply(17, "failed", error={"type": "PushRejectedError", "message": "no"}),
     "Reply": m.Reply({}, b"\x00\xff"),
     "DescribeReply": m.DescribeReply("demo", b"0123456789abcdef", 0, 2, "sync", 4, [{"name": "user", "dim": 3}]),
@@ -55,6 +61,7 @@ EXAMPLES: dict[str, m.Message] = {
     "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),
     "IdsReply": m.IdsReply(bytes(16)),
     "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, "", 10, 11, 0.25, 12, "n:1: in repair"),
+    "ProgressReply": m.ProgressReply(2, 2**40),
     "RepairRequest": m.RepairRequest(["n:1", "n:2"], False, 60.0),
     "RepairReply": m.RepairReply(1, 2**40, 0.5),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
@@ -69,7 +76,7 @@ def plain(value: Any) -> Any:
     """A message as comparable values."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, m.TableRows | m.Message):
+    if isinstance(value, m.TableRows | m.FreshRows | m.Message):
         return type(value).__name__, [plain(item) for item in vars(value).values()]
     return [plain(item) for item in value] if isinstance(value, list) else value
 
@@ -141,17 +148,21 @@ def test_another_protocol_magic_or_type_is_refused_by_name() -> None:
         (m.HelloRequest, ["t", 1, None, 2]),
         (m.FlushRequest, [1]),
         (m.Reply, [{"type": 1}, b""]),
-        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, ["x"]]),
-        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, b""]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, ["x"], []]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, b"", []]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, [], b""]),
+        (m.PushReply, [1, "applied", 1, -1.0, 0, {}, 0, 0, [], [b""]]),
         (m.Reply, [{1: "x"}, b""]),
         (m.Reply, [[], b""]),
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, [1]]),
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, {}]),
         (m.TableReply, ["user"]),
-        (m.PushPart, ["t", 1, 1, 1, 0, [], 0, False]),
-        (m.PushPart, ["t", 1, 1, 1, False, {}, 0, False]),
-        (m.PushPart, ["t", 1, 1, 1, False, [None], 0, False]),
-        (m.PushPart, ["t", 1, 1, 1, False, [], 0, 1]),
+        (m.PushPart, ["t", 1, 1, 1, 0, [], 0, False, []]),
+        (m.PushPart, ["t", 1, 1, 1, False, {}, 0, False, []]),
+        (m.PushPart, ["t", 1, 1, 1, False, [None], 0, False, []]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, 1, []]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, {}]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, [None]]),
     ],
 )
 def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[Any]) -> None:
@@ -188,6 +199,23 @@ def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[
 )
 def test_rows_that_do_not_fit_together_are_refused(table: list[Any]) -> None:
     refused(m.RowsRequest, packed("RowsRequest", table))
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        [bytes(4), bytes(8)],
+        [bytes(3), bytes(8), b""],
+        [bytes(4), bytes(7), b""],
+        [bytes(4), bytes(16), b""],
+        [bytes(8), bytes(16), b""],  # one row twice
+        [b"\x01\x00\x00\x00" + bytes(4), bytes(16), b""],  # not ascending
+        [bytes(4), bytes(8), "x"],
+        ["xxxx", bytes(8), b""],
+    ],
+)
+def test_fresh_rows_that_do_not_fit_together_are_refused(fresh: list[Any]) -> None:
+    refused(m.PushReply, packed("PushReply", 1, "applied", 1, -1.0, 0, {}, 0, 0, [], [fresh]))
 
 
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())
@@ -262,6 +290,17 @@ def test_the_digest_tells_ids_from_versions() -> None:
     first = m.TableRows("t", 0, ids, nothing, none)
     second = m.TableRows("t", 0, none, nothing[:0], ids)
     assert m.digest_tables([first]) != m.digest_tables([second])
+
+
+def test_the_digest_tells_held_rows_from_pushed_ones() -> None:
+    pushed, held = rows(), rows(2, 0)
+    digests = {
+        m.digest_tables([pushed], []),
+        m.digest_tables([pushed], [held]),
+        m.digest_tables([pushed, held]),
+        m.digest_tables([], [held]),
+    }
+    assert len(digests) == 4
 
 
 def test_decoded_arrays_are_views_nobody_can_write_through() -> None:

@@ -1,0 +1,224 @@
+"""Rows that trainers of a sync job hold for later steps: the release brings exactly those that changed, as storage has them."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import kvemb
+from kvemb.client import session as session_module
+from kvemb.client.ack import Ack
+from kvemb.cluster import Cluster
+from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.held import route_held
+from kvemb.local_cluster import LocalCluster
+
+IDS = np.arange(400)
+PATIENCE_S = 60.0
+Held = dict[str, tuple[NDArray[np.int64], NDArray[np.uint64]]]
+Rows = dict[str, NDArray[np.int64]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LocalCluster]:
+    with LocalCluster("valkey", 2, shards=2, mode="sync", trainers=1) as local:
+        yield local
+
+
+def create(cluster: Cluster, name: str, dtype: str = "float32", **options: object) -> None:
+    chosen = {"optimizer": kvemb.optim.adam(lr=0.1), "dtype": dtype, "exist_ok": True} | options
+    cluster.create_table(name, dim=6, **chosen)  # type: ignore[arg-type]
+
+
+def pull(cluster: Cluster, ids: Rows) -> tuple[dict[str, NDArray[np.float32]], Held]:
+    pulled = cluster.pull_versions(ids)
+    return {name: rows for name, (rows, _) in pulled.items()}, {name: (ids[name], versions) for name, (_, versions) in pulled.items()}
+
+
+def push(cluster: Cluster, ids: Rows, rng: np.random.Generator, held: Held | None = None) -> Ack:
+    return cluster.push({name: (some, rng.normal(size=(len(some), 6))) for name, some in ids.items()}, held=held)
+
+
+def check_fresh(reader: Cluster, held: Held, ack: Ack) -> dict[str, int]:
+    """Compare what the release said with what storage holds; return how many rows of each table were fresh."""
+    assert ack.fresh is not None
+    assert set(ack.fresh) == set(held)
+    rows, now = pull(reader, {name: ids for name, (ids, _) in held.items()})
+    for name, (ids, seen) in held.items():
+        changed = now[name][1] != seen
+        fresh = ack.fresh[name]
+        assert (fresh.ids.dtype, fresh.rows.dtype, fresh.versions.dtype) == (np.uint64, np.float32, np.uint64)
+        order = np.argsort(fresh.ids)
+        at = np.flatnonzero(changed)[np.argsort(ids[changed].astype(np.uint64))]
+        np.testing.assert_array_equal(fresh.ids[order], ids[at].astype(np.uint64))
+        np.testing.assert_array_equal(fresh.rows[order], rows[name][at])
+        np.testing.assert_array_equal(fresh.versions[order], now[name][1][at])
+    return {name: len(fresh.ids) for name, fresh in ack.fresh.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_release_brings_exactly_the_rows_that_changed(alone: LocalCluster, dtype: str) -> None:
+    rng, names = np.random.default_rng(0), (f"user-{dtype}", f"item-{dtype}")
+    with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
+        for name in names:
+            create(trainer, name, dtype)
+        n_fresh = []
+        for _ in range(12):
+            ids = {name: rng.choice(IDS, 60, replace=False) for name in names}
+            _, held = pull(trainer, {name: rng.choice(IDS, 150, replace=False) - 9 for name in names})  # negative ids, too
+            ack = push(trainer, ids, rng, held)
+            ack.wait_applied()
+            n_fresh.append(check_fresh(reader, held, ack))
+            assert all(got[name] == len(np.intersect1d(ids[name], held[name][0])) for got in n_fresh[-1:] for name in names)
+        assert all(0 < got[name] < 60 for got in n_fresh for name in names)
+
+
+def test_rows_held_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:
+    rng = np.random.default_rng(1)
+    with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
+        create(trainer, "pushed")
+        create(trainer, "held")
+        _, held = pull(trainer, {"held": IDS[:50], "pushed": IDS[:0]})
+        push(trainer, {"held": IDS[30:70]}, rng).wait_applied()
+        ack = push(trainer, {"pushed": IDS[:5]}, rng, {"held": held["held"]})
+        ack.wait_applied()
+        assert check_fresh(reader, {"held": held["held"]}, ack) == {"held": 20}
+        empty = trainer.push({}, held={"held": held["held"]})  # a step without gradients tells as well
+        empty.wait_applied()
+        assert check_fresh(reader, {"held": held["held"]}, empty) == {"held": 20}
+
+
+def test_erased_and_assigned_rows_are_told_by_the_next_release(alone: LocalCluster) -> None:
+    rng = np.random.default_rng(2)
+    with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
+        create(trainer, "edited", initializer=kvemb.init.normal(std=1.0))
+        table = trainer.table("edited")
+        push(trainer, {"edited": IDS[:40]}, rng).wait_applied()
+        first, held = pull(trainer, {"edited": IDS[:60]})
+        table.erase(IDS[:10])
+        table.assign(IDS[10:20], np.ones((10, 6)))
+        table.assign(IDS[50:55], np.full((5, 6), 2.0))
+        ack = push(trainer, {"edited": IDS[100:110]}, rng, held)
+        ack.wait_applied()
+        assert check_fresh(reader, held, ack) == {"edited": 25}
+        assert ack.fresh is not None
+        fresh = ack.fresh["edited"]
+        erased = fresh.ids < 10
+        assert (fresh.versions[erased] == 0).all()
+        assert (fresh.rows[erased] != first["edited"][fresh.ids[erased].astype(int)]).any()  # the initial row again
+        np.testing.assert_array_equal(fresh.rows[fresh.ids >= 50], np.full((5, 6), 2.0))
+
+
+def test_two_trainers_hear_of_each_others_rows(require_server: Callable[[str], str]) -> None:
+    require_server("memcached")
+    with (
+        LocalCluster("memcached", 2, shards=2, mode="sync", trainers=2) as local,
+        kvemb.connect(local.url, trainer="a") as a,
+        kvemb.connect(local.url, trainer="b") as b,
+        kvemb.connect(local.url, read_only=True) as reader,
+    ):
+        rng = np.random.default_rng(3)
+        create(a, "both")
+        acks = [push(trainer, {"both": IDS}, rng) for trainer in (a, b)]
+        for ack in acks:
+            ack.wait_applied()
+        for _ in range(5):
+            helds = [pull(trainer, {"both": rng.choice(IDS, 80, replace=False)})[1] for trainer in (a, b)]
+            ids = [rng.choice(IDS, 50, replace=False) for _ in (a, b)]
+            acks = [push(trainer, {"both": its}, rng, held) for trainer, its, held in zip((a, b), ids, helds, strict=True)]
+            for held, ack in zip(helds, acks, strict=True):
+                ack.wait_applied()
+                changed = np.intersect1d(held["both"][0], np.concatenate(ids))
+                assert check_fresh(reader, held, ack) == {"both": len(changed)}
+
+
+@pytest.mark.parametrize("cache_mb", [0, 1])
+def test_what_the_shard_does_not_keep_comes_from_the_step_or_from_storage(require_server: Callable[[str], str], cache_mb: int) -> None:
+    require_server("redis-server")
+    rng, many = np.random.default_rng(4), np.arange(20_000)
+    with (
+        LocalCluster("redis", shards=1, mode="sync", trainers=1, cache_mb=cache_mb) as local,
+        kvemb.connect(local.url, trainer="a") as trainer,
+    ):
+        create(trainer, "large")
+        trainer.create_table("paged", dim=6, optimizer=kvemb.optim.sgd(), num_ids=len(many))
+        _, held = pull(trainer, {"large": many, "paged": many})
+        for start in (0, 5000):  # of the rows that change only those of the last step are at hand, or are kept
+            ids = many[start : start + 10_000]
+            ack = push(trainer, {"large": ids, "paged": ids}, rng, held)
+            ack.wait_applied()
+            assert check_fresh(trainer, held, ack) == {"large": start + 10_000, "paged": start + 10_000}
+
+
+def test_many_held_rows_travel_in_several_parts(alone: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "route_held", lambda held, n_shards: route_held(held, n_shards, 1 << 11))
+    rng = np.random.default_rng(5)
+    with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
+        for name in ("one", "two"):
+            create(trainer, name)
+        _, held = pull(trainer, {"one": IDS, "two": IDS[::-1]})
+        for _ in range(3):
+            ids = {"one": rng.choice(IDS, 100, replace=False), "two": rng.choice(IDS, 100, replace=False)}
+            ack = push(trainer, ids, rng, held)
+            ack.wait_applied()
+            assert len(ack._parts) > 16
+            check_fresh(reader, held, ack)
+
+
+def test_what_cannot_be_held_is_refused_before_anything_is_sent(alone: LocalCluster) -> None:
+    with kvemb.connect(alone.url, trainer="a") as trainer:
+        create(trainer, "refused")
+        versions = np.zeros(2, np.uint64)
+        wrong = {
+            "id 7 stands twice": ([7, 7], versions),
+            r"shape \(2,\), expected \(3,\)": ([1, 2, 3], versions),
+            "dtype int64, expected uint64": ([1, 2], [0, 0]),
+            "expected integers": ([0.5, 1.0], versions),
+        }
+        for message, held in wrong.items():
+            with pytest.raises(InvalidInputError, match=message):
+                trainer.push({}, held={"refused": held})
+        with pytest.raises(InvalidInputError, match=r"expected a pair \(ids, versions\)"):
+            trainer.push({}, held={"refused": [1]})  # type: ignore[dict-item]
+        with pytest.raises(UnknownTableError, match="nobody"):
+            trainer.push({}, held={"nobody": ([1], versions[:1])})
+        push(trainer, {"refused": IDS[:3]}, np.random.default_rng(0)).wait_applied()  # and nothing of it stands in the way
+
+
+def test_in_async_mode_held_rows_are_refused(require_server: Callable[[str], str]) -> None:
+    with LocalCluster("valkey") as local, kvemb.connect(local.url) as trainer:
+        create(trainer, "user")
+        with pytest.raises(InvalidInputError, match="sync mode only"):
+            trainer.push({}, held={"user": ([1], np.zeros(1, np.uint64))})
+        ack = push(trainer, {"user": IDS[:3]}, np.random.default_rng(0))
+        ack.wait_applied()
+        assert ack.fresh == {}
+
+
+def test_a_shard_that_is_killed_around_the_release_says_it_right_or_not_at_all(require_server: Callable[[str], str]) -> None:
+    """The shard is killed at any moment between the push and its answer; whatever the trainer then holds is what storage has."""
+    require_server("redis-server")
+    rng = np.random.default_rng(6)
+    with (
+        LocalCluster("redis", shards=2, mode="sync", trainers=1, barrier_timeout_s=PATIENCE_S) as local,
+        kvemb.connect(local.url, trainer="a") as trainer,
+        kvemb.connect(local.url, read_only=True) as reader,
+    ):
+        create(trainer, "user")
+        push(trainer, {"user": IDS}, rng).wait_applied()
+        for delay_s in (0.0, 0.002, 0.01):
+            ids, wanted = rng.choice(IDS, 200, replace=False), rng.choice(IDS, 200, replace=False)
+            _, held = pull(trainer, {"user": wanted})
+            timer = threading.Timer(delay_s, local.shards[0].kill)
+            timer.start()
+            ack = push(trainer, {"user": ids}, rng, held)
+            timer.join()
+            local.start_shard(0)
+            ack.wait_applied(PATIENCE_S)
+            if ack.fresh is not None:
+                check_fresh(reader, held, ack)
+            after = push(trainer, {"user": ids[:0]}, rng, held)  # the next release knows it again
+            after.wait_applied(PATIENCE_S)
+            check_fresh(reader, held, after)
