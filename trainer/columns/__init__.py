@@ -1,0 +1,26 @@
+"""Feature columns: from named features to rows of tables, in TensorFlow's words, for every framework's bridge.
+
+What must not live here: a framework, tables and lookups; `trainer.torch.DenseFeatures` turns columns and features into a tensor.
+"""
+
+from trainer.columns.declare import (
+    bucketized_column,
+    categorical_column_with_hash_bucket,
+    categorical_column_with_identity,
+    categorical_column_with_vocabulary_list,
+    embedding_column,
+    numeric_column,
+    shared_embedding_columns,
+    weighted_categorical_column,
+)
+
+__all__ = [
+    "bucketized_column",
+    "categorical_column_with_hash_bucket",
+    "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_list",
+    "embedding_column",
+    "numeric_column",
+    "shared_embedding_columns",
+    "weighted_categorical_column",
+]
