@@ -1,0 +1,56 @@
+"""How far the shards have come: up to which batch storage has everything, also where rows are written behind."""
+
+import numpy as np
+import pytest
+
+import kvemb
+from kvemb.cluster import Cluster
+from kvemb.errors import ReadOnlyError, ShardUnavailableError
+from kvemb.hashing import shard_of
+from kvemb.local_cluster import LocalCluster
+
+IDS = np.arange(100)
+PATIENCE_S = 60.0
+
+
+def table_of(cluster: Cluster) -> kvemb.Table:
+    return cluster.create_table("user", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+
+
+def push(table: kvemb.Table, ids: np.ndarray) -> None:
+    table.push(ids, np.ones((len(ids), 2), np.float32)).wait_applied(PATIENCE_S)
+
+
+def test_every_batch_up_to_k_is_seen_by_pulls() -> None:
+    first = IDS[shard_of(IDS.astype(np.uint64), 2) == 0]
+    with LocalCluster("valkey", shards=2) as local, kvemb.connect(local.url) as cluster:
+        table = table_of(cluster)
+        assert cluster.progress() == [(1, 0), (1, 0)]
+        push(table, IDS)
+        push(table, first)
+        assert cluster.progress() == [(1, 2), (1, 1)]
+        _, versions = table.pull(first, return_versions=True)
+        assert set(versions.tolist()) == {1 << 48 | 2}
+        local.shards[1].stop(PATIENCE_S)
+        with pytest.raises(ShardUnavailableError, match="shard 1"):
+            cluster.progress(timeout_s=0.5)
+        local.start_shard(1)
+        assert cluster.progress() == [(1, 2), (2, 1)]  # begun anew: whatever it applies next has the new epoch
+        push(table, IDS)
+        assert cluster.progress() == [(1, 3), (2, 2)]
+        with kvemb.connect(local.url, read_only=True) as reader, pytest.raises(ReadOnlyError):
+            reader.progress()
+
+
+def test_rows_that_are_written_behind_are_not_there_yet() -> None:
+    with LocalCluster("valkey", write_behind_batches=1000, write_behind_ms=60_000) as local, kvemb.connect(local.url) as cluster:
+        table = table_of(cluster)
+        push(table, IDS)  # new rows are written at once
+        assert cluster.progress() == [(1, 1)]
+        push(table, IDS[:10])
+        push(table, IDS[50:])
+        assert cluster.progress() == [(1, 1)]
+        np.testing.assert_array_equal(table.pull(IDS[:10]), np.full((10, 2), -1.0))
+        cluster.flush()
+        assert cluster.progress() == [(1, 3)]
+        np.testing.assert_array_equal(table.pull(IDS[:10]), np.full((10, 2), -2.0))

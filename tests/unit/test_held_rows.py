@@ -1,0 +1,140 @@
+"""Rows that a trainer holds, on the trainer's side: how they are cut for shards and messages, and what an answer becomes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvemb import init, optim
+from kvemb.errors import MessageError
+from kvemb.hashing import shard_of
+from kvemb.held import Held, check_fresh, fresh_rows, join, prepare_held, route_held
+from kvemb.messages import FreshRows, PushPart, PushReply, digest_tables
+from kvemb.pull import initial_rows
+from kvemb.rounding import round_nearest, to_float32
+from kvemb.table_def import TableDef
+from tests.unit.fake_shard import Connections, FakeShard, accept, rows_of, soon
+
+USER = TableDef("user", 4, optim.sgd(), init.normal(std=1.0))
+ITEM = TableDef("item", 2, optim.sgd(), init.normal(std=1.0), dtype="float16")
+
+
+def holds(table: TableDef, n: int) -> Held:
+    ids = np.random.default_rng(n).permutation(n)
+    return prepare_held(table, ids, ids.astype(np.uint64) + np.uint64(5))
+
+
+def answer(at: list[int], versions: list[int], rows: NDArray[np.float32], dtype: str = "float32") -> FreshRows:
+    return FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), round_nearest(rows, dtype).tobytes())
+
+
+@pytest.mark.parametrize("n_shards", [1, 2, 5])
+def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_shards: int) -> None:
+    held = [holds(USER, 1000), holds(ITEM, 300), holds(USER, 0)]
+    limit = 2000
+    routed = route_held(held, n_shards, limit)
+    seen: dict[str, list[NDArray[np.uint64]]] = {"user": [], "item": []}
+    for shard, messages in enumerate(routed):
+        for message in messages:
+            assert sum(len(rows.ids) * (rows.row_bytes + 28) for rows in message) <= limit
+            for rows in message:
+                assert (shard_of(rows.ids, n_shards) == shard).all()
+                np.testing.assert_array_equal(rows.versions, rows.ids + np.uint64(5))
+                seen[rows.definition.name].append(rows.ids)
+    for rows in held[:2]:
+        assert np.array_equal(np.sort(np.concatenate(seen[rows.definition.name])), np.sort(rows.ids))
+    assert all(len(messages) == 1 for messages in route_held(held, n_shards))
+    assert route_held([holds(USER, 0)], n_shards) == [[] for _ in range(n_shards)]
+
+
+def test_what_is_held_does_not_change_with_the_callers_arrays() -> None:
+    ids, versions = np.arange(3), np.ones(3, np.uint64)
+    held = prepare_held(USER, ids, versions)
+    ids[0] = versions[0] = 9
+    assert (held.ids.tolist(), held.versions.tolist()) == ([0, 1, 2], [1, 1, 1])
+
+
+@pytest.mark.parametrize("table", [USER, ITEM])
+def test_an_answer_becomes_rows_and_those_that_do_not_exist_begin_anew(table: TableDef) -> None:
+    held = holds(table, 10)
+    values = np.arange(2 * table.dim, dtype=np.float32).reshape(2, -1)
+    fresh = fresh_rows(held, answer([1, 4, 9], [7, 0, 8], values, table.dtype))
+    np.testing.assert_array_equal(fresh.ids, held.ids[[1, 4, 9]])
+    assert fresh.versions.tolist() == [7, 0, 8]
+    np.testing.assert_array_equal(fresh.rows[[0, 2]], to_float32(round_nearest(values, table.dtype), table.dtype))
+    np.testing.assert_array_equal(fresh.rows[[1]], initial_rows(table, held.ids[[4]]))
+    assert fresh_rows(held, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
+    both = join([fresh, fresh_rows(held, answer([0], [3], values[:1], table.dtype))])
+    assert (both.ids.tolist(), both.versions.tolist()) == ([*fresh.ids.tolist(), held.ids[0]], [7, 0, 8, 3])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [answer([3], [1], np.zeros((1, 4), np.float32))],  # there are rows 0 to 2
+        [answer([1], [1], np.zeros((2, 4), np.float32))],
+        [answer([1], [0], np.zeros((1, 4), np.float32))],
+        [answer([1], [1], np.zeros((1, 4), np.float32), "float16")],
+        [answer([1], [1], np.zeros((1, 4), np.float32))] * 2,
+    ],
+)
+def test_an_answer_that_does_not_fit_is_refused(wrong: list[FreshRows]) -> None:
+    with pytest.raises(MessageError):
+        check_fresh([holds(USER, 3)], wrong)
+
+
+@pytest.fixture
+def shard() -> FakeShard:
+    return FakeShard()
+
+
+@pytest.fixture
+def connect(shard: FakeShard) -> Iterator[Connections]:
+    connections = Connections([shard])
+    yield connections
+    connections.close()
+
+
+def answering(shard: FakeShard, fresh: list[FreshRows]) -> None:
+    def script(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        yield from accept(shard, part)
+        yield PushReply(part.sequence, "applied", k=part.sequence, fresh=fresh if part.held else [])
+
+    shard.script = script
+
+
+def test_parts_carry_what_is_held_and_its_digest_and_the_ack_the_answer(shard: FakeShard, connect: Connections) -> None:
+    answering(shard, [answer([2], [9], np.ones((1, 4), np.float32))])
+    session, held = connect(sync=True), holds(USER, 3)
+    ack = session.push(rows_of(1), soon(), [held])
+    ack.wait_applied()
+    (part,) = shard.parts
+    assert part.digest == digest_tables(part.tables, part.held) != digest_tables(part.tables)
+    assert (part.held[0].ids.tolist(), part.held[0].rows.shape) == (held.ids.tolist(), (3, 0))
+    assert ack.fresh is not None
+    assert ack.fresh["user"].ids.tolist() == [int(held.ids[2])]
+    shard.script = accept
+    assert session.push(rows_of(1), soon(), [held]).fresh is None  # not applied
+
+
+def test_an_ack_does_not_know_what_the_shard_did_not_say(shard: FakeShard, connect: Connections) -> None:
+    answering(shard, [])
+    session = connect(sync=True)
+    ack = session.push(rows_of(1), soon(), [holds(USER, 3)])
+    ack.wait_applied()
+    assert ack.fresh is None
+    nothing = session.push(rows_of(1), soon(), [holds(USER, 0)])
+    nothing.wait_applied()
+    assert nothing.fresh == {}
+
+
+def test_an_answer_that_does_not_fit_ends_the_stream_and_is_not_used(shard: FakeShard, connect: Connections) -> None:
+    answering(shard, [answer([7], [9], np.ones((1, 4), np.float32))])
+    session = connect(sync=True)
+    ack = session.push(rows_of(1), soon(), [holds(USER, 3)])
+    ack.wait_applied()
+    assert ack.fresh is None
+    with pytest.raises(MessageError, match="3 rows of 16 bytes are held"):
+        session.wait_applied(soon())

@@ -1,0 +1,168 @@
+"""What a shard says of rows that a trainer holds: by the index, from cache, last batch or storage, and nothing when it does not know."""
+
+import numpy as np
+import pytest
+
+from kvemb.errors import PushRejectedError
+from kvemb.messages import FreshRows, PushReply, digest_tables
+from kvemb.record import make_version
+from kvemb.rounding import to_float32
+from kvemb.stores.memory import memory_node
+from paramserver import stream
+from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
+from paramserver.cache import CacheBudget
+from paramserver.engine import Applied, Engine
+from paramserver.held import HeldRows
+from paramserver.stream import _Outbox
+from paramserver.tables import Tables
+from paramserver.validate import check_held
+from tests.unit.test_ps_engine import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
+from tests.unit.test_ps_validate import OWNED, find, part
+from tests.unit.test_ps_validate import rows as sent
+
+
+class Shard:
+    """An engine, and what answers for it."""
+
+    def __init__(self, cache_rows: int = 10_000) -> None:
+        self.store: Storage = make_store()
+        budget = CacheBudget(cache_rows * 200) if cache_rows else None
+        self.tables = Tables([], budget)
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.held = HeldRows(self.store, self.tables, 5)
+        self.last: Applied | None = None
+
+    def run(self, kind: str, *ids: int, table: object = ADAM) -> None:
+        dim = 0 if kind == ERASE else None
+        self.last = run(self.engine, Batch(kind, (rows(table, list(ids), 0.25, dim),)), never)  # type: ignore[arg-type]
+
+    def answer(self, *held: CheckedRows) -> list[FreshRows]:
+        assert self.last is not None
+        return self.held.answer(held, self.last.written)
+
+
+def holds(ids: list[int], k: list[int], table: object = ADAM) -> CheckedRows:
+    versions = [make_version(1, number) if number else 0 for number in k]
+    empty = np.empty((len(ids), 0), np.float32)
+    return CheckedRows(table, np.array(ids, np.uint64), empty, np.array(versions, np.uint64), {})  # type: ignore[arg-type]
+
+
+def check(shard: Shard, held: CheckedRows, fresh: FreshRows, at: list[int], k: list[int]) -> None:
+    """Compare an answer with what is expected, and its rows with storage."""
+    assert fresh.at.tolist() == at
+    assert fresh.versions.tolist() == [make_version(1, number) if number else 0 for number in k]
+    definition = held.definition
+    ids = [int(row_id) for row_id, number in zip(held.ids[fresh.at], k, strict=True) if number]
+    stored = np.frombuffer(fresh.rows, "<u2" if definition.dtype == "bfloat16" else "<f4").reshape(-1, definition.dim)
+    np.testing.assert_array_equal(to_float32(stored, definition.dtype), read(shard.store, definition, ids)[2])
+
+
+@pytest.mark.parametrize("cache_rows", [0, 10_000])
+def test_it_says_what_changed_and_how(cache_rows: int) -> None:
+    shard = Shard(cache_rows)
+    shard.run(APPLY, *range(10))
+    shard.run(APPLY, 3, 4, 5)
+    held = holds([9, 5, 0, 4, 77, 3], [1, 1, 1, 2, 0, 0])
+    (fresh,) = shard.answer(held)
+    check(shard, held, fresh, [1, 5], [2, 2])
+    assert shard.answer(holds([9, 4, 77], [1, 2, 0]))[0].at.tolist() == []
+
+
+def test_several_tables_of_several_dtypes() -> None:
+    shard = Shard()
+    shard.run(APPLY, 1, 2)
+    shard.run(APPLY, 2, 3, table=HALF)
+    held = holds([1, 2], [0, 1]), holds([3, 1, 2], [0, 0, 0], HALF)
+    fresh = shard.answer(*held)
+    check(shard, held[0], fresh[0], [0], [1])
+    check(shard, held[1], fresh[1], [0, 2], [2, 2])
+
+
+def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
+    shard = Shard(cache_rows=0)
+    shard.run(APPLY, 1, 2)
+    shard.run(APPLY, 2, 3)
+    expected = read(shard.store, ADAM, [2, 3])[2]
+    for address in shard.store.addresses:
+        memory_node(address).down = True
+    (fresh,) = shard.answer(holds([3, 2], [0, 1]))
+    assert fresh.rows == expected[::-1].tobytes()
+    assert shard.answer(holds([3, 1], [0, 0])) == []  # row 1 would have to be read: nothing is said, and the trainer pulls
+
+
+def test_erased_and_assigned_rows() -> None:
+    shard = Shard()
+    shard.run(APPLY, 1, 2, 3)
+    shard.run(ERASE, 1, 2)
+    shard.run(ASSIGN, 2, 3)
+    held = holds([1, 2, 3, 4], [1, 1, 1, 1])
+    (fresh,) = shard.answer(held)
+    check(shard, held, fresh, [0, 1, 2, 3], [0, 3, 3, 0])
+
+
+def test_a_row_that_storage_has_lost_is_not_told() -> None:
+    shard = Shard(cache_rows=0)
+    shard.run(APPLY, 1)
+    shard.run(APPLY, 2)
+    node, key = node_of(shard.store, ADAM, 1)
+    del node.values[key]  # type: ignore[attr-defined]
+    assert shard.answer(holds([1], [0])) == []
+    assert shard.answer(holds([2], [0])) != []
+
+
+def test_who_asks_again_is_told_nothing_and_pulls() -> None:
+    told: list[PushReply] = []
+    ticket = Ticket(1, 0, 0)
+    ticket.answer(told.append)
+    fresh = FreshRows(np.zeros(1, np.uint32), np.ones(1, np.uint64), b"1234")
+    ticket.finish(PushReply(1, "applied", 7, fresh=[fresh]))
+    ticket.answer(told.append)
+    assert [reply.fresh for reply in told] == [[fresh], []]
+
+
+def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MAX_ROW_BYTES", 40)
+    outbox = _Outbox()
+    fresh = FreshRows(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
+    for sequence in (1, 2):
+        outbox.expect()
+        outbox.put(PushReply(sequence, "applied", fresh=[fresh]))
+    outbox.end_input()
+    assert [len(reply.fresh) for reply in outbox] == [1, 0]
+
+
+def asked(**changes: object) -> object:
+    """A part that holds rows."""
+    fields = {"rows": np.empty((len(OWNED), 0), np.float32), "versions": np.zeros(len(OWNED), np.uint64)} | changes
+    held = sent(**fields)
+    return part(held=[held], digest=digest_tables([], [held]))
+
+
+def test_good_held_rows_come_back_checked() -> None:
+    (checked,) = check_held(asked(), find, 1, 3, sync=True)  # type: ignore[arg-type]
+    assert (checked.ids.tolist(), checked.rows.shape) == (OWNED.tolist(), (len(OWNED), 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"versions": np.empty(0, np.uint64)}, "4 rows are held, with 0 versions"),
+        ({"rows": np.ones((len(OWNED), 2), np.float32)}, "rows of dim 2, expected 0"),
+        ({"table": "nobody"}, "no table 'nobody'"),
+        ({"schema": 255}, "another definition"),
+        ({"ids": OWNED[[0, 1, 2, 2]]}, "stands twice"),
+        ({"ids": OWNED + np.uint64(1)}, "belongs to shard"),
+    ],
+)
+def test_wrong_held_rows_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PushRejectedError, match=message):
+        check_held(asked(**changes), find, 1, 3, sync=True)  # type: ignore[arg-type]
+
+
+def test_held_rows_are_refused_in_async_mode_and_twice() -> None:
+    once = asked()
+    with pytest.raises(PushRejectedError, match="only shards of a sync job"):
+        check_held(once, find, 1, 3, sync=False)  # type: ignore[arg-type]
+    once.held.append(once.held[0])  # type: ignore[attr-defined]
+    with pytest.raises(PushRejectedError, match="held twice"):
+        check_held(once, find, 1, 3, sync=True)  # type: ignore[arg-type]
