@@ -1,4 +1,9 @@
-"""The trainer's side: one bridge per framework, each a package of its own here (`trainer.torch`).
+"""The trainer's side: `prefetch`, which looks rows up ahead of their batch, and one bridge per framework, each a package of its own
+here (`trainer.torch`).
 
 What must not live here: parameter-server code, and any import of a framework. Import the bridge you use.
 """
+
+from trainer.lookahead import Prefetch, prefetch
+
+__all__ = ["Prefetch", "prefetch"]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init, optim
+from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize
 from kvemb.optim import OptimizerSpec
@@ -20,7 +21,7 @@ from paramserver.optim import build
 class MemoryAck:
     def __init__(self) -> None:
         self.waited_s: float | None = None
-        self.staleness = 0.0
+        self.staleness = Staleness(0.0, 0)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         self.waited_s = timeout_s

@@ -14,6 +14,7 @@ from memory_cluster import MemoryCluster
 from torch import nn
 
 from kvemb import optim
+from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError, ShardUnavailableError
 from kvemb.optim import OptimizerSpec
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
@@ -213,7 +214,7 @@ def test_an_async_step_does_not_wait_and_without_gradients_pushes_nothing() -> N
     optimizer.step()
     assert [list(push) for push in cluster.pushes] == [["user"]]
     assert optimizer.last_ack.waited_s is None
-    assert optimizer.staleness == 0.0
+    assert optimizer.staleness == Staleness(0.0, 0)
 
 
 def test_gradients_that_could_not_be_handed_over_are_kept() -> None:

@@ -2,11 +2,13 @@
 gradients.
 
 What must not live here: storage, wire formats, update rules. `ports` says what is needed of a table and a cluster,
-`lookup` how a forward pass becomes a gradient to push, `embedding` the modules, `optimizer` the step. Also reachable as
-`kvemb.torch`.
+`lookup` how a forward pass becomes a gradient to push, `embedding` the modules, `optimizer` the step, `prepare` pulls
+rows before their batch is used. Also reachable as `kvemb.torch`.
 """
 
+from trainer.torch.distribute import distribute
 from trainer.torch.embedding import Embedding, EmbeddingBag
 from trainer.torch.optimizer import SparseOptimizer
+from trainer.torch.prepare import Prepared, prepare
 
-__all__ = ["Embedding", "EmbeddingBag", "SparseOptimizer"]
+__all__ = ["Embedding", "EmbeddingBag", "Prepared", "SparseOptimizer", "distribute", "prepare"]

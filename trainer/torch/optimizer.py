@@ -124,6 +124,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             parts = {name: part for name, part in parts.items() if len(part[0])}
         if parts:
             self._push(parts, {name: hyper[name] for name in parts})
+            if self.shared.lookahead is not None and self.last_ack is not None:
+                self.shared.lookahead.pushed(self.last_ack)
         for pending in self._pending.values():
             pending.clear()
         if sync and self.last_ack is not None:

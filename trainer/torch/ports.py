@@ -27,6 +27,14 @@ class AckPort(Protocol):
         ...
 
 
+class LookaheadPort(Protocol):
+    """Whoever pulls rows before their batch is used, as the optimizer sees it."""
+
+    def pushed(self, ack: AckPort) -> None:
+        """Take note of a step's push."""
+        ...
+
+
 class ClusterPort(Protocol):
     """Several tables at once."""
 

@@ -14,56 +14,19 @@ One thread per model.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.distinct import Distinct, ascending
 from kvemb.ids import to_caller
-from trainer.torch.ports import ClusterPort, TablePort
+from trainer.lookahead.rows import Ahead, Found, Pulled, distinct_of, found_of
+from trainer.torch.ports import ClusterPort, LookaheadPort, TablePort
 
-Pulled = tuple[NDArray[np.float32], NDArray[np.uint64]]
-"""Rows float32 [n, dim] and versions uint64 [n]."""
+__all__ = ["Ahead", "Asked", "Found", "SharedLookups", "distinct_of", "found_of"]
+
 Asked = tuple[TablePort, NDArray[np.uint64]]
 """A table and the ids uint64 [m] that one lookup asks it for, duplicates and padding included."""
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What a lookup of m ids found.
-
-    Args:
-        ids: uint64 [n], distinct and ascending; not to be changed.
-        inverse: intp [m], positions in `ids`; not to be changed.
-        rows: float32 [n, dim].
-        versions: uint64 [n].
-    """
-
-    ids: NDArray[np.uint64]
-    inverse: NDArray[np.intp]
-    rows: NDArray[np.float32]
-    versions: NDArray[np.uint64]
-
-
-@dataclass(frozen=True, eq=False)
-class Ahead:
-    """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and what was found."""
-
-    asked: NDArray[np.uint64]
-    found: Found
-
-
-def distinct_of(ids: NDArray[np.uint64]) -> Distinct:
-    """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
-    wanted = ascending(ids)
-    return Distinct(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
-
-
-def found_of(wanted: Distinct, pulled: Pulled) -> Found:
-    """Put together what was asked and what came back."""
-    inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
-    return Found(wanted.ids, inverse, *pulled)
 
 
 class SharedLookups:
@@ -80,6 +43,8 @@ class SharedLookups:
         """Lookups served from installed rows, and those that were not."""
         self.waited_s = 0.0
         """Seconds that lookups waited for storage."""
+        self.lookahead: LookaheadPort | None = None
+        """Whoever installed rows last."""
         self._installed: Mapping[str, Sequence[Ahead]] = {}
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""

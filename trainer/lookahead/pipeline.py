@@ -1,0 +1,180 @@
+"""One run over the batches of a loader: what a batch needs is fetched by threads while the batches before it are used.
+
+What must not live here: what is fetched (`work`), and how many threads and batches (`sizes`).
+
+Who does what:
+
+* The caller's thread reads the loader, a batch for each batch that it asks for (two while the pipeline fills). A reader thread of ours
+  would save time only where the loader computes in Python, and that is where it hurts: it takes the interpreter's lock from the thread that
+  trains, whose every operation then waits for it (docs/adr/0015). A loader that has to work should have worker processes. Also, random
+  numbers are drawn in the same order in every run, a loader's processes are forked while no thread of ours is in the middle of
+  something, and a loader's signals and exceptions come up where they always did.
+* Threads, ours or the caller's executor, do the work of a batch each, several at a time.
+* Batches are handed out in order. At most `capacity` of them, done or being done, lie ahead of the one in use.
+
+Errors of the loader or of the work come up from `next` at the batch concerned, after those before it; then the run is over. `close` ends it
+at any time. Use it from one thread.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvemb.errors import DeadlineExceededError
+from trainer.lookahead.sizes import Sizes
+from trainer.lookahead.threads import Executor, PullThreads
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+
+@dataclass(eq=False)
+class Entry(Generic[B, R]):
+    """A batch on its way: `done` yields its result, the seconds that took, and its size in bytes."""
+
+    batch: B
+    read_s: float
+    done: "Future[tuple[R, float, int]]"
+
+
+@dataclass
+class Waited:
+    """Seconds that the caller's thread spent in `next`, summed over all runs: reading the loader, and waiting for work."""
+
+    reading_s: float = 0.0
+    working_s: float = 0.0
+    n_batches: int = 0
+
+
+class Pipeline(Generic[B, R]):
+    """A run.
+
+    Args:
+        batches: the loader's iterator, made in this thread; owned from here on.
+        work: makes of a batch its result and that one's size in bytes (the batch included); called in other threads.
+        sizes: threads and capacity.
+        waited: adds up where time went.
+        executor: instead of threads of our own; stays open.
+        timeout_s: of the wait for one batch's work. The work has deadlines of its own: this ends the wait for an executor that never gets
+            to it.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[B],
+        work: Callable[[B], tuple[R, int]],
+        sizes: Sizes,
+        *,
+        waited: Waited,
+        executor: Executor | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._batches: Iterator[B] | None = batches
+        self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
+        self._own = PullThreads(sizes.threads_num) if executor is None else None
+        self._executor: Executor = executor or self._own  # type: ignore[assignment]
+        self.ahead: deque[Entry[B, R]] = deque()
+        """Batches that were not handed out yet, oldest first."""
+        self._error: Exception | None = None  # of the loader; comes up after the batches that were read before
+        self._handed_out: tuple[float, float, float, int] | None = None  # when; and read_s, pull_s, size_bytes of that batch
+
+    def next(self) -> tuple[B, R]:
+        """Return the next batch and its result.
+
+        Raises:
+            StopIteration: the loader has ended; the run is closed.
+            DeadlineExceededError: the executor did not get to the batch.
+            Exception: of the loader or the work; the run is closed.
+        """
+        try:
+            self._note_step()
+            if not self.ahead:
+                self._read()
+            if not self.ahead:
+                error, self._error = self._error, None
+                raise error or StopIteration
+            result = self._wait(self.ahead[0])
+            entry = self.ahead.popleft()
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+        self._waited.n_batches += 1
+        _, pull_s, size_bytes = entry.done.result()
+        self._handed_out = time.perf_counter(), entry.read_s, pull_s, size_bytes
+        return entry.batch, result
+
+    def close(self) -> None:
+        """End the run: nothing more is begun, and what is being done is waited for. Idempotent."""
+        batches, self._batches = self._batches, None
+        entries, self.ahead = self.ahead, deque()
+        for entry in entries:
+            entry.done.cancel()
+        if self._own is not None:
+            self._own.close(self._timeout_s)
+        for entry in entries:  # of a foreign executor: its threads must not be at it any more when this returns
+            if not entry.done.cancelled():
+                _settle(entry.done, self._timeout_s)
+        close = getattr(batches, "close", None)  # of a generator; a DataLoader's iterator ends when nobody refers to it
+        if close is not None:
+            close()
+
+    def _fill(self) -> None:
+        for _ in range(2):
+            if len(self.ahead) < self._sizes.capacity:
+                self._read()
+
+    def _read(self) -> None:
+        if self._batches is None or self._error is not None:
+            return
+        began_s = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = None
+            return
+        except Exception as error:
+            self._error = error
+            return
+        read_s = time.perf_counter() - began_s
+        self._waited.reading_s += read_s
+        self.ahead.append(Entry(batch, read_s, self._executor.submit(_timed, self._work, batch)))
+
+    def _wait(self, entry: Entry[B, R]) -> R:
+        began_s = time.perf_counter()
+        try:
+            return entry.done.result(self._timeout_s)[0]
+        except TimeoutError:
+            if entry.done.done():
+                raise  # the work's own
+            raise DeadlineExceededError(
+                f"the rows of a batch were not pulled within {self._timeout_s:g} s: its task still waits or works in the executor. "
+                "Give an executor that has threads to spare, or none."
+            ) from None
+        finally:
+            self._waited.working_s += time.perf_counter() - began_s
+
+    def _note_step(self) -> None:
+        """Take in how long the batch that was handed out last was used."""
+        if self._handed_out is None:
+            return
+        since_s, read_s, pull_s, size_bytes = self._handed_out
+        self._sizes.add(read_s=read_s, pull_s=pull_s, step_s=time.perf_counter() - since_s, size_bytes=size_bytes)
+        self._handed_out = None
+        if self._own is not None:
+            self._own.resize(self._sizes.threads_num)
+
+
+def _timed(work: Callable[[B], tuple[R, int]], batch: B) -> tuple[R, float, int]:
+    began_s = time.perf_counter()
+    result, size_bytes = work(batch)
+    return result, time.perf_counter() - began_s, size_bytes
+
+
+def _settle(done: "Future[Any]", timeout_s: float) -> None:
+    with suppress(TimeoutError):
+        done.exception(timeout_s)

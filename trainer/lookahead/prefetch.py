@@ -1,0 +1,177 @@
+"""`prefetch`: any iterable of batches, each with what was fetched for it before it came.
+
+What must not live here: what a framework makes of it (`trainer.torch.prepare` finds by itself what a model needs).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+from kvemb.errors import InvalidInputError
+from kvemb.net.deadline import checked_timeout
+from trainer.lookahead.pipeline import Pipeline, Waited
+from trainer.lookahead.sizes import AUTO, Sizes
+from trainer.lookahead.threads import Executor
+
+B = TypeVar("B")
+N = TypeVar("N")
+R = TypeVar("R")
+
+
+class Prefetch(Generic[B, R]):
+    """Batches with what was fetched for them; see `prefetch`. Each `iter` is a new run over the loader; close() ends the present one."""
+
+    def __init__(
+        self,
+        batches: Iterable[B],
+        work: Callable[[B], tuple[R, int]],
+        sizes: Sizes,
+        executor: Executor | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._loader, self._work, self._sizes, self._executor = batches, work, sizes, executor
+        self._timeout_s = checked_timeout(timeout_s)
+        self._run: Pipeline[B, R] | None = None
+        self.waited = Waited()
+
+    def __iter__(self) -> Iterator[tuple[B, R]]:
+        self.close()
+        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
+        return self._batches(iter(self._loader))
+
+    def _batches(self, batches: Iterator[B]) -> Iterator[tuple[B, R]]:
+        run = Pipeline(batches, self._work, self._sizes, waited=self.waited, executor=self._executor, timeout_s=self._timeout_s)
+        del batches  # the run's: a loader's processes end with it
+        self._run = run
+        try:
+            while True:
+                try:
+                    batch = run.next()
+                except StopIteration:
+                    return
+                yield batch
+                del batch
+        finally:
+            run.close()
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
+
+    def close(self) -> None:
+        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
+    def __enter__(self) -> "Prefetch[B, R]":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def threads_num(self) -> int:
+        """Threads in force."""
+        return self._sizes.threads_num
+
+    @property
+    def capacity(self) -> int:
+        """Batches ahead, in force."""
+        return self._sizes.capacity
+
+    @property
+    def report(self) -> str:
+        """What was chosen and measured, in one line."""
+        waited = self.waited
+        per_batch_ms = 1e3 * waited.working_s / max(1, waited.n_batches)
+        return f"{self._sizes}; {waited.n_batches} batches, waited {per_batch_ms:.3g} ms for each"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.report}>"
+
+
+def prefetch(
+    batches: Iterable[B],
+    need: Callable[[B], N],
+    pull: Callable[[N], R],
+    *,
+    threads_num: int | str = AUTO,
+    capacity: int | str = AUTO,
+    executor: Executor | None = None,
+    timeout_s: float = 600.0,
+) -> Prefetch[B, R]:
+    """Fetch what batches need before they are used, in other threads, while the batches before them are.
+
+    Rows are as old as `capacity` batches: what is pushed for the batches in between is not in them.
+
+    Args:
+        batches: any iterable, a DataLoader for one. Read in the thread that iterates the result; each `iter` reads it anew.
+        need: what a batch needs, e.g. `lambda batch: {"user": batch["user_id"]}`; called in a thread that pulls.
+        pull: fetches it, e.g. `cluster.pull_versions`; called there, too. Its own timeout bounds the wait for it.
+        threads_num: pulls at a time, 1 to 8; "auto" measures and chooses, `Prefetch.report` says what.
+        capacity: batches that may lie ready or be pulled beyond the one in use, 1 to 1024; "auto" chooses, within 256 MB of batches and
+            rows.
+        executor: runs the pulls instead of threads of our own, e.g. a ThreadPoolExecutor; its number of threads is its own affair.
+        timeout_s: of the wait for one batch in `next`; see `pull`.
+
+    Returns:
+        An iterable of (batch, what was pulled), in order; a context manager, with the length of `batches` if that has one.
+
+    Raises:
+        InvalidInputError: a number out of range, or `threads_num` with `executor`. While iterating: whatever `batches`, `need` and `pull`
+            raise, at the batch concerned; the iteration is over then.
+
+    Example:
+        >>> import numpy as np
+        >>> weights = np.arange(12.0).reshape(6, 2)
+        >>> batches = [np.array([0, 5]), np.array([1])]
+        >>> for ids, rows in prefetch(batches, need=lambda ids: ids, pull=weights.__getitem__, threads_num=1, capacity=1):
+        ...     print(ids.tolist(), rows.tolist())
+        [0, 5] [[0.0, 1.0], [10.0, 11.0]]
+        [1] [[2.0, 3.0]]
+    """
+    check_executor(executor, threads_num)
+
+    def work(batch: B) -> tuple[R, int]:
+        found = pull(need(batch))
+        return found, size_of(batch) + size_of(found)
+
+    return Prefetch(batches, work, Sizes(threads_num, capacity), executor, timeout_s)
+
+
+def check_executor(executor: object, threads_num: object) -> None:
+    """Refuse what is no executor, or a number of threads beside one.
+
+    Raises:
+        InvalidInputError: saying so.
+    """
+    if executor is None:
+        return
+    if not hasattr(executor, "submit"):
+        raise InvalidInputError(f"executor is {type(executor).__name__}; give one with submit(), e.g. a ThreadPoolExecutor")
+    if threads_num != AUTO:
+        raise InvalidInputError(f"threads_num={threads_num!r} has no effect with an executor, which has threads of its own; leave it out")
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes.
+
+    Example:
+        >>> import numpy as np
+        >>> size_of({"ids": np.zeros(4, np.int64), "more": [np.zeros(2, np.float32)], "name": "x"})
+        40
+    """
+    return _size_of(value, 4)
+
+
+def _size_of(value: Any, depth: int) -> int:
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    if depth == 0 or isinstance(value, str | bytes):
+        return 0
+    if isinstance(value, Mapping):
+        return sum(_size_of(one, depth - 1) for one in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_size_of(one, depth - 1) for one in value)
+    return sum(_size_of(one, depth - 1) for one in vars(value).values()) if hasattr(value, "__dict__") else 0

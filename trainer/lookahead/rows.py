@@ -1,0 +1,165 @@
+"""The rows of one batch, looked up before it is used. NumPy only.
+
+What must not live here: threads, and what a framework makes of rows.
+
+Strategy: of all that a batch asks a table for, the distinct ids are pulled once, all tables in one pull; then each lookup gets the rows of
+its own distinct ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory
+have the same distinct ids, which are found once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.distinct import Distinct, ascending
+from kvemb.ids import to_caller
+from kvemb.table_def import TableDef
+
+Ids = NDArray[np.uint64]
+Pulled = tuple[NDArray[np.float32], Ids]
+"""Rows float32 [n, dim] and versions uint64 [n]."""
+_NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""No row ever has it."""
+
+
+class AskedTable(Protocol):
+    """What is needed of a table."""
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        ...
+
+    @property
+    def definition(self) -> TableDef:
+        """Its definition."""
+        ...
+
+
+class Puller(Protocol):
+    """What is needed of a cluster."""
+
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> Mapping[str, Pulled]:
+        """Fetch rows and versions of several tables at once."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a lookup of m ids found.
+
+    Args:
+        ids: uint64 [n], distinct and ascending; not to be changed.
+        inverse: intp [m], positions in `ids`; not to be changed.
+        rows: float32 [n, dim].
+        versions: uint64 [n].
+    """
+
+    ids: Ids
+    inverse: NDArray[np.intp]
+    rows: NDArray[np.float32]
+    versions: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and what was found."""
+
+    asked: Ids
+    found: Found
+
+
+def distinct_of(ids: Ids) -> Distinct:
+    """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
+    wanted = ascending(ids)
+    return Distinct(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
+
+
+def found_of(wanted: Distinct, pulled: Pulled) -> Found:
+    """Put together what was asked and what came back."""
+    inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
+    return Found(wanted.ids, inverse, *pulled)
+
+
+class RowsAhead:
+    """All lookups of one batch.
+
+    Args:
+        asked: tables and the ids uint64 [m] that each lookup asks them for; they are copied, since the training loop may change its batch.
+    """
+
+    def __init__(self, asked: Sequence[tuple[AskedTable, Ids]]) -> None:
+        self._id_dtype = {table.name: table.definition.id_dtype for table, _ in asked}
+        self._asked: dict[str, list[Ids]] = {}
+        copies: dict[tuple[int, int], Ids] = {}
+        for table, ids in asked:
+            self._asked.setdefault(table.name, []).append(_copy_once(ids, copies))
+        known: dict[tuple[int, int], Distinct] = {}
+        self._wanted = {name: _distinct_of_all(lookups, known) for name, lookups in self._asked.items()}
+        self.by_table: dict[str, list[Ahead]] = {}
+        """What `pull` found, by table."""
+
+    def pull(self, cluster: Puller) -> None:
+        """Look everything up, in one pull; again if it was pulled before.
+
+        Raises:
+            StorageError: as `Cluster.pull`; what was found before stays.
+        """
+        if self._wanted:
+            ids = {name: to_caller(wanted.ids, self._id_dtype[name]) for name, wanted in self._wanted.items()}
+            pulled = cluster.pull_versions(ids)
+            self.by_table = {name: _share_out(lookups, self._wanted[name], pulled[name]) for name, lookups in self._asked.items()}
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows are pulled."""
+        return sum(len(wanted.ids) for wanted in self._wanted.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what was found."""
+        found = {id(ahead.found): ahead.found for lookups in self.by_table.values() for ahead in lookups}
+        return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
+
+
+def _distinct_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Distinct]) -> Distinct:
+    """The distinct ids of all lookups of a table; `known` has those of the same memory, of this batch's other tables."""
+    if len(lookups) > 1:
+        return ascending(np.concatenate(lookups))
+    (ids,) = lookups
+    place = _place(ids)
+    if place not in known:
+        known[place] = ascending(ids)
+    return known[place]
+
+
+def _copy_once(ids: Ids, copies: dict[tuple[int, int], Ids]) -> Ids:
+    place = _place(ids)
+    if place not in copies:
+        copies[place] = ids.copy()
+    return copies[place]
+
+
+def _place(ids: Ids) -> tuple[int, int]:
+    """Two contiguous arrays of the same place and length are the same ids."""
+    return ids.__array_interface__["data"][0], len(ids)
+
+
+def _share_out(lookups: Sequence[Ids], wanted: Distinct, pulled: Pulled) -> list[Ahead]:
+    whole = found_of(wanted, pulled)
+    if len(lookups) == 1:
+        return [Ahead(lookups[0], whole)]
+    starts = np.cumsum([len(ids) for ids in lookups[:-1]])
+    return [Ahead(ids, _part_of(whole, at)) for ids, at in zip(lookups, np.split(whole.inverse, starts), strict=True)]
+
+
+def _part_of(whole: Found, at: NDArray[np.intp]) -> Found:
+    """What one of several lookups of a table found: `at` intp [m], where its ids stand in `whole`."""
+    used = np.zeros(len(whole.ids), np.bool_)
+    used[at] = True
+    kept = np.flatnonzero(used)
+    places = np.cumsum(used, dtype=np.intp) - 1
+    return Found(whole.ids.take(kept), places.take(at), whole.rows.take(kept, axis=0), whole.versions.take(kept))

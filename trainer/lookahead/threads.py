@@ -1,0 +1,119 @@
+"""Threads that pull: a pool of a few named threads that can be resized, and that never outlives its owner.
+
+What must not live here: what a task does. Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto"
+changes it while training runs.
+
+The threads know the queue of tasks and nothing else, so that a pool that nobody refers to any more is collected, and its threads
+end; at the interpreter's exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from kvemb.errors import ClosedError
+
+NAME = "kvemb-lookahead"
+
+
+class Executor(Protocol):
+    """What is needed of a pool: `concurrent.futures.ThreadPoolExecutor` is one."""
+
+    def submit(self, task: Callable[..., Any], /, *args: Any) -> "Future[Any]":
+        """Run `task(*args)` in some thread."""
+        ...
+
+
+Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class PullThreads:
+    """Threads that run tasks in the order in which they were submitted.
+
+    Args:
+        n: how many, at least 1; they start with the first task.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n, self._closed = n, False
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _end, self._tasks, self._threads)
+
+    def submit(self, task: Callable[..., Any], /, *args: Any) -> "Future[Any]":
+        """Run `task(*args)` in one of the threads.
+
+        Raises:
+            ClosedError: after `close`.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the threads that pull ahead were closed")
+            self._tasks.put((future, task, args))
+            while len(self._threads) < self._n:
+                self._start_one()
+        return future
+
+    def resize(self, n: int) -> None:
+        """Have n threads from now on; surplus ones end after the tasks that are queued."""
+        if n == self._n:
+            return
+        with self._lock:
+            self._n = n
+            self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
+            for _ in range(len(self._threads) - n):
+                self._tasks.put(None)
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads once they have done what they are at and what is queued; cancel what shall not be done first. Idempotent.
+
+        Args:
+            timeout_s: of the wait for all of them; a thread that takes longer ends by itself later.
+        """
+        with self._lock:
+            self._closed = True
+        self._end.detach()
+        _end(self._tasks, self._threads, timeout_s)
+
+    def _start_one(self) -> None:
+        name = f"{NAME}-{len(self._threads)}"
+        thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)  # daemon: ended at exit by `_end`
+        self._threads.append(thread)
+        thread.start()
+
+
+def _serve(tasks: "SimpleQueue[Task | None]") -> None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        _run(*task)
+        del task  # an idle thread keeps no batch alive
+
+
+def _run(future: "Future[Any]", task: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = task(*args)
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # the error's traceback holds this frame
+    else:
+        future.set_result(result)
+
+
+def _end(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], timeout_s: float = 10.0) -> None:
+    for _ in threads:
+        tasks.put(None)
+    me = threading.current_thread()  # the last reference to a pool may be dropped by a task of its own
+    share_s = timeout_s / max(1, len(threads))
+    for thread in threads:
+        if thread is not me:
+            thread.join(share_s)
+    threads.clear()
