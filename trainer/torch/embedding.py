@@ -11,6 +11,9 @@ would write rows, which only parameter servers do), scale_grad_by_freq (other tr
 always travel by row), device and dtype (results are float32 on the device of `input`).
 """
 
+import json
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +26,41 @@ from trainer.torch.shared import Asked
 MODES = ("sum", "mean", "max")
 
 
-class Embedding(TableModule):
+class _TorchModule(TableModule):
+    """What stands for a module of torch's: its sizes under torch's names, and a state_dict that says which table it is over."""
+
+    @property
+    def num_embeddings(self) -> int | None:
+        """How many ids there are, under torch's name; None for a table without num_ids."""
+        return self.table.definition.num_ids
+
+    def get_extra_state(self) -> Tensor:
+        """Return what state_dict keeps of this module: which table it is over. Rows are kept by the cluster.
+
+        Returns:
+            uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster. A tensor, because much that
+            saves a state_dict takes nothing else.
+        """
+        return torch.frombuffer(bytearray(json.dumps(self._reference()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first.
+
+        Raises:
+            InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
+        """
+        given, mine = json.loads(bytes(state.cpu().numpy())), self._reference()
+        if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
+            raise InvalidInputError(
+                f"the state is of {_described(given)}, this module is over {_described(mine)}; load a state of this table"
+            )
+
+    def _reference(self) -> dict[str, Any]:
+        config = getattr(self.table.cluster, "config", None)
+        return {"table": self.table.name, "dim": self.table.dim, "cluster": getattr(config, "cluster", "")}
+
+
+class Embedding(_TorchModule):
     """Look up rows by id, as torch.nn.Embedding.
 
     In training mode with gradients enabled, backward leaves the gradient of each row for the model's SparseOptimizer;
@@ -66,7 +103,7 @@ class Embedding(TableModule):
         return F.embedding(at, leaf, padding_idx=padding)
 
 
-class EmbeddingBag(TableModule):
+class EmbeddingBag(_TorchModule):
     """Sum, average or take the maximum of the rows of each bag of ids, as torch.nn.EmbeddingBag. Empty bags are zeros.
 
     Args:
@@ -161,6 +198,10 @@ class EmbeddingBag(TableModule):
         if not given or per_sample_weights.shape != input.shape or per_sample_weights.dtype != torch.float32:
             raise InvalidInputError(f"per_sample_weights must be float32 of shape {tuple(input.shape)}, got {_shape(per_sample_weights)}")
         return per_sample_weights.reshape(-1)
+
+
+def _described(reference: dict[str, Any]) -> str:
+    return f"table {reference['table']!r} (dim {reference['dim']}, cluster {reference['cluster']!r})"
 
 
 def _shape(value: object) -> str:

@@ -1,0 +1,77 @@
+"""The first rows of tables that were a model's weights: exactly one trainer of a job assigns them, the others wait until it has.
+
+What must not live here: which weights become tables, and modules. Strategy: who made the table assigns its rows, in ascending order,
+in chunks. Another trainer that finds the table sees that this is done by the last of these rows, which comes into being last. So
+no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that joins or starts again.
+"""
+
+import time
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvemb.errors import DeadlineExceededError
+from trainer.torch.distribute_plan import Site
+
+CHUNK_BYTES = 4 << 20
+STALL_S = 120.0
+"""How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
+_POLL_S = 0.2
+
+
+class AssignPort(Protocol):
+    """What is needed of a table."""
+
+    def assign(self, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+        """Set rows."""
+        ...
+
+    def pull(self, ids: NDArray[np.int64], *, return_versions: Literal[True]) -> Any:
+        """Fetch rows [n, dim] and versions [n]."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of rows that exist."""
+        ...
+
+
+def rows_to_assign(site: Site, *, carry: bool) -> NDArray[np.int64]:
+    """Return the ids [n], ascending, whose rows cannot be left to the initializer: all, or those that pad, which torch makes zeros."""
+    return np.arange(site.n_rows) if carry else np.array(site.padding, np.int64)
+
+
+def assign_weights(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
+    """Set the rows of these ids to the module's weights; on the meta device, which holds none, to zeros."""
+    n_chunk = max(1, CHUNK_BYTES // (4 * site.dim))
+    for low in range(0, len(ids), n_chunk):
+        chunk = ids[low : low + n_chunk]
+        table.assign(chunk, _weights(site, chunk))
+
+
+def wait_assigned(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
+    """Return when another trainer has assigned these rows.
+
+    Raises:
+        DeadlineExceededError: no row came for STALL_S seconds.
+    """
+    n_rows, since = -1, time.monotonic()
+    while len(ids) and not table.pull(ids[-1:], return_versions=True)[1][0]:
+        n_now, now = len(table), time.monotonic()
+        if n_now != n_rows:
+            n_rows, since = n_now, now
+        if now - since > STALL_S:
+            raise DeadlineExceededError(
+                f"{site}: it exists, the row of id {ids[-1]} does not, and for {STALL_S:g} s no row was added to its {n_now}. The trainer "
+                "that made the table assigns the first rows and may have ended before it was done, or the table was made without "
+                'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase what is not wanted'
+            )
+        time.sleep(_POLL_S)
+
+
+def _weights(site: Site, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    if site.weight.device.type == "meta":
+        return np.zeros((len(ids), site.dim), np.float32)
+    rows: NDArray[np.float32] = site.weight.detach()[torch.from_numpy(ids).to(site.weight.device)].cpu().numpy()
+    return rows

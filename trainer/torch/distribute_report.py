@@ -1,0 +1,54 @@
+"""What `distribute` tells. No decisions here."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvemb.init import Initializer
+from trainer.torch.distribute_plan import Plan, Site
+from trainer.torch.distribute_step import Follows
+from trainer.torch.distribute_tables import Carry, SiteTable
+
+
+def lines(
+    plan: Plan, tables: Sequence[SiteTable], carry: Carry, first: Initializer, follows: Mapping[str, Follows], trained: Sequence[Site]
+) -> Iterator[str]:
+    """Say what became of each embedding, and what will be different from now on.
+
+    Args:
+        plan, tables, carry: of the call.
+        first: what rows begin as that are not carried.
+        follows: the optimizer's groups, by table; empty without a torch optimizer.
+        trained: sites whose weights the optimizer had state for, which is not carried.
+    """
+    yield f"distribute: {_embeddings(sum(len(site.modules) for site in plan.sites))} replaced by {len(tables)} table(s)"
+    for one in tables:
+        holders = ", ".join(f"{path!r} ({type(module).__name__})" for path, module in one.site.modules)
+        rule = one.table.definition.optimizer
+        values = ", ".join(f"{name}={value:g}" for name, value in one.table.hyper.items())
+        yield (
+            f"  {holders}, {one.site.n_rows} x {one.site.dim} -> table {one.site.table!r}: {_origin(one, carry, first)}; "
+            f"{rule.kind}({values})"
+        )
+    for path, why in plan.left:
+        yield f"  {path!r} stays: {why}"
+    lazy = sorted(name for name, one in follows.items() if one.mapped.lazy)
+    if lazy:
+        yield (
+            "  note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them; with dense gradients torch would "
+            f"also move the others, by momentum or decay ({', '.join(lazy)})"
+        )
+    if trained:
+        names = ", ".join(site.table for site in trained)
+        yield f"  note: what the optimizer knew of these weights (moments, sums) is not carried, and begins anew ({names})"
+
+
+def _embeddings(n: int) -> str:
+    return "1 embedding is" if n == 1 else f"{n} embeddings are"
+
+
+def _origin(one: SiteTable, carry: Carry, first: Initializer) -> str:
+    begun = f"{first.kind}({', '.join(f'{name}={value:g}' for name, value in dict(first.params).items())})"
+    if carry == "overwrite":
+        return "all rows are the module's weights"
+    if one.made:
+        return "made; its rows are the module's weights" if carry else f"made; rows begin as {begun}"
+    return "it existed and keeps its rows; the module's weights are not used"

@@ -1,0 +1,148 @@
+"""torch.optim's optimizers in a table's words: which update rule a parameter group asks for, and its run-time values now.
+
+What must not live here: models, tables, steps. Pure; nothing of a group is changed.
+
+Strategy: one table of rules, by exact class (a subclass may compute anything). What the parameter servers cannot do is refused by
+name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a
+decay of 0; Adam's own weight_decay, RMSprop's and Adagrad's are part of the gradient: the transform "l2".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvemb import optim
+from kvemb.errors import InvalidInputError
+from kvemb.optim import OptimizerSpec
+
+# True or a number in one of these changes what is computed into something that no parameter server does. foreach and fused do not.
+_NEVER = ("maximize", "differentiable", "capturable", "dampening", "lr_decay")
+_INSTEAD = {"lr_decay": "; follow a rate that falls with a scheduler instead, e.g. torch.optim.lr_scheduler.LambdaLR"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one class of torch's optimizers is said for a table.
+
+    Args:
+        kind: of kvemb.optim.
+        values: run-time values of the same name on both sides.
+        fixed: options of the same name on both sides, which shape the slots.
+        decay: what weight_decay is: "own" (a run-time value of the kind), "l2" (part of the gradient), "" (there is none).
+        betas: whether there are two, which the kind calls beta1 and beta2.
+    """
+
+    kind: str
+    values: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
+    decay: str = ""
+    betas: bool = False
+
+
+_ADAMW = Rule("adamw", ("lr", "eps"), ("amsgrad",), "own", betas=True)
+_RULES: Mapping[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.SGD: Rule("sgd", ("lr", "momentum"), ("nesterov",), "own"),
+    torch.optim.Adagrad: Rule("adagrad", ("lr", "eps"), ("initial_accumulator_value",), "l2"),
+    torch.optim.Adam: Rule("adamw", ("lr", "eps"), ("amsgrad",), "l2", betas=True),
+    torch.optim.AdamW: _ADAMW,
+    torch.optim.SparseAdam: Rule("adam", ("lr", "eps"), (), betas=True),
+    torch.optim.RMSprop: Rule("rmsprop", ("lr", "alpha", "eps", "momentum"), ("centered",), "l2"),
+}
+
+
+class MappedGroup:
+    """What one parameter group of a torch optimizer is for a table.
+
+    Args:
+        optimizer: of which the group is one.
+        group: as it is now.
+        where: for messages: the table, and the module that it comes from.
+
+    Raises:
+        InvalidInputError: the class, or an option of the group, has no counterpart; both are named.
+
+    Example:
+        >>> optimizer = torch.optim.Adagrad([torch.zeros(1)], lr=0.5)
+        >>> mapped = MappedGroup(optimizer, optimizer.param_groups[0], "table 'user'")
+        >>> mapped.spec.kind, mapped.values(optimizer.param_groups[0])
+        ('adagrad', {'lr': 0.5, 'eps': 1e-10})
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], where: str) -> None:
+        self._who, self._where = type(optimizer).__name__, where
+        rule = _RULES.get(type(optimizer))
+        if rule is None:
+            known = ", ".join(of.__name__ for of in _RULES)
+            raise InvalidInputError(
+                f"{where}: the parameter servers have no update rule for {self._who}; use one of torch.optim's {known}, or leave this "
+                "module local with leave=[…]"
+            )
+        if group.get("decoupled_weight_decay"):  # torch.optim.Adam(decoupled_weight_decay=True) is AdamW
+            rule = _ADAMW
+        self._rule = rule
+        self._refuse(group)
+        self._fixed = self._options(group)
+        self._transformed = rule.decay == "l2" and float(group["weight_decay"]) != 0
+        self.spec = self._spec(group)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether torch, with dense gradients, would also move rows that are in no batch; parameter servers do not."""
+        values = self.spec.defaults()
+        moving = ("momentum", "weight_decay", "l2_weight")
+        return self._rule.kind in ("adam", "adamw", "rmsprop") or any(values.get(name) for name in moving)
+
+    def values(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Return the run-time values of the table as the group has them now.
+
+        Raises:
+            InvalidInputError: an option was changed that belongs to the table's identity, or one that has no counterpart was set.
+        """
+        self._refuse(group)
+        options = self._options(group)
+        if options != self._fixed:
+            raise InvalidInputError(
+                f"{self._where}: {self._who} has {options} now; the table was made for {self._fixed}, which shapes what lies beside each "
+                "row and cannot change any more"
+            )
+        values = {name: float(group[name]) for name in self._rule.values}
+        if self._rule.betas:
+            values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
+        return values | self._decay(group)
+
+    def _decay(self, group: Mapping[str, Any]) -> dict[str, float]:
+        decay = float(group.get("weight_decay", 0.0))
+        if self._rule.decay == "own":
+            return {"weight_decay": decay}
+        zero = {"weight_decay": 0.0} if self._rule.kind == "adamw" else {}  # torch's Adam: the decay is in the gradient
+        if self._transformed:
+            return zero | {"l2_weight": decay}
+        if decay:
+            raise InvalidInputError(
+                f"{self._where}: weight_decay of {self._who} is {decay} now; the table was made when it was 0, and cannot take one. Begin "
+                "with a weight_decay above 0, however small"
+            )
+        return zero
+
+    def _spec(self, group: Mapping[str, Any]) -> OptimizerSpec:
+        try:
+            values = self.values(group)
+            l2 = values.pop("l2_weight", None)
+            spec = OptimizerSpec.from_dict({"kind": self._rule.kind, **self._fixed, **values})
+            return spec if l2 is None else optim.chain(optim.l2(l2), spec)
+        except InvalidInputError as error:
+            text = str(error)
+            raise InvalidInputError(text if text.startswith(self._where) else f"{self._where}: {self._who}: {text}") from error
+
+    def _options(self, group: Mapping[str, Any]) -> dict[str, bool | float]:
+        return {name: bool(v) if isinstance(v := group[name], bool) else float(v) for name in self._rule.fixed}
+
+    def _refuse(self, group: Mapping[str, Any]) -> None:
+        for name in _NEVER:
+            if group.get(name):
+                raise InvalidInputError(
+                    f"{self._where}: {name}={group[name]} of {self._who} has no counterpart in the parameter servers"
+                    f"{_INSTEAD.get(name, '')}; or leave this module local with leave=[…]"
+                )
