@@ -6,9 +6,27 @@ What must not live here: storage, wire formats, update rules. `ports` says what 
 rows before their batch is used. Also reachable as `kvemb.torch`.
 """
 
+from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
+from trainer.torch.collections import EmbeddingBagCollection, EmbeddingCollection
 from trainer.torch.distribute import distribute
 from trainer.torch.embedding import Embedding, EmbeddingBag
+from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
+from trainer.torch.keyed_tensor import KeyedTensor
 from trainer.torch.optimizer import SparseOptimizer
 from trainer.torch.prepare import Prepared, prepare
 
-__all__ = ["Embedding", "EmbeddingBag", "Prepared", "SparseOptimizer", "distribute", "prepare"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Prepared",
+    "SparseOptimizer",
+    "distribute",
+    "prepare",
+]

@@ -1,0 +1,134 @@
+"""Jagged features: made in every way, found by whatever walks a batch, and through a DataLoader's workers."""
+
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from kvemb.errors import InvalidInputError
+from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
+from trainer.torch.keyed_tensor import KeyedTensor
+
+BAGS = [[1, 2], [], [3]]
+
+
+def lists(feature: JaggedTensor) -> list[list[int]]:
+    return [bag.tolist() for bag in feature.to_dense()]
+
+
+def keyed() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_lists({"a": BAGS, "b": [[4], [5, 6], []]})
+
+
+def test_lengths_offsets_lists_and_padding_say_the_same() -> None:
+    made = [
+        JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1])),
+        JaggedTensor(torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 2, 3])),
+        JaggedTensor.from_lists(BAGS),
+        JaggedTensor.from_lists([torch.tensor(bag) for bag in BAGS]),
+        JaggedTensor.from_padded(torch.tensor([[1, 2], [-1, -1], [3, -1]])),
+        JaggedTensor.from_padded(torch.tensor([[1, 2], [0, 0], [3, 0]]), missing=0),
+    ]
+    for feature in made:
+        assert lists(feature) == BAGS
+        assert feature.offsets().tolist() == [0, 2, 2, 3]
+        assert feature.lengths().tolist() == [2, 0, 1]
+        assert feature.weights_or_none() is None
+
+
+def test_padding_cuts_what_is_longer_and_keeps_rows_and_gradients() -> None:
+    feature = JaggedTensor.from_lists(BAGS)
+    assert feature.to_padded_dense().tolist() == [[1, 2], [0, 0], [3, 0]]
+    assert feature.to_padded_dense(1, padding_value=-1).tolist() == [[1], [-1], [3]]
+    assert JaggedTensor.from_lists([]).to_padded_dense().shape == (0, 0)
+    rows = torch.ones(3, 2, requires_grad=True)
+    JaggedTensor(rows, feature.lengths()).to_padded_dense(1).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_keys_take_their_part_of_values_and_weights() -> None:
+    features = keyed()
+    assert features.keys() == ["a", "b"]
+    assert features.stride() == 3
+    assert features.offsets().tolist() == [0, 2, 2, 3, 4, 6, 6]
+    assert lists(features["b"]) == [[4], [5, 6], []]
+    weights = torch.arange(6.0)
+    weighted = KeyedJaggedTensor(["a", "b"], features.values(), weights, lengths=features.lengths())
+    assert weighted["b"].weights().tolist() == [3, 4, 5]
+    assert KeyedJaggedTensor.from_jt_dict(weighted.to_dict()).weights().tolist() == weights.tolist()
+
+
+def test_a_pytree_has_the_tensors_as_leaves_and_comes_back() -> None:
+    batch = {"x": torch.ones(2), "features": keyed(), "one": JaggedTensor.from_lists(BAGS)}
+    leaves, spec = pytree.tree_flatten(batch)
+    assert [type(leaf) for leaf in leaves if leaf is not None] == [torch.Tensor] * 5
+    again = pytree.tree_unflatten([None if leaf is None else leaf.clone() for leaf in leaves], spec)
+    assert again["features"].keys() == ["a", "b"]
+    assert lists(again["features"]["b"]) == [[4], [5, 6], []]
+    assert lists(again["one"]) == BAGS
+    assert again["one"].values() is not batch["one"].values()
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(keyed())[0]]
+    assert paths == [".values", ".lengths", ".weights"]
+    pooled = pytree.tree_map(lambda x: x + 1, KeyedTensor(["k"], [2], torch.zeros(1, 2)))
+    assert pooled["k"].tolist() == [[1, 1]]
+
+
+def collate(samples: list[int]) -> dict[str, object]:
+    """At the top of a module, so that workers started by spawn find it."""
+    return {"features": KeyedJaggedTensor.from_lists({"a": [[s] * s for s in samples]}), "label": torch.tensor(samples)}
+
+
+@pytest.mark.parametrize("method", [None, "fork"])
+def test_a_data_loader_hands_them_on_from_its_workers(method: str | None) -> None:
+    loader = DataLoader([0, 1, 2, 3], batch_size=2, collate_fn=collate, num_workers=method is not None, multiprocessing_context=method)
+    batches = list(loader)
+    assert [lists(batch["features"]["a"]) for batch in batches] == [[[], [1]], [[2, 2], [3, 3, 3]]]
+
+
+def test_they_move_between_devices_with_keys_and_weights() -> None:
+    moved = KeyedJaggedTensor(["a"], torch.tensor([1]), torch.ones(1), torch.tensor([1])).to("meta")
+    assert moved.keys() == ["a"]
+    assert {tensor.device.type for tensor in (moved.values(), moved.lengths(), moved.weights())} == {"meta"}
+    assert JaggedTensor.from_lists(BAGS).to("meta").values().device.type == "meta"
+
+
+def test_pinning_pins_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    keyed().pin_memory()
+    JaggedTensor(torch.tensor([1]), torch.tensor([1]), torch.ones(1)).pin_memory()
+    assert len(pinned) == 5
+
+
+VALUES = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: JaggedTensor(VALUES),
+        lambda: JaggedTensor(VALUES, lengths=torch.tensor([3]), offsets=torch.tensor([0, 3])),
+        lambda: JaggedTensor(VALUES, lengths=torch.tensor([3.0])),
+        lambda: JaggedTensor(VALUES, lengths=torch.tensor([[3]])),
+        lambda: JaggedTensor(VALUES, offsets=torch.tensor([1, 3])),
+        lambda: JaggedTensor(VALUES, offsets=torch.tensor([], dtype=torch.int64)),
+        lambda: JaggedTensor(VALUES, torch.tensor([3]), torch.ones(2)),
+        lambda: JaggedTensor(VALUES, torch.tensor([3])).weights(),
+        lambda: KeyedJaggedTensor(["a", "a"], VALUES, lengths=torch.tensor([1, 2])),
+        lambda: KeyedJaggedTensor(["a", "b"], VALUES, lengths=torch.tensor([1, 1, 1])),
+        lambda: KeyedJaggedTensor.from_jt_dict({}),
+        lambda: KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[1], [2]]}),
+        lambda: KeyedJaggedTensor.from_jt_dict(
+            {"a": JaggedTensor(VALUES, torch.tensor([3]), torch.ones(3)), "b": JaggedTensor(VALUES, torch.tensor([3]))}
+        ),
+        lambda: keyed()["c"],
+        lambda: KeyedTensor(["k"], [1], torch.zeros(1, 1))["c"],
+    ],
+)
+def test_what_does_not_fit_is_refused(make: object) -> None:
+    with pytest.raises(InvalidInputError):
+        make()

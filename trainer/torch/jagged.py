@@ -1,0 +1,300 @@
+"""Jagged features: bags of different lengths as flat tensors.
+
+JaggedTensor is one feature, KeyedJaggedTensor several with the same number of bags. Names and methods are TorchRec's, as far as a
+trainer needs them, so that either library's objects go into our collections. Both are pytree nodes: what walks a batch finds their
+tensors. They can be pickled, so a DataLoader's workers may make them. What must not live here: lookups. Immutable by convention.
+
+Source: torchrec.sparse.jagged_tensor (interface only).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from kvemb.errors import InvalidInputError
+
+
+class JaggedTensor:
+    """One feature: values of b bags, one bag after another.
+
+    Args:
+        values: [m], or [m, dim].
+        lengths: integers [b]: how many values each bag has. Give these or `offsets`.
+        offsets: integers [b + 1]: where each bag begins, and the end.
+        weights: [m], a weight for each value, or None.
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, or not exactly one of `lengths` and `offsets` is given.
+
+    Example:
+        >>> feature = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 1]))
+        >>> feature.offsets().tolist(), [bag.tolist() for bag in feature.to_dense()]
+        ([0, 2, 2, 3], [[1, 2], [], [3]])
+    """
+
+    def __init__(self, values: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
+        self._values, self._weights = values, weights
+        self._lengths = _lengths_of(lengths, offsets)
+        _check_weights(values, weights)
+
+    @classmethod
+    def from_lists(cls, bags: Iterable[Sequence[Any]], dtype: torch.dtype = torch.int64) -> "JaggedTensor":
+        """Make a feature from b lists of numbers; tensors [l] are fine, too.
+
+        Example:
+            >>> JaggedTensor.from_lists([[1, 2], [], [3]]).lengths().tolist()
+            [2, 0, 1]
+        """
+        parts = [torch.as_tensor(bag, dtype=dtype) for bag in bags]
+        values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        return cls(values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
+
+    @classmethod
+    def from_padded(cls, dense: Tensor, missing: int = -1) -> "JaggedTensor":
+        """Make a feature from a tensor [b, l], leaving out values that equal `missing`.
+
+        Example:
+            >>> JaggedTensor.from_padded(torch.tensor([[1, 2], [-1, -1], [3, -1]])).lengths().tolist()
+            [2, 0, 1]
+        """
+        present = dense != missing
+        return cls(dense[present], present.sum(1))
+
+    def values(self) -> Tensor:
+        """All values, bag after bag."""
+        return self._values
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has: [b]."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag begins, and the end: [b + 1]."""
+        return _offsets(self._lengths)
+
+    def weights_or_none(self) -> Tensor | None:
+        """A weight per value, or None."""
+        return self._weights
+
+    def weights(self) -> Tensor:
+        """A weight per value; refused where there is none."""
+        return _require_weights(self._weights)
+
+    def to_dense(self) -> list[Tensor]:
+        """The bags, a tensor each."""
+        return list(torch.split(self._values, self._lengths.tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """The bags side by side: [b, l] or [b, l, dim]; longer ones are cut, shorter ones filled up.
+
+        Args:
+            desired_length: l; the longest bag's unless given.
+            padding_value: what fills up.
+
+        Example:
+            >>> JaggedTensor.from_lists([[1, 2], [], [3]]).to_padded_dense(2).tolist()
+            [[1, 2], [0, 0], [3, 0]]
+        """
+        lengths = self._lengths.to(torch.int64)
+        longest = int(lengths.max()) if desired_length is None and len(lengths) else desired_length or 0
+        bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        place = torch.arange(len(bag), device=lengths.device) - self.offsets()[:-1].to(torch.int64)[bag]
+        kept = place < longest
+        dense = self._values.new_full((len(lengths), longest, *self._values.shape[1:]), padding_value)
+        return dense.index_put((bag[kept], place[kept]), self._values[kept])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "JaggedTensor":
+        """Return it with its tensors on a device."""
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "JaggedTensor":
+        """Return it in pinned memory; a DataLoader with pin_memory=True calls this."""
+        return _map(self, lambda tensor: tensor.pin_memory())
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor({_shape(self._values)} values in {_shape(self._lengths)} bags)"
+
+
+class KeyedJaggedTensor:
+    """Several features with b bags each: all bags of the first key, then all of the second, ….
+
+    Args:
+        keys: the features' names, distinct.
+        values: [m].
+        weights: [m], a weight for each value, or None.
+        lengths: integers [len(keys) * b]. Give these or `offsets`.
+        offsets: integers [len(keys) * b + 1].
+
+    Raises:
+        InvalidInputError: shapes or dtypes do not fit, keys stand twice, or not exactly one of `lengths` and `offsets` is given.
+
+    Example: two examples, "page" holds [1, 2] and [], "ad" holds [5] and [6].
+        >>> features = KeyedJaggedTensor.from_lists({"page": [[1, 2], []], "ad": [[5], [6]]})
+        >>> features.keys(), features.values().tolist(), features.lengths().tolist()
+        (['page', 'ad'], [1, 2, 5, 6], [2, 0, 1, 1])
+        >>> features["ad"].values().tolist()
+        [5, 6]
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self._keys = list(keys)
+        self._values, self._weights = values, weights
+        self._lengths = _lengths_of(lengths, offsets)
+        _check_weights(values, weights)
+        if len(set(self._keys)) < len(self._keys):
+            raise InvalidInputError(f"keys must be distinct, got {self._keys}")
+        if len(self._lengths) % max(1, len(self._keys)):
+            raise InvalidInputError(f"{len(self._lengths)} lengths cannot be the same number of bags for each of {len(self._keys)} keys")
+
+    @classmethod
+    def from_lists(cls, features: Mapping[str, Iterable[Sequence[Any]]]) -> "KeyedJaggedTensor":
+        """Make features from b lists of ids for each key."""
+        return cls.from_jt_dict({key: JaggedTensor.from_lists(bags) for key, bags in features.items()})
+
+    @classmethod
+    def from_jt_dict(cls, features: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
+        """Put features together; either all of them have weights, or none is kept."""
+        parts = list(features.values())
+        if not parts:
+            raise InvalidInputError("from_jt_dict needs at least one feature")
+        n_bags = {key: len(part.lengths()) for key, part in features.items()}
+        if len(set(n_bags.values())) > 1:
+            raise InvalidInputError(f"features must have the same number of bags, got {n_bags}")
+        weights = [part.weights_or_none() for part in parts]
+        if any(one is None for one in weights) and any(one is not None for one in weights):
+            raise InvalidInputError("either all features have weights, or none")
+        return cls(
+            list(features),
+            torch.cat([part.values() for part in parts]),
+            None if weights[0] is None else torch.cat(cast(list[Tensor], weights)),
+            torch.cat([part.lengths() for part in parts]),
+        )
+
+    def keys(self) -> list[str]:
+        """The features' names."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """All values: [m]."""
+        return self._values
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has: [len(keys) * b]."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag begins, and the end: [len(keys) * b + 1]."""
+        return _offsets(self._lengths)
+
+    def weights_or_none(self) -> Tensor | None:
+        """A weight per value, or None."""
+        return self._weights
+
+    def weights(self) -> Tensor:
+        """A weight per value; refused where there is none."""
+        return _require_weights(self._weights)
+
+    def stride(self) -> int:
+        """The number of bags of each key, b."""
+        return len(self._lengths) // max(1, len(self._keys))
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """The features by name."""
+        lengths = self._lengths.reshape(len(self._keys), -1)
+        sizes = lengths.sum(1).tolist()
+        values = torch.split(self._values, sizes)
+        weights = [None] * len(sizes) if self._weights is None else torch.split(self._weights, sizes)
+        return {key: JaggedTensor(*parts) for key, *parts in zip(self._keys, values, lengths, weights, strict=True)}
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        if key not in self._keys:
+            raise InvalidInputError(f"no feature {key!r}; there are {', '.join(self._keys)}")
+        return self.to_dict()[key]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
+        """Return it with its tensors on a device."""
+        return _map(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "KeyedJaggedTensor":
+        """Return it in pinned memory; a DataLoader with pin_memory=True calls this."""
+        return _map(self, lambda tensor: tensor.pin_memory())
+
+    def __repr__(self) -> str:
+        return f"KeyedJaggedTensor({', '.join(self._keys)}: {_shape(self._values)} values in {_shape(self._lengths)} bags)"
+
+
+Jagged = TypeVar("Jagged", JaggedTensor, KeyedJaggedTensor)
+
+
+def _map(features: Jagged, change: Callable[[Tensor], Tensor]) -> Jagged:
+    return cast(Jagged, pytree.tree_map_only(Tensor, change, features))
+
+
+def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    given = offsets if lengths is None else lengths
+    if given is None or (lengths is not None and offsets is not None):
+        raise InvalidInputError("give lengths or offsets, one of them")
+    if given.dim() != 1 or given.is_floating_point() or given.is_complex():
+        raise InvalidInputError(f"lengths or offsets must be 1-D integers, got {given.dtype} of shape {tuple(given.shape)}")
+    if lengths is not None:
+        return lengths
+    if not len(given) or int(given[0]) != 0:
+        raise InvalidInputError(f"offsets must begin with 0, got {given[:8].tolist()} …")
+    return given.diff()
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+
+
+def _check_weights(values: Tensor, weights: Tensor | None) -> None:
+    if weights is not None and weights.shape[:1] != values.shape[:1]:
+        raise InvalidInputError(f"there are {_shape(weights)} weights for {_shape(values)} values")
+
+
+def _require_weights(weights: Tensor | None) -> Tensor:
+    if weights is None:
+        raise InvalidInputError("these features have no weights")
+    return weights
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+# Nodes for pytrees: whoever walks them may put anything where the tensors were, so nothing is checked on the way back.
+
+
+def _parts(features: JaggedTensor | KeyedJaggedTensor) -> tuple[list[Tensor | None], list[str] | None]:
+    keys = features._keys if isinstance(features, KeyedJaggedTensor) else None
+    return [features._values, features._lengths, features._weights], keys
+
+
+def _parts_with_keys(features: JaggedTensor | KeyedJaggedTensor) -> tuple[list[tuple[Any, Tensor | None]], list[str] | None]:
+    parts, keys = _parts(features)
+    names = [pytree.GetAttrKey(name) for name in ("values", "lengths", "weights")]
+    return list(zip(names, parts, strict=True)), keys
+
+
+def _rebuilt(parts: Iterable[Any], keys: list[str] | None) -> Any:
+    features: Any = object.__new__(JaggedTensor if keys is None else KeyedJaggedTensor)
+    features._values, features._lengths, features._weights = parts
+    if keys is not None:
+        features._keys = keys
+    return features
+
+
+for _kind in (JaggedTensor, KeyedJaggedTensor):
+    pytree.register_pytree_node(
+        _kind, _parts, _rebuilt, serialized_type_name=f"kvemb.{_kind.__name__}", flatten_with_keys_fn=_parts_with_keys
+    )
