@@ -43,7 +43,7 @@ def join_cluster(
         data: this shard's folder.
         shard: number.
         deadline: of the whole start.
-        timeout_s: of one storage call.
+        timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
         wait: between tries.
         can_repair: whether nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole.
 
@@ -64,6 +64,8 @@ def join_cluster(
                 raise
             if said != (said := str(error)):
                 log.info("waiting for storage: %s", error)
+            if isinstance(error, DeadlineExceededError):
+                timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
         wait(min(pause_s, deadline.remaining_s()))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

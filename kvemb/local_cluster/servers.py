@@ -118,10 +118,11 @@ def join_cluster(ports: list[int], deadline: Deadline) -> None:
     try:
         bounds = [N_SLOTS * i // len(ports) for i in range(len(ports) + 1)]
         bus_ports = [client.config_get("cluster-port")["cluster-port"] for client in clients]
-        for index, client in enumerate(clients):
-            # Epochs of their own, and everybody introduced to everybody, save the seconds that gossip would take to settle both.
+        # Epochs of their own, and everybody introduced to everybody, save the seconds that gossip would take to settle both.
+        for index, client in enumerate(clients):  # before anybody is introduced: a node that knows another refuses it
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", index + 1)
             client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
+        for index, client in enumerate(clients):
             for other in range(len(ports)):
                 if other != index:
                     client.execute_command("CLUSTER MEET", "127.0.0.1", ports[other], bus_ports[other])

@@ -10,6 +10,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import (
+    DeadlineExceededError,
     InvalidInputError,
     KvembError,
     NodeLostError,
@@ -22,6 +23,7 @@ from kvemb.errors import (
 )
 from kvemb.keys import table_tag
 from kvemb.net.deadline import Deadline
+from kvemb.stores.markers import Identity, Marker
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from kvemb.table_registry import META_NAME
@@ -71,6 +73,21 @@ def test_shard_0_provisions_once_and_the_others_join(folder: Folder, tmp_path: P
     first = join(nodes, folder(tmp_path, 0))
     assert join(nodes, folder(tmp_path, 1), 1) == first
     assert len(first) == 16
+
+
+def test_nodes_that_take_long_to_answer_get_more_time_from_try_to_try(folder: Folder, tmp_path: Path) -> None:
+    given: list[float] = []
+
+    class Slow(MemoryStore):
+        def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+            given.append(deadline.timeout_s)
+            if deadline.timeout_s < 30:
+                raise DeadlineExceededError("thousands of markers")
+            return super().open(deadline, known)
+
+    store = Slow(StorageConfig("memory", addresses()), role="shard:0")
+    join_cluster(store, folder(tmp_path, 0), 0, deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
+    assert given[:3] == [8, 16, 32]
 
 
 def test_another_shard_waits_for_shard_0_and_gives_up_at_its_deadline(folder: Folder, tmp_path: Path) -> None:
