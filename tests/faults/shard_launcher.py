@@ -10,11 +10,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.writer import ShardWriter
 from kvemb.net.link import Link
+from paramserver import loader
 from paramserver.__main__ import main
 from paramserver.engine import Engine
 from paramserver.journal import files
 from paramserver.ledger import Ledger
+from paramserver.rows_out import RowsOut
+from paramserver.save_job import SaveJob
+from paramserver.saver import Saver
+from paramserver.snapshot import Runs
+from paramserver.snapshot.run_writer import RunWriter
 
 POINTS = (
     "before fetch",
@@ -25,6 +33,23 @@ POINTS = (
     "before a commit",
     "after a commit",
 )
+SAVE_POINTS = (
+    "before the cut of a save",
+    "after reading rows of a save",
+    "before writing a file of a save",
+    "before the end of a save",
+    "after the end of a save",
+)
+LOAD_POINTS = (
+    "before writing rows of a load to disk",
+    "before the plan of a load",
+    "before the switch of a load",
+    "in the middle of the switch of a load",
+    "after the switch of a load",
+    "before writing rows of a load to storage",
+    "before the erases of a load",
+)
+SNAPSHOT_POINTS = ("in a local snapshot", "before a local snapshot counts", "after a local snapshot counts")
 _folder = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
 
@@ -98,6 +123,24 @@ def install(shard: str) -> None:
     _patch(files, "write_all", half_entry)
     _patch(Ledger, "commit", before("before a commit"))
     _patch(Ledger, "commit", after("after a commit"))
+
+    _patch(Saver, "_cut", before("before the cut of a save"))
+    _patch(SaveJob, "_records", after("after reading rows of a save"))
+    _patch(CheckpointStorage, "write", before("before writing a file of a save"))
+    _patch(ShardWriter, "finish", before("before the end of a save"))
+    _patch(ShardWriter, "finish", after("after the end of a save"))
+
+    _patch(RunWriter, "add", before("before writing rows of a load to disk"))
+    _patch(loader, "encode", before("before the plan of a load"))
+    _patch(loader.Loader, "_switch", before("before the switch of a load"))
+    _patch(loader, "save", before("in the middle of the switch of a load"))
+    _patch(loader.Loader, "_switch", after("after the switch of a load"))
+    _patch(RowsOut, "_write_once", before("before writing rows of a load to storage"))
+    _patch(RowsOut, "erase", before("before the erases of a load"))
+
+    _patch(RunWriter, "add", before("in a local snapshot"))
+    _patch(Runs, "publish", before("before a local snapshot counts"))
+    _patch(Runs, "publish", after("after a local snapshot counts"))
 
 
 if __name__ == "__main__":
