@@ -63,6 +63,8 @@ class Ack:
 
     def __init__(self, what: str, parts: list[Part], on_failure: Callable[["Ack"], None] | None = None) -> None:
         self._what, self._parts, self._on_failure = what, parts, on_failure
+        self.window_s = 0.0
+        """Seconds that `push` waited before it sent anything, because the shards had not taken what was pushed before."""
         self._changed = threading.Condition()
         self._error: KvembError | None = None
         self._seen = False
@@ -89,6 +91,11 @@ class Ack:
         Where shards write behind (`write_behind_batches` in kvemb.yaml), pulls see it within that bound, or after a flush.
         """
         self._wait(lambda part: part.applied, "applied", timeout_s)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows pushed, over all tables."""
+        return sum(part.n_rows for part in self._parts)
 
     @property
     def accepted(self) -> bool:

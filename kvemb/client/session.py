@@ -6,6 +6,7 @@ details (`channel`), one shard's stream (`push_stream`), validation. Thread-safe
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -79,9 +80,13 @@ class Session:
             held_of = route_held(held, len(self._streams))
             # In sync mode every shard hears of every step, also of one that has nothing for it.
             wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
+            began_s = time.monotonic()
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
-            return self._send(wanted, held_of)
+            window_s = time.monotonic() - began_s
+            ack = self._send(wanted, held_of)
+            ack.window_s = window_s
+            return ack
         finally:
             self._sending.release()
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,3 +144,12 @@ def test_pushes_of_many_threads_reach_every_shard_in_the_same_order(shards: list
             ack.wait_applied()
     assert [[p.step for p in shard.parts] for shard in shards] == [list(range(1, 41))] * 2
     assert [shard.sequences for shard in shards] == [list(range(1, 41))] * 2
+
+
+def test_an_ack_says_how_long_its_push_waited_for_room(connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, clock = connect(2), iter((100.0, 100.75))
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=clock.__next__))
+    ids = [*owned(0, 3), *owned(1, 2)]
+    ack = session.push(rows_of(*sorted(ids)), soon())
+    assert (ack.window_s, ack.n_rows) == (0.75, 5)
+    ack.wait_applied()
