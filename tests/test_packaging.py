@@ -6,6 +6,7 @@ is installed.
 
 import importlib
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, Any] = COMPOSE["services"]
-JOBS = {"trainer"}
+JOBS = {"trainer", "redis-cluster-create"}
 
 
 def read(name: str) -> str:
@@ -197,14 +198,20 @@ def test_the_ci_script_runs_the_command_of_the_readme() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & stat.S_IXUSR
 
 
-# --- docker-compose.yml -----------------------------------------------------------------------------------------------
+# --- docker-compose.yml and deploy/ -----------------------------------------------------------------------------------
+
+
+def in_profile(profile: str) -> list[str]:
+    return [name for name, service in SERVICES.items() if service.get("profiles") == [profile]]
 
 
 def test_compose_has_the_services_of_the_architecture() -> None:
-    assert set(SERVICES) == {"memcached-0", "memcached-1", "redis-0", "redis-1", "redis-2", "ps-0", "ps-1", "trainer"}
-    assert {name for name, service in SERVICES.items() if service.get("profiles") == ["redis"]} == {
-        "redis-0", "redis-1", "redis-2",
-    }  # fmt: skip
+    by_default = {name for name, service in SERVICES.items() if "profiles" not in service}
+    assert by_default == {"memcached-0", "memcached-1", "ps-0", "ps-1", "trainer"}
+    assert in_profile("grow") == ["memcached-2"]
+    for kind in ("redis", "valkey"):
+        assert in_profile(kind) == [f"{kind}-{number}" for number in range(3)]
+    assert in_profile("redis-cluster") == [*(f"redis-cluster-{number}" for number in range(6)), "redis-cluster-create"]
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
@@ -214,31 +221,108 @@ def test_a_container_is_limited_watched_and_published_nowhere(name: str) -> None
     assert name in JOBS or service["healthcheck"]["test"][0] in {"CMD", "CMD-SHELL"}
     assert service["logging"]["options"].keys() >= {"max-size", "max-file"}
     assert "ports" not in service
+    assert service["networks"] == ["kvemb"]
 
 
-@pytest.mark.parametrize("name", ["memcached-0", "memcached-1"])
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_container_can_do_no_more_than_it_has_to(name: str) -> None:
+    service = SERVICES[name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_an_image_is_a_variable_with_a_tag_by_default(name: str) -> None:
+    variable, default = SERVICES[name]["image"].removeprefix("${").removesuffix("}").split(":-")
+    assert variable.endswith("_IMAGE")
+    assert ":" in default
+    assert variable == "KVEMB_IMAGE" or f"\n{variable}=" in read("deploy/stand-ins.env")
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if name.startswith("memcached-")])
 def test_a_memcached_node_does_not_lose_rows(name: str) -> None:
     command = SERVICES[name]["command"]
     assert "-M" in command
     assert command[command.index("-o") + 1] == "no_slab_reassign"
 
 
-@pytest.mark.parametrize("name", ["redis-0", "redis-1", "redis-2"])
-def test_a_redis_node_does_not_evict_and_takes_no_password_on_its_command_line(name: str) -> None:
-    script = SERVICES[name]["command"][-1]
-    assert "maxmemory-policy noeviction" in script
-    assert script.rstrip().splitlines()[-1] == "exec redis-server /tmp/redis.conf"
+def run_node(folder: Path, password: str | None = "a-word") -> subprocess.CompletedProcess[str]:
+    """Run deploy/redis-node.sh with `cat` as the server: it prints its configuration."""
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder)} | ({} if password is None else {"KVEMB_STORAGE_PASSWORD": password})
+    script = str(ROOT / "deploy/redis-node.sh")
+    return subprocess.run(["sh", script, "cat"], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_redis_node_keeps_its_rows_in_memory_alone_and_evicts_none(tmp_path: Path) -> None:
+    done = run_node(tmp_path)
+    assert {"maxmemory 512mb", "maxmemory-policy noeviction", 'save ""', "appendonly no", "requirepass a-word"} <= set(
+        done.stdout.splitlines()
+    )
+    assert "cluster-enabled yes" not in done.stdout
+
+
+@pytest.mark.parametrize("password", [None, "", "two words", 'a"quote', "a\nline"])
+def test_a_redis_node_without_a_usable_password_does_not_start(tmp_path: Path, password: str | None) -> None:
+    done = run_node(tmp_path, password)
+    assert done.returncode != 0
+    assert "KVEMB_STORAGE_PASSWORD" in done.stderr
+    assert not done.stdout
+
+
+def test_no_password_stands_on_a_command_line() -> None:
+    assert not [name for name, service in SERVICES.items() if "PASSWORD" in str(service.get("command"))]
 
 
 def test_every_shard_keeps_its_data_in_a_volume_of_its_own() -> None:
     volumes = [v.split(":")[0] for name in ("ps-0", "ps-1") for v in SERVICES[name]["volumes"] if v.endswith("/var/lib/kvemb")]
-    assert sorted(volumes) == sorted(COMPOSE["volumes"]) == ["ps-0-data", "ps-1-data"]
+    assert sorted(volumes) == ["ps-0-data", "ps-1-data"]
 
 
-@pytest.mark.parametrize("name", ["kvemb.yaml", "kvemb-redis.yaml"])
-def test_a_mounted_configuration_is_valid_and_names_the_containers(name: str) -> None:
+@pytest.mark.parametrize("name", ["ps-0", "ps-1"])
+def test_a_shard_has_one_name_so_that_there_is_one_of_it(name: str) -> None:
+    assert SERVICES[name]["container_name"].endswith(name)
+
+
+def test_every_volume_that_is_mounted_is_declared_and_the_other_way_round() -> None:
+    mounted = {v.split(":")[0] for service in SERVICES.values() for v in service.get("volumes", []) if v[0] not in "./$"}
+    assert mounted == set(COMPOSE["volumes"])
+
+
+@pytest.mark.parametrize("kind", ["memcached", "redis", "redis-cluster", "valkey"])
+def test_a_mounted_configuration_is_valid_and_names_the_containers(kind: str) -> None:
+    name = "kvemb.yaml" if kind == "memcached" else f"kvemb-{kind}.yaml"
     loaded = config.load(ROOT / "deploy" / name, {"KVEMB_STORAGE_PASSWORD": "secret"})
-    hosts = {address.split(":")[0] for address in (*loaded.storage.nodes, *loaded.servers.shards)}
-    prefixes = ("ps-", loaded.storage.kind)
-    assert hosts == {service for service in SERVICES if service.startswith(prefixes)}
-    assert loaded.storage.password == ("secret" if loaded.storage.kind == "redis" else None)
+    assert loaded.storage.kind == kind
+    nodes = [address.split(":")[0] for address in loaded.storage.nodes]
+    known = [service for service in SERVICES if re.fullmatch(rf"{kind}-\d", service) and service not in in_profile("grow")]
+    assert nodes == known[: len(nodes)]
+    assert len(nodes) == len(known) or kind == "redis-cluster"  # whose nodes name one another
+    assert [address.split(":")[0] for address in loaded.servers.shards] == ["ps-0", "ps-1"]
+    assert loaded.storage.password == (None if kind == "memcached" else "secret")
+
+
+@pytest.mark.parametrize("lock", ["run", "checkpoint", "torch", "build"])
+def test_a_lock_has_one_version_with_checksums_of_each_package_on_every_python(lock: str) -> None:
+    requirements = read(f"deploy/locks/{lock}.txt").replace("\\\n", " ").splitlines()[1:]
+    assert requirements
+    for requirement in requirements:
+        assert ";" not in requirement
+        assert " --hash=sha256:" in requirement
+    names = [requirement.split("==")[0] for requirement in requirements]
+    assert len(set(names)) == len(names)
+
+
+def test_the_locks_have_what_pyproject_asks_for() -> None:
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=!~ ]", requirement)[0] for requirement in requirements if requirement[0].isalpha()}
+
+    run, checkpoint = (names(read(f"deploy/locks/{lock}.txt").splitlines()) for lock in ("run", "checkpoint"))
+    assert names(PROJECT["dependencies"]) <= run
+    assert names(PROJECT["optional-dependencies"]["checkpoint"]) | run <= checkpoint
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "deploy").glob("*.sh")))
+def test_a_deploy_script_is_valid_shell(script: str) -> None:
+    path = ROOT / "deploy" / script
+    subprocess.run([path.read_text(encoding="utf-8").splitlines()[0].split("/")[-1].split()[-1], "-n", path], check=True, timeout=60)
