@@ -6,12 +6,14 @@ What must not live here: storage, wire formats, update rules. `ports` says what 
 rows before their batch is used. Also reachable as `kvemb.torch`.
 """
 
+from trainer.torch.clipping import clip_grad_norm_
 from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.collections import EmbeddingBagCollection, EmbeddingCollection
 from trainer.torch.distribute import distribute
 from trainer.torch.embedding import Embedding, EmbeddingBag
 from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
 from trainer.torch.keyed_tensor import KeyedTensor
+from trainer.torch.materialize import materialize
 from trainer.torch.optimizer import SparseOptimizer
 from trainer.torch.prepare import Prepared, prepare
 
@@ -27,6 +29,8 @@ __all__ = [
     "KeyedTensor",
     "Prepared",
     "SparseOptimizer",
+    "clip_grad_norm_",
     "distribute",
+    "materialize",
     "prepare",
 ]

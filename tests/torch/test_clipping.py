@@ -1,0 +1,104 @@
+"""clip_grad_norm_: the norm and the scale that torch has for the original model."""
+
+import copy
+import math
+
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+
+import numpy as np
+import torch
+from memory_cluster import MemoryCluster
+from torch import nn
+
+from kvemb import optim
+from kvemb.errors import InvalidInputError
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, clip_grad_norm_
+
+IDS = torch.tensor([[1, 2], [2, 2], [0, 5]])
+
+
+class Model(nn.Module):
+    """One table used twice, another once, a sparse local one, and a dense part."""
+
+    def __init__(self, item: nn.Module, also_item: nn.Module, tag: nn.Module) -> None:
+        super().__init__()
+        self.item, self.also_item, self.tag = item, also_item, tag
+        self.local = nn.Embedding(6, 3, sparse=True)
+        self.top = nn.Linear(3, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.item(ids).sum(dim=1) + self.also_item(ids[:, 0]) * self.tag(ids) + self.local(ids).sum(dim=1)
+        return self.top(rows).square().sum()
+
+
+def both() -> tuple[Model, Model, MemoryCluster]:
+    """The same model over tables and over torch's modules."""
+    cluster = MemoryCluster()
+    item, tag = (cluster.table(name, 3, optim.sgd(1.0)) for name in ("item", "tag"))
+    ours = Model(Embedding(item), Embedding(item), EmbeddingBag(tag, mode="sum", padding_idx=5))
+    weights = [torch.from_numpy(table.pull(np.arange(6))) for table in (item, tag)]
+    shared = nn.Embedding.from_pretrained(weights[0], freeze=False)
+    theirs = Model(shared, shared, nn.EmbeddingBag.from_pretrained(weights[1], freeze=False, mode="sum", padding_idx=5))
+    theirs.local, theirs.top = copy.deepcopy(ours.local), copy.deepcopy(ours.top)
+    return ours, theirs, cluster
+
+
+def make_dense(model: Model) -> None:
+    """torch's own clip_grad_norm_ takes no sparse gradients."""
+    model.local.weight.grad = model.local.weight.grad.to_dense()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("n_backwards", [1, 2])
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_norm_and_gradients_are_those_of_the_original_model(
+    norm_type: float, max_norm: float, n_backwards: int, optimizer_first: bool
+) -> None:
+    ours, theirs, _ = both()
+    if optimizer_first:
+        SparseOptimizer(ours)
+    for _ in range(n_backwards):
+        ours(IDS).backward()
+        theirs(IDS).backward()
+    make_dense(theirs)
+    norm = clip_grad_norm_(ours, max_norm, norm_type)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(ours.local.weight.grad.to_dense(), theirs.local.weight.grad)
+    torch.testing.assert_close(ours.top.weight.grad, theirs.top.weight.grad)
+
+
+def test_what_is_pushed_is_clipped() -> None:
+    ours, theirs, cluster = both()
+    optimizer = SparseOptimizer(ours)
+    ours(IDS).backward()
+    theirs(IDS).backward()
+    make_dense(theirs)
+    clip_grad_norm_(ours, 0.5)
+    nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    optimizer.step()
+    for name, twin in (("item", theirs.item), ("tag", theirs.tag)):
+        ids, grads = cluster.pushes[0][name]
+        torch.testing.assert_close(torch.from_numpy(grads), twin.weight.grad[torch.from_numpy(ids)], rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_are_not_finite_are_refused_when_asked_and_left_alone() -> None:
+    ours, _, _ = both()
+    (ours(IDS) * math.inf).backward()
+    with pytest.raises(RuntimeError, match="nothing was scaled"):
+        clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    assert not clip_grad_norm_(ours, 1.0).isfinite()
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    ours, _, _ = both()
+    assert clip_grad_norm_(ours, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [{"max_norm": 0.0}, {"max_norm": 1.0, "norm_type": -1.0}, {"max_norm": math.nan}])
+def test_norms_that_are_none_are_refused(wrong: dict) -> None:
+    with pytest.raises(InvalidInputError, match="above 0"):
+        clip_grad_norm_(nn.Linear(1, 1), **wrong)

@@ -1,0 +1,171 @@
+"""Which embeddings distribute replaces, leaves or refuses; nothing is connected, nothing is changed."""
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+
+import torch
+from memory_cluster import MemoryCluster
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from kvemb.errors import InvalidInputError
+from trainer.torch import Embedding
+from trainer.torch.distribute_plan import make_plan
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(100, 4)
+        self.towers = nn.ModuleDict({"item": nn.Sequential(nn.EmbeddingBag(50, 2, padding_idx=3), nn.Linear(2, 1))})
+        self.small = nn.Embedding(9, 4)
+
+
+def test_tables_are_named_by_path_and_small_or_frozen_or_named_embeddings_stay() -> None:
+    model = Model()
+    model.frozen = nn.Embedding(70, 4).requires_grad_(False)
+    model.local = nn.Embedding(80, 4)
+    plan = make_plan(model, 10, leave=["local"])
+    assert [(site.table, site.n_rows, site.dim, site.padding) for site in plan.sites] == [
+        ("user", 100, 4, []),
+        ("towers.item.0", 50, 2, [3]),
+    ]
+    assert dict(plan.left) == {
+        "small": "9 rows, fewer than min_rows=10",
+        "frozen": "frozen: it is not trained",
+        "local": "leave=[…] names it",
+    }
+
+
+def test_names_are_a_mapping_or_a_function() -> None:
+    assert [site.table for site in make_plan(Model(), 10, {"user": "u"}).sites] == ["u", "towers.item.0"]
+    assert [site.table for site in make_plan(Model(), 10, lambda path: f"dlrm.{path}").sites] == ["dlrm.user", "dlrm.towers.item.0"]
+
+
+def test_modules_with_one_weight_are_one_table_and_so_is_a_module_at_two_places() -> None:
+    model = Model()
+    model.again = model.user
+    model.bag = nn.EmbeddingBag(100, 4, _weight=model.user.weight)
+    model.bag.weight = model.user.weight
+    plan = make_plan(model, 10, {"again": "shared"})
+    assert [(site.table, [path for path, _ in site.modules]) for site in plan.sites] == [
+        ("shared", ["user", "bag"]),
+        ("towers.item.0", ["towers.item.0"]),
+    ]
+
+
+class OwnForward(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def tied(model: Model) -> None:
+    model.decoder = nn.Linear(4, 100, bias=False)
+    model.decoder.weight = model.user.weight
+
+
+def tied_by_memory(model: Model) -> None:
+    model.decoder = nn.Linear(4, 100, bias=False)
+    model.decoder.weight = nn.Parameter(model.user.weight.data)
+
+
+def hooked(model: Model) -> None:
+    model.user.register_forward_hook(lambda module, args, out: None)
+
+
+def own_forward(model: Model) -> None:
+    model.user = OwnForward(100, 4)
+
+
+def max_norm(model: Model) -> None:
+    model.user = nn.Embedding(100, 4, max_norm=1.0)
+
+
+def by_frequency(model: Model) -> None:
+    model.user = nn.EmbeddingBag(100, 4, scale_grad_by_freq=True)
+
+
+def parametrized(model: Model) -> None:
+    parametrizations.weight_norm(model.user)
+
+
+def half(model: Model) -> None:
+    model.user = nn.Embedding(100, 4, dtype=torch.bfloat16)
+
+
+REFUSED: dict[Callable[[Model], None], str] = {
+    tied: "'user': its weight is tied to 'decoder.weight' \\(Linear\\)",
+    tied_by_memory: "tied to 'decoder.weight'",
+    hooked: "'user': it has hooks",
+    own_forward: "'user': OwnForward has a forward of its own",
+    max_norm: "'user': max_norm",
+    by_frequency: "'user': scale_grad_by_freq",
+    parametrized: "'user': its weight is computed from others",
+    half: "'user': its weight is torch.bfloat16",
+}
+
+
+@pytest.mark.parametrize("spoil", list(REFUSED), ids=lambda spoil: spoil.__name__)
+def test_what_no_table_can_be_is_refused_by_name_and_may_be_left(spoil: Callable[[Model], None]) -> None:
+    model = Model()
+    spoil(model)
+    with pytest.raises(InvalidInputError, match=REFUSED[spoil]):
+        make_plan(model, 10)
+    assert [site.table for site in make_plan(model, 10, leave=["user"]).sites] == ["towers.item.0"]
+
+
+def test_a_subclass_without_a_forward_of_its_own_is_replaced() -> None:
+    model = Model()
+    model.user = type("Named", (nn.Embedding,), {})(100, 4)
+    assert make_plan(model, 10).sites[0].table == "user"
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    model = Model()
+    max_norm(model)
+    model.towers["item"][0] = OwnForward(50, 4)
+    with pytest.raises(InvalidInputError, match=r"'user': max_norm.*'towers.item.0': OwnForward"):
+        make_plan(model, 10)
+
+
+def test_a_weight_on_the_meta_device_takes_no_memory() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"user": nn.Embedding(10**12, 16)})
+    (site,) = make_plan(model, 10).sites
+    assert (site.n_rows, site.dim) == (10**12, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: nn.DataParallel(model), "wrapped by DataParallel; call distribute on the plain model first"),
+        (lambda model: torch.compile(model, backend="eager"), "wrapped by OptimizedModule"),
+        (lambda model: nn.Sequential(model, Embedding(MemoryCluster().table("t", 2))), "module '1' is over table 't' already"),
+        (lambda model: model.user, "put it into a module"),
+        (lambda model: model.small, "put it into a module"),
+        (lambda model: nn.Linear(1, 1), "no nn.Embedding or nn.EmbeddingBag to replace: the model has none"),
+        (lambda model: nn.Sequential(model.small), "'0' stays \\(9 rows, fewer than min_rows=10\\)"),
+    ],
+)
+def test_models_that_cannot_be_changed_in_place_are_refused(change: Callable[[Model], nn.Module], message: str) -> None:
+    model = change(Model())
+    with pytest.raises(InvalidInputError, match=message):
+        make_plan(model, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": {"usr": "u"}}, "names: no embedding at 'usr'; there are: user, towers.item.0, small"),
+        ({"names": lambda path: "same"}, "'user' and 'towers.item.0' would both be table 'same'"),
+        ({"names": {"user": "a b"}}, "module 'user': table name 'a b'.*give names="),
+        ({"leave": ["usr"]}, "leave: no embedding at 'usr'"),
+        ({"leave": "user"}, "give a list"),
+    ],
+)
+def test_wrong_names_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        make_plan(Model(), 10, **options)

@@ -1,0 +1,204 @@
+"""materialize: a plain torch copy of a model whose rows are in a cluster, for export and serving.
+
+What must not live here: lookups that train. Strategy: the model is deep-copied with a stand-in for each module over a table, so that
+everything else is copied by Python's own rules. All ids of a table with num_ids become torch's own module; chosen ids become a module
+that finds an id among them by binary search, in operations that torch.export and torch.jit.trace record.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from kvemb.errors import InvalidInputError
+from kvemb.ids import normalize, to_caller
+from trainer.torch.embedding import Embedding, EmbeddingBag
+from trainer.torch.lookup import LookupModule
+
+CHUNK_BYTES = 16 << 20
+
+
+def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *, max_bytes: int = 2 << 30) -> nn.Module:
+    """Copy a model with its rows in plain torch modules. The model is not changed.
+
+    What this process pushed is applied first; in an asynchronous job other trainers may go on, and the rows of a copy are of about one
+    time, not of one cut (a checkpoint is: see docs/checkpoints.md).
+
+    Args:
+        model: with Embedding and EmbeddingBag of this package.
+        ids: by table name or module path, the ids whose rows are taken, any integers; an id that is not among them has a row of zeros
+            in the copy. A table that is not named is taken whole, which needs its num_ids.
+        max_bytes: refuse more rows than this, together.
+
+    Returns:
+        A model of torch's own modules, or `KnownRows` and `KnownRowsBag` where ids were given; float32 on the CPU, where the model's
+        other parameters stay where they are.
+
+    Raises:
+        InvalidInputError: too many bytes, a table without num_ids and without ids, names that are neither table nor path, a module of
+            another kind over tables.
+        StorageError: rows could not be read.
+
+    Example:
+        >>> import kvemb
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     words = cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.constant(0.5), num_ids=9)
+        ...     plain = materialize(nn.Sequential(Embedding(words)))
+        >>> plain
+        Sequential(
+          (0): Embedding(9, 2)
+        )
+        >>> plain(torch.tensor([8]))
+        tensor([[0.5000, 0.5000]], grad_fn=<EmbeddingBackward0>)
+    """
+    found = dict(_modules(model))
+    chosen = _chosen(found, {} if ids is None else ids)
+    _check_size(found, chosen, max_bytes)
+    for cluster in {id(module.table.cluster): module.table.cluster for module in found.values()}.values():
+        if not cluster.read_only:
+            cluster.flush()
+    weights: dict[tuple[str, bytes], nn.Parameter] = {}
+    memo: dict[int, Any] = {}
+    for path, module in found.items():
+        wanted = chosen.get(path)
+        key = (module.table.name, b"" if wanted is None else wanted.tobytes())
+        if key not in weights:  # modules that share a table share the weight
+            weights[key] = nn.Parameter(_rows(module.table, wanted))
+        memo[id(module)] = _plain(module, wanted, weights[key])
+    return copy.deepcopy(model, memo)
+
+
+class KnownRows(nn.Module):
+    """Rows of some ids, found by binary search; any other id has a row of zeros.
+
+    Args:
+        ids: int64 [n], distinct, ascending, at least one.
+        weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
+
+    Example:
+        >>> rows = KnownRows(torch.tensor([7, 90]), nn.Parameter(torch.tensor([[1.0], [2.0], [0.0]])))
+        >>> rows(torch.tensor([90, 8])).tolist()
+        [[2.0], [0.0]]
+    """
+
+    ids: Tensor
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self.weight = weight
+
+    def places(self, input: Tensor) -> Tensor:
+        """Return the positions in `weight`, of the shape of `input`."""
+        wanted = input.to(torch.int64)
+        at = torch.searchsorted(self.ids, wanted).clamp(max=self.ids.shape[0] - 1)
+        return torch.where(self.ids[at] == wanted, at, self.ids.shape[0])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 [*input.shape, dim]."""
+        return F.embedding(self.places(input), self.weight)
+
+
+class KnownRowsBag(KnownRows):
+    """The same for bags: see torch.nn.EmbeddingBag for forward. An id that is not known counts as a row of zeros.
+
+    Args:
+        ids, weight: as for `KnownRows`.
+        bag: whose mode, include_last_offset and padding id this one has; the padding id must be among `ids`.
+    """
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter, bag: EmbeddingBag) -> None:
+        super().__init__(ids, weight)
+        self.mode, self.include_last_offset = bag.mode, bag.include_last_offset
+        self.padding_at = None if bag.padding_idx is None else int(self.places(torch.tensor(bag.padding_idx)))
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return float32 [b, dim]."""
+        return F.embedding_bag(
+            self.places(input),
+            self.weight,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_at,
+        )
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, Embedding | EmbeddingBag]]:
+    for path, module in model.named_modules():
+        if isinstance(module, Embedding | EmbeddingBag):
+            yield path, module
+        elif isinstance(module, LookupModule):
+            raise InvalidInputError(f"module {path!r} is a {type(module).__name__}; only Embedding and EmbeddingBag can be made plain")
+
+
+def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, ArrayLike]) -> dict[str, NDArray[np.int64]]:
+    """Return the ids of each path that has some, distinct and ascending, its padding id among them."""
+    tables = {module.table.name for module in found.values()}
+    unknown = sorted(set(ids) - set(found) - tables)
+    if unknown:
+        raise InvalidInputError(
+            f"ids: {', '.join(map(repr, unknown))} is no table and no path of a module over one; there are {sorted(found)}"
+        )
+    chosen = {}
+    for path, module in found.items():
+        name = path if path in ids else module.table.name
+        definition = module.table.definition
+        if name not in ids:
+            if definition.num_ids is None:
+                raise InvalidInputError(f"module {path!r}: table {definition.name!r} has no num_ids; give ids={{{definition.name!r}: …}}")
+            continue
+        padding = [] if module.padding_idx is None else [module.padding_idx]
+        flat, _ = normalize(ids[name], definition.id_dtype, definition.name, definition.num_ids)
+        known = np.union1d(to_caller(flat, definition.id_dtype), np.array(padding, definition.id_dtype))
+        if not len(known) or int(known[-1]) >= 1 << 63:
+            raise InvalidInputError(f"ids of {name!r}: give at least one, all below 2**63, which is as far as torch counts")
+        chosen[path] = known.astype(np.int64)
+    return chosen
+
+
+def _check_size(found: Mapping[str, Embedding | EmbeddingBag], chosen: Mapping[str, NDArray[np.int64]], max_bytes: int) -> None:
+    sizes: dict[str, int] = {}
+    for path, module in found.items():
+        n_rows = len(chosen[path]) + 1 if path in chosen else module.num_embeddings or 0
+        sizes[module.table.name] = max(sizes.get(module.table.name, 0), 4 * n_rows * module.embedding_dim)
+    if sum(sizes.values()) > max_bytes:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise InvalidInputError(
+            f"the rows are {sum(sizes.values())} bytes, more than max_bytes={max_bytes}; the largest table is {largest!r} with "
+            f"{sizes[largest]}. Give ids={{{largest!r}: …}}, those that are served, or a larger max_bytes"
+        )
+
+
+def _rows(table: Any, ids: NDArray[np.int64] | None) -> Tensor:
+    """Read rows, chunk by chunk: float32 [n, dim], with chosen ids and a row of zeros behind them."""
+    n_rows = table.definition.num_ids if ids is None else len(ids)
+    rows = np.zeros((n_rows if ids is None else n_rows + 1, table.dim), np.float32)
+    n_chunk = max(1, CHUNK_BYTES // (4 * table.dim))
+    for low in range(0, n_rows, n_chunk):
+        high = min(low + n_chunk, n_rows)
+        rows[low:high] = table.pull(np.arange(low, high) if ids is None else ids[low:high])
+    return torch.from_numpy(rows)
+
+
+def _plain(module: Embedding | EmbeddingBag, ids: NDArray[np.int64] | None, weight: nn.Parameter) -> nn.Module:
+    plain: nn.Module
+    if ids is not None:
+        known = torch.from_numpy(ids)
+        plain = KnownRowsBag(known, weight, module) if isinstance(module, EmbeddingBag) else KnownRows(known, weight)
+    else:
+        n_rows, dim = weight.shape
+        with torch.device("meta"):  # no memory for a weight that is replaced at once
+            if isinstance(module, EmbeddingBag):
+                last, padding = module.include_last_offset, module.padding_idx
+                plain = nn.EmbeddingBag(n_rows, dim, mode=module.mode, include_last_offset=last, padding_idx=padding)
+            else:
+                plain = nn.Embedding(n_rows, dim, padding_idx=module.padding_idx)
+        plain.weight = weight
+    return plain.train(module.training)
