@@ -1,9 +1,10 @@
-"""The trainer's side: `prefetch`, which looks rows up ahead of their batch, and one bridge per framework, each a package of its own
-here (`trainer.torch`).
+"""The trainer's side: `prefetch`, which looks rows up ahead of their batch, `StepReport`, which says where the time of steps went, and one
+bridge per framework, each a package of its own here (`trainer.torch`).
 
 What must not live here: parameter-server code, and any import of a framework. Import the bridge you use.
 """
 
 from trainer.lookahead import Prefetch, prefetch
+from trainer.report import StepReport
 
-__all__ = ["Prefetch", "prefetch"]
+__all__ = ["Prefetch", "StepReport", "prefetch"]

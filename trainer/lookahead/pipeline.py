@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from kvemb.errors import DeadlineExceededError
 from trainer.lookahead.sizes import Sizes
 from trainer.lookahead.threads import Executor, PullThreads
+from trainer.report_times import counted
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -48,6 +49,18 @@ class Waited:
     reading_s: float = 0.0
     working_s: float = 0.0
     n_batches: int = 0
+
+    def read(self, seconds: float) -> None:
+        """Add time of reading, to the report in force, too."""
+        self.reading_s += seconds
+        if (times := counted()) is not None:
+            times.loader_s += seconds
+
+    def waited(self, seconds: float) -> None:
+        """Add time of waiting for work, to the report in force, too."""
+        self.working_s += seconds
+        if (times := counted()) is not None:
+            times.ahead_s += seconds
 
 
 class Pipeline(Generic[B, R]):
@@ -141,7 +154,7 @@ class Pipeline(Generic[B, R]):
             self._error = error
             return
         read_s = time.perf_counter() - began_s
-        self._waited.reading_s += read_s
+        self._waited.read(read_s)
         self.ahead.append(Entry(batch, read_s, self._executor.submit(_timed, self._work, batch)))
 
     def _wait(self, entry: Entry[B, R]) -> R:
@@ -156,7 +169,7 @@ class Pipeline(Generic[B, R]):
                 "Give an executor that has threads to spare, or none."
             ) from None
         finally:
-            self._waited.working_s += time.perf_counter() - began_s
+            self._waited.waited(time.perf_counter() - began_s)
 
     def _note_step(self) -> None:
         """Take in how long the batch that was handed out last was used."""

@@ -6,6 +6,7 @@ the run-time values of the table's optimizer under their own names (lr, beta1, â
 thread; it does not survive fork().
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from kvemb.errors import InvalidInputError
 from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
+from trainer.report import current_report
 from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort
 from trainer.torch.tables import modules_by_table, share_lookups
@@ -115,6 +117,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        began_s = time.perf_counter()
         self._check_owned()
         self.shared.forget()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
@@ -128,8 +131,12 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self.shared.lookahead.pushed(self.last_ack)
         for pending in self._pending.values():
             pending.clear()
+        pushed_s = time.perf_counter()
         if sync and self.last_ack is not None:
             self.last_ack.wait_applied(self._timeout_s)
+        if (report := current_report()) is not None:
+            released_s = time.perf_counter()
+            report.step(self.last_ack if parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
         return loss
 
     @property
