@@ -9,6 +9,7 @@ rows before their batch is used. Also reachable as `kvemb.torch`.
 from trainer.torch.clipping import clip_grad_norm_
 from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.collections import EmbeddingBagCollection, EmbeddingCollection
+from trainer.torch.columns import DenseFeatures
 from trainer.torch.distribute import distribute
 from trainer.torch.embedding import Embedding, EmbeddingBag
 from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
@@ -18,6 +19,7 @@ from trainer.torch.optimizer import SparseOptimizer
 from trainer.torch.prepare import Prepared, prepare
 
 __all__ = [
+    "DenseFeatures",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",

@@ -20,6 +20,14 @@ from trainer.torch.ports import TablePort
 POOLINGS = ("sum", "mean")
 
 
+class CreatedTable(TablePort, Protocol):
+    """A table whose gradients may travel in 16 bits: `kvemb.Table`."""
+
+    def set_wire_dtype(self, name: str) -> None:
+        """Choose how gradients travel."""
+        ...
+
+
 class TableCreator(Protocol):
     """What is needed of a cluster: `kvemb.Cluster.create_table`."""
 
@@ -35,7 +43,7 @@ class TableCreator(Protocol):
         reduce: str,
         num_ids: int | None,
         exist_ok: bool,
-    ) -> TablePort:
+    ) -> CreatedTable:
         """Create a table, or open it."""
         ...
 

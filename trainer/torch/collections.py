@@ -165,7 +165,7 @@ class EmbeddingBagCollection(_Collection):
         mine = [parts[name] for name in config.feature_names]
         weights = torch.cat([one.weights for one in mine if one.weights is not None]).to(torch.float32) if self._is_weighted else None
         pooled = pool(rows, torch.cat([one.lengths for one in mine]), config.pooling, weights)
-        yield from pooled.chunk(len(mine)) if len(pooled) else [pooled] * len(mine)
+        yield from torch.split(pooled, [len(one.lengths) for one in mine])
 
 
 class EmbeddingCollection(_Collection):
