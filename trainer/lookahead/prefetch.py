@@ -3,7 +3,8 @@
 What must not live here: what a framework makes of it (`trainer.torch.prepare` finds by itself what a model needs).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -31,18 +32,19 @@ class Prefetch(Generic[B, R]):
     ) -> None:
         self._loader, self._work, self._sizes, self._executor = batches, work, sizes, executor
         self._timeout_s = checked_timeout(timeout_s)
-        self._run: Pipeline[B, R] | None = None
+        self._run: weakref.ref[Generator[tuple[B, R], None, None]] | None = None  # weak: a loop that is left ends its run
         self.waited = Waited()
 
     def __iter__(self) -> Iterator[tuple[B, R]]:
         self.close()
         # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        return self._batches(iter(self._loader))
+        run = self._batches(iter(self._loader))
+        self._run = weakref.ref(run)
+        return run
 
-    def _batches(self, batches: Iterator[B]) -> Iterator[tuple[B, R]]:
+    def _batches(self, batches: Iterator[B]) -> Generator[tuple[B, R], None, None]:
         run = Pipeline(batches, self._work, self._sizes, waited=self.waited, executor=self._executor, timeout_s=self._timeout_s)
         del batches  # the run's: a loader's processes end with it
-        self._run = run
         try:
             while True:
                 try:
@@ -59,7 +61,7 @@ class Prefetch(Generic[B, R]):
 
     def close(self) -> None:
         """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
-        run, self._run = self._run, None
+        run = None if self._run is None else self._run()
         if run is not None:
             run.close()
 

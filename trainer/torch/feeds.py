@@ -5,7 +5,7 @@ What must not live here: finding it out (`trace`), and pulling (`prepare`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,24 +13,45 @@ from kvemb.errors import InvalidInputError
 from trainer.torch.lookup import LookupModule
 from trainer.torch.shared import Asked
 
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional and keyword arguments of a module's call."""
 Part = str | int | Sequence[str | int]
 """A key, attribute or index of a batch, or several of them, one inside the other."""
+Features = Mapping[str, Part | Callable[[Any], Any] | None]
+"""What feeds each module, by its path in the model; see `named_plan`."""
+
+
+class Plan(Protocol):
+    """What a batch will be asked for."""
+
+    def asked(self, batch: Any) -> list[Asked]:
+        """Return the lookups of a batch; called in any thread."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """One call of a module: `arguments(batch)` returns what it will be called with."""
+    """What a module is called with: `arguments(batch)`."""
 
     path: str
     module: LookupModule
-    arguments: Callable[[Any], Arguments]
+    arguments: Callable[[Any], tuple[Any, ...]]
+
+
+class NamedPlan:
+    """What a batch will be asked for, as the caller has said."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
 
     def asked(self, batch: Any) -> list[Asked]:
-        """Return what the call will look up."""
-        args, kwargs = self.arguments(batch)
-        return self.module.asked(*args, **kwargs)
+        """Return the lookups of a batch.
+
+        Raises:
+            InvalidInputError: it lacks a part that was named, or has other ids there than the table takes.
+        """
+        return [asked for feed in self._feeds for asked in feed.module.asked(*feed.arguments(batch))]
+
+    def __str__(self) -> str:
+        return f"looked up ahead, as named: {_listed(feed.path for feed in self._feeds)}"
 
 
 def lookup_modules(model: nn.Module) -> dict[str, LookupModule]:
@@ -38,8 +59,8 @@ def lookup_modules(model: nn.Module) -> dict[str, LookupModule]:
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, LookupModule)}
 
 
-def named_feeds(model: nn.Module, features: Mapping[str, Part | Callable[[Any], Any] | None]) -> list[Feed]:
-    """Make feeds of what the caller says.
+def named_plan(model: nn.Module, features: Features) -> NamedPlan:
+    """Make a plan of what the caller says.
 
     Args:
         model: the model.
@@ -59,7 +80,7 @@ def named_feeds(model: nn.Module, features: Mapping[str, Part | Callable[[Any], 
     if missing:
         raise InvalidInputError(f"features does not say what feeds {_listed(missing)}; None means that it is pulled when it is called")
     modules = lookup_modules(model)
-    return [Feed(path, modules[path], _arguments_of(path, part)) for path, part in features.items() if part is not None]
+    return NamedPlan([Feed(path, modules[path], _arguments_of(path, part)) for path, part in features.items() if part is not None])
 
 
 def callable_modules(model: nn.Module) -> dict[str, LookupModule]:
@@ -94,19 +115,19 @@ def _step(value: Any, step: str | int) -> Any:
     return getattr(value, step) if by_attribute else value[step]  # type: ignore[arg-type]
 
 
-def _arguments_of(path: str, part: Part | Callable[[Any], Any]) -> Callable[[Any], Arguments]:
+def _arguments_of(path: str, part: Part | Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     if callable(part):
 
-        def called(batch: Any) -> Arguments:
+        def called(batch: Any) -> tuple[Any, ...]:
             found = part(batch)
-            return (found if isinstance(found, tuple) else (found,)), {}
+            return found if isinstance(found, tuple) else (found,)
 
         return called
     steps = [part] if isinstance(part, str | int) else part
     good = isinstance(steps, Sequence) and all(isinstance(step, str | int) and not isinstance(step, bool) for step in steps)
     if not good or not steps:
         raise InvalidInputError(f"features[{path!r}] is {part!r}; give a key, attribute or index of the batch, a sequence, or a function")
-    return lambda batch: ((part_of(batch, steps),), {})
+    return lambda batch: (part_of(batch, steps),)
 
 
 def _described(value: Any) -> str:

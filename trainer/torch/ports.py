@@ -30,6 +30,10 @@ class AckPort(Protocol):
 class LookaheadPort(Protocol):
     """Whoever pulls rows before their batch is used, as the optimizer sees it."""
 
+    def looked_up(self, table: str, foreseen: bool) -> None:
+        """Take note of a lookup, and whether its rows had been pulled ahead."""
+        ...
+
     def pushed(self, ack: AckPort) -> None:
         """Take note of a step's push."""
         ...

@@ -7,7 +7,10 @@ the batch is handed out, they are handed to the model's `SharedLookups`, which s
 foreseen is pulled when it is made, as without `prepare`: a wrong forecast costs time and never gives wrong rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,11 +24,14 @@ from trainer.lookahead.rows import RowsAhead
 from trainer.lookahead.sizes import AUTO, Sizes
 from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
-from trainer.torch.feeds import Feed, Part, named_feeds
+from trainer.torch.feeds import Features, Plan, named_plan
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import AckPort, ClusterPort
 from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
+from trainer.torch.trace import Trace, TracedPlan
+
+log = logging.getLogger("kvemb")
 
 
 class Prepared:
@@ -34,28 +40,32 @@ class Prepared:
     def __init__(
         self,
         loader: Iterable[Any],
-        modules: Sequence[TableModule],
-        feeds: Sequence[Feed],
+        model: nn.Module,
+        plan: Plan | None,
         sizes: Sizes,
         executor: Executor | None,
     ) -> None:
-        self._loader, self._modules, self._feeds, self._sizes, self._executor = loader, modules, feeds, sizes, executor
-        self._cluster: ClusterPort = modules[0].table.cluster
-        self._run: Pipeline[Any, RowsAhead] | None = None
+        self._loader, self._model, self._plan, self._sizes, self._executor = loader, model, plan, sizes, executor
+        self._modules = [module for ones in modules_by_table(model).values() for module in ones]
+        self._cluster: ClusterPort = self._modules[0].table.cluster
+        self._foreseen: Counter[tuple[str, bool]] = Counter()
+        self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
         self._log = StalenessLog()
         self.waited = Waited()
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
         # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        return self._batches(iter(self._loader))
+        run = self._batches(iter(self._loader))
+        self._run = weakref.ref(run)
+        return run
 
     def __len__(self) -> int:
         return len(cast(Sized, self._loader))
 
     def close(self) -> None:
         """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
-        run, self._run = self._run, None
+        run = None if self._run is None else self._run()
         if run is not None:
             run.close()
 
@@ -89,13 +99,17 @@ class Prepared:
     def report(self) -> str:
         """What was chosen and measured."""
         per_batch_ms = 1e3 * self.waited.working_s / max(1, self.waited.n_batches)
-        return "\n".join(
-            [
-                f"{self._sizes}",
-                f"{self.waited.n_batches} batches, waited {per_batch_ms:.3g} ms for the rows of each",
-                f"staleness: {self._log.mean}",
-            ]
-        )
+        lines = [
+            f"{self._sizes}",
+            f"{self.waited.n_batches} batches, waited {per_batch_ms:.3g} ms for the rows of each",
+            f"staleness: {self._log.mean}",
+            "which module needs what is found out with the first batch" if self._plan is None else f"{self._plan}",
+        ]
+        return "\n".join([*lines, *self._misses()])
+
+    def looked_up(self, table: str, foreseen: bool) -> None:
+        """Count a lookup. Called by the model's modules."""
+        self._foreseen[table, foreseen] += 1
 
     def pushed(self, ack: AckPort) -> None:
         """Take note of a push. Called by SparseOptimizer."""
@@ -104,10 +118,28 @@ class Prepared:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._sizes}>"
 
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        run = Pipeline(batches, _work(self._feeds, self._cluster), self._sizes, waited=self.waited, executor=self._executor)
+    def _misses(self) -> list[str]:
+        """Say of which tables lookups were not foreseen."""
+        tables = sorted({table for table, foreseen in self._foreseen if not foreseen})
+        return [
+            f"table {table!r}: {self._foreseen[table, False]} of {self._foreseen[table, False] + self._foreseen[table, True]} lookups were "
+            f"not foreseen, and pulled when they were made ({_paths(self._model, table)})"
+            for table in tables
+        ]
+
+    def _batches(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        for batch in batches if self._plan is None else ():
+            trace = Trace(self._model, batch)
+            with trace:
+                yield batch
+            del batch
+            if trace.called:
+                self._take_plan(trace.plan())
+                break
+        if self._plan is None:
+            return  # the loader ended before the model was called
+        run = Pipeline(batches, _work(self._plan, self._cluster), self._sizes, waited=self.waited, executor=self._executor)
         del batches  # the run's: a loader's processes end with it
-        self._run = run
         try:
             while True:
                 try:
@@ -121,6 +153,11 @@ class Prepared:
         finally:
             run.close()
             self._release()
+
+    def _take_plan(self, plan: TracedPlan) -> None:
+        self._plan = plan
+        for path, why in plan.unforeseen.items():
+            log.warning("rows of %s are pulled when it is called: %s", path or "the model", why)
 
     def _install(self, rows: RowsAhead) -> None:
         for shared in self._shared():
@@ -143,7 +180,7 @@ def prepare(
     model: nn.Module,
     loader: Iterable[Any],
     *,
-    features: Mapping[str, Part | Callable[[Any], Any] | None],
+    features: Features | None = None,
     consistency: str = "stale",
     threads_num: int | str = AUTO,
     capacity: int | str = AUTO,
@@ -156,7 +193,8 @@ def prepare(
         loader: any iterable of batches, a DataLoader for one, with or without worker processes.
         features: what feeds each module, by its path in the model: a key, attribute or index of the batch, a sequence of them, or a
             function of the batch that returns the module's argument or a tuple of its arguments; None for a module whose rows shall be
-            pulled when it is called.
+            pulled when it is called. Without `features` it is found out by watching the first batch being used; `Prepared.report` says
+            what was found, and why where nothing was.
         consistency: "stale": rows of a batch may lack what was pushed for the `capacity` batches before it and what else happened since.
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
@@ -169,21 +207,26 @@ def prepare(
         InvalidInputError: on any of these not being so. While iterating: what the loader, `features` or a pull raises, at the batch
             concerned; the iteration is over then.
     """
-    modules_of = modules_by_table(model)
-    share_lookups(modules_of)
+    share_lookups(modules_by_table(model))
     if consistency != "stale":
         raise InvalidInputError(f"consistency is {consistency!r}; give 'stale'")
     check_executor(executor, threads_num)
-    modules = [module for ones in modules_of.values() for module in ones]
-    return Prepared(loader, modules, named_feeds(model, features), Sizes(threads_num, capacity), executor)
+    plan = None if features is None else named_plan(model, features)
+    return Prepared(loader, model, plan, Sizes(threads_num, capacity), executor)
 
 
-def _work(feeds: Sequence[Feed], cluster: ClusterPort) -> Callable[[Any], tuple[RowsAhead, int]]:
+def _paths(model: nn.Module, table: str) -> str:
+    return ", ".join(
+        path or "the model" for path, module in model.named_modules() if isinstance(module, TableModule) and module.table.name == table
+    )
+
+
+def _work(plan: Plan, cluster: ClusterPort) -> Callable[[Any], tuple[RowsAhead, int]]:
     """What a thread does with a batch. It must not know the loader or its run, which would then never be collected."""
 
     def work(batch: Any) -> tuple[RowsAhead, int]:
         with torch.no_grad():
-            rows = RowsAhead([asked for feed in feeds for asked in feed.asked(batch)])
+            rows = RowsAhead(plan.asked(batch))
         rows.pull(cluster)
         return rows, size_of(batch) + rows.nbytes
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvemb.distinct import Distinct, ascending
 from kvemb.ids import to_caller
 from trainer.lookahead.rows import Ahead, Found, Pulled, distinct_of, found_of
+from trainer.report_times import counted
 from trainer.torch.ports import ClusterPort, LookaheadPort, TablePort
 
 __all__ = ["Ahead", "Asked", "Found", "SharedLookups", "distinct_of", "found_of"]
@@ -63,10 +64,13 @@ class SharedLookups:
         missing = [i for i, one in enumerate(found) if one is None]
         self.n_ahead += len(asked) - len(missing)
         self.n_pulled += len(missing)
+        if self.lookahead is not None:
+            for (table, _), one in zip(asked, found, strict=True):
+                self.lookahead.looked_up(table.name, one is not None)
         if missing:
             began_s = time.perf_counter()
             pulled = self._pull([asked[i] for i in missing], recording)
-            self.waited_s += time.perf_counter() - began_s
+            self._note(time.perf_counter() - began_s, pulled)
             for i, one in zip(missing, pulled, strict=True):
                 found[i] = one
         return [one for one in found if one is not None]
@@ -74,11 +78,20 @@ class SharedLookups:
     def install(self, ahead: Mapping[str, Sequence[Ahead]]) -> None:
         """Take over the lookups made ahead for the batch that comes now, by table; those of the batch before are dropped."""
         self._installed = ahead
+        if (times := counted()) is not None:
+            times.rows_ahead += sum(len(one.found.ids) for lookups in ahead.values() for one in lookups)
 
     def forget(self) -> None:
         """Drop rows that nobody asked for; they would be too old after this step."""
         self._installed = {}
         self._drop_ahead()
+
+    def _note(self, waited_s: float, pulled: Sequence[Found]) -> None:
+        """Add up what a pull took, for the report in force, too."""
+        self.waited_s += waited_s
+        if (times := counted()) is not None:
+            times.lookup_s += waited_s
+            times.rows_looked_up += sum(len(found.ids) for found in pulled)
 
     def _find_installed(self, table: TablePort, ids: NDArray[np.uint64]) -> Found | None:
         for ahead in self._installed.get(table.name, ()):
