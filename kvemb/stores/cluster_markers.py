@@ -11,6 +11,7 @@ from kvemb.errors import NotProvisionedError, StorageError
 from kvemb.keys import N_SLOTS
 from kvemb.net.deadline import Deadline
 from kvemb.stores.batch import server_error
+from kvemb.stores.cluster_batch import REDIRECTS
 from kvemb.stores.cluster_links import ClusterLinks
 from kvemb.stores.cluster_map import SlotMap, marker_keys
 from kvemb.stores.markers import Identity, Marker, accept
@@ -144,8 +145,14 @@ class ClusterMarkers(ClusterLinks):
         replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
         steps = [Step(memoryview(command(b"GET", key)), reply) for key, reply in zip(marker_keys(), replies, strict=True)]
         self._on_slots(steps, deadline)
-        self._require_no_error([reply.error for reply in replies])
-        return [reply.value for reply in replies]
+        moving = [slot for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)]
+        self._on_the_way.update(slot for slot in moving if (replies[slot].error or b"").startswith(b"-ASK "))
+        elsewhere = set(moving)
+        self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in elsewhere])
+        values = [reply.value for reply in replies]
+        for slot in moving:  # wherever they are by now
+            (values[slot],) = self.get_meta(marker_keys()[slot].decode(), deadline)
+        return values
 
     def _put_markers(self, values: list[bytes], deadline: Deadline) -> None:
         replies = [CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8)) for _ in values]

@@ -59,7 +59,7 @@ class RedisClusterStore(ClusterRepair):
             marker = accept(self._slot_name(slot), expected, value, "")
             self._repairs[slot] = marker.repair
         self._vouched = self._owners(slot_map)
-        self._vouched[lost] = -1
+        self._vouched[[*lost, *self._on_the_way]] = -1  # the latter were seen where they go to
         self._whole = self._members(deadline)
         for address in self.addresses if known is None else ():
             self._require_whole(address, redis_admin.info(address, self.config, deadline), deadline)

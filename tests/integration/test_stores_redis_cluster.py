@@ -152,6 +152,25 @@ def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Move
     np.testing.assert_array_equal(result.records[left], records_of(keys, salt=1)[left])
 
 
+def test_a_store_can_be_opened_while_slots_are_on_their_way(store: Store, running: ServerNodes, mover: Mover) -> None:
+    keys = mixed(SLOT)
+    write(store, keys, records_of(keys))
+    to = (mover.owner(SLOT) + 1) % 3
+    source = mover.begin(SLOT, to)
+    mover.migrate(source, to, [*encoded(rows_in(SLOT))[::2], marker_keys()[SLOT]])
+    with running.store() as late:
+        late.open(within())
+        for _ in range(2):
+            require_rows(late, keys, records_of(keys))
+        write(late, keys, records_of(keys, salt=1))
+        mover.finish(SLOT, source, to)
+        require_rows(late, keys, records_of(keys, salt=1))
+        mover.clients[to].delete(marker_keys()[SLOT])
+        with pytest.raises(NodeLostError, match=f"slot {SLOT}"):
+            read(late, rows_in(SLOT), deadline=within(1))
+    mover.move(SLOT, source)  # other tests count on who has it
+
+
 @pytest.mark.parametrize("layout", ["keyed", "paged"])
 def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running: ServerNodes, mover: Mover, layout: str) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
