@@ -12,10 +12,11 @@ from memory_cluster import MemoryCluster
 from torch import nn
 
 import kvemb
+from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from trainer import StepReport, prefetch
 from trainer.report import current_report
-from trainer.torch import Embedding, SparseOptimizer
+from trainer.torch import Embedding, SparseOptimizer, prepare
 
 IDS = torch.arange(40).reshape(4, 10)
 
@@ -88,3 +89,24 @@ def test_waits_of_a_prefetching_loop_are_reported() -> None:
     assert (report.total.n_steps, table.n_pulls) == (4, 4)
     assert min(report.total.ahead_s, report.total.loader_s) > 0
     assert report.total.lookup_s == 0
+
+
+def test_a_prepared_loader_puts_its_report_in_force_while_it_is_iterated() -> None:
+    stream, model = io.StringIO(), Embedding(MemoryCluster().table("user", 4))
+    optimizer, report = SparseOptimizer(model), StepReport(stream=stream)
+    loader = prepare(model, list(IDS), report=report, threads_num=1, capacity=1)
+    for epoch in (1, 2):
+        for ids in loader:
+            assert current_report() is report
+            model(ids).sum().backward()
+            optimizer.step()
+        assert current_report() is None
+        assert report.total.n_steps == 4 * epoch
+        assert stream.getvalue().splitlines()[epoch - 1 :] == [report.summary()]
+    assert (report.total.rows_ahead, report.total.rows_looked_up) == (70, 10)  # all but the first batch, which is watched
+    for _ in loader:
+        break
+    loader.close()  # the loop has left it already
+    assert current_report() is None
+    with pytest.raises(InvalidInputError, match="report is int"):
+        prepare(model, list(IDS), report=3)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from trainer.lookahead.rows import RowsAhead
 from trainer.lookahead.sizes import AUTO, Sizes
 from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
+from trainer.report import StepReport
 from trainer.torch.feeds import Features, Plan, named_plan
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import AckPort, ClusterPort
@@ -44,7 +45,9 @@ class Prepared:
         plan: Plan | None,
         sizes: Sizes,
         executor: Executor | None,
+        steps: StepReport | None = None,
     ) -> None:
+        self._steps = steps
         self._loader, self._model, self._plan, self._sizes, self._executor = loader, model, plan, sizes, executor
         self._modules = [module for ones in modules_by_table(model).values() for module in ones]
         self._cluster: ClusterPort = self._modules[0].table.cluster
@@ -57,6 +60,8 @@ class Prepared:
         self.close()
         # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
         run = self._batches(iter(self._loader))
+        if self._steps is not None:
+            run = _reported(run, self._steps)
         self._run = weakref.ref(run)
         return run
 
@@ -185,6 +190,7 @@ def prepare(
     threads_num: int | str = AUTO,
     capacity: int | str = AUTO,
     executor: Executor | None = None,
+    report: StepReport | None = None,
 ) -> Prepared:
     """Pull the rows of batches before they are used. The model and the training loop stay as they are.
 
@@ -199,6 +205,7 @@ def prepare(
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
         executor: runs the pulls instead of threads of our own.
+        report: measures the steps while the result is iterated, and says at the end of each run what to turn.
 
     Returns:
         What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
@@ -211,8 +218,15 @@ def prepare(
     if consistency != "stale":
         raise InvalidInputError(f"consistency is {consistency!r}; give 'stale'")
     check_executor(executor, threads_num)
+    if report is not None and not isinstance(report, StepReport):
+        raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
     plan = None if features is None else named_plan(model, features)
-    return Prepared(loader, model, plan, Sizes(threads_num, capacity), executor)
+    return Prepared(loader, model, plan, Sizes(threads_num, capacity), executor, report)
+
+
+def _reported(run: Generator[Any, None, None], steps: StepReport) -> Generator[Any, None, None]:
+    with steps:
+        yield from run
 
 
 def _paths(model: nn.Module, table: str) -> str:
