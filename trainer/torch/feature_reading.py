@@ -4,7 +4,7 @@ What must not live here: what values mean (`trainer.columns`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from trainer.columns.bags import Bags, dense_bags, jagged_bags, list_bags
 from trainer.columns.columns import BucketizedColumn, CategoricalColumn, NumericColumn, WeightedColumn
 
 
-@runtime_checkable
 class Jagged(Protocol):
     """Our JaggedTensor, or TorchRec's."""
 
@@ -49,7 +48,7 @@ def read_bags(column: CategoricalColumn, features: Mapping[str, Feature]) -> Bag
         if not np.array_equal(given.lengths, bags.lengths) or given.values.dtype.kind not in "iuf":
             raise InvalidInputError(f"feature {column.weight_key!r} must hold a number for each value of feature {column.key!r}")
         bags = Bags(bags.values, bags.lengths, given.values.astype(np.float32))
-    return bags if isinstance(value, Jagged) else bags.present()
+    return bags if _is_jagged(value) else bags.present()
 
 
 def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
@@ -74,7 +73,7 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
 
 def device_of(features: Mapping[str, Feature]) -> torch.device:
     """Return the device of the first tensor among the features."""
-    tensors = (value.values() if isinstance(value, Jagged) else value for value in features.values())
+    tensors = (value.values() if _is_jagged(value) else value for value in features.values())
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
@@ -88,7 +87,7 @@ def _read(key: str, value: Feature) -> Bags:
     try:
         if isinstance(value, Tensor):
             return dense_bags(_array(value))
-        if isinstance(value, Jagged):
+        if _is_jagged(value):
             return jagged_bags(_array(value.values()), _array(value.lengths()))
         if isinstance(value, np.ndarray):
             return dense_bags(value)
@@ -97,6 +96,11 @@ def _read(key: str, value: Feature) -> Bags:
     except InvalidInputError as error:
         raise InvalidInputError(f"feature {key!r}: {error}") from error
     raise InvalidInputError(f"feature {key!r} must be a tensor, an array, a list or a jagged feature, got {type(value).__name__}")
+
+
+def _is_jagged(value: object) -> TypeGuard[Jagged]:
+    """Told by its methods, since it may be TorchRec's; sparse tensors have `values`, too."""
+    return not isinstance(value, Tensor | np.ndarray) and hasattr(value, "lengths") and hasattr(value, "values")
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
