@@ -213,6 +213,27 @@ def test_features_that_do_not_fit_are_refused_before_any_pull(features: KeyedJag
     assert cluster.n_round_trips == 0
 
 
+class VariableStride(KeyedJaggedTensor):
+    """TorchRec's features may have fewer bags of some keys; then the number of lengths says nothing."""
+
+    def variable_stride_per_key(self) -> bool:
+        return True
+
+
+class InverseIndices(KeyedJaggedTensor):
+    """Or bags that stand for several examples."""
+
+    def inverse_indices_or_none(self) -> object:
+        return ["seen"], torch.tensor([[0, 0]])
+
+
+@pytest.mark.parametrize("kind", [VariableStride, InverseIndices])
+def test_bags_that_are_not_one_per_example_and_key_are_refused(kind: type[KeyedJaggedTensor]) -> None:
+    features = random_features(0)
+    with pytest.raises(InvalidInputError, match="same number of bags"):
+        EmbeddingBagCollection(configs(), CreatingCluster())(kind(features.keys(), features.values(), lengths=features.lengths()))
+
+
 def test_weights_that_are_missing_are_asked_for() -> None:
     with pytest.raises(InvalidInputError, match="no weights"):
         EmbeddingBagCollection(configs("sum"), CreatingCluster(), is_weighted=True)(random_features(0))

@@ -159,6 +159,12 @@ def test_numbers_pass_through_and_keep_their_gradient() -> None:
     assert layer.asked({"b": prices}) == []
 
 
+def test_arrays_that_may_not_be_written_are_fine() -> None:
+    ids, prices = np.array([1, 2]), np.array([1.5, 2.5])
+    ids.flags.writeable = prices.flags.writeable = False
+    assert DenseFeatures([embedded("c"), numeric_column("x")], CreatingCluster())({"c": ids, "x": prices})[:, -1].tolist() == [1.5, 2.5]
+
+
 def test_no_examples_are_fine() -> None:
     layer = DenseFeatures([embedded("c"), numeric_column("x")], CreatingCluster())
     assert layer({"c": torch.empty(0, 2, dtype=torch.int64), "x": torch.empty(0)}).shape == (0, 4)

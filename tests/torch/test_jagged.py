@@ -78,7 +78,7 @@ def test_a_pytree_has_the_tensors_as_leaves_and_comes_back() -> None:
 
 
 def collate(samples: list[int]) -> dict[str, object]:
-    """At the top of a module, so that workers started by spawn find it."""
+    """Makes jagged features where it is called: in a worker, if there is one."""
     return {"features": KeyedJaggedTensor.from_lists({"a": [[s] * s for s in samples]}), "label": torch.tensor(samples)}
 
 

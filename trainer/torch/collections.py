@@ -81,6 +81,9 @@ class _Collection(TableCollection):
 
     def _features(self, given: KeyedJagged) -> dict[str, _Feature]:
         """Take features apart; those that no table has are left out."""
+        for method in ("variable_stride_per_key", "inverse_indices_or_none"):
+            if getattr(given, method, bool)():  # TorchRec's, with bags that are not one per example and key
+                raise InvalidInputError(f"features with {method}() are not supported: give each key the same number of bags")
         keys, values, lengths = list(given.keys()), given.values(), given.lengths()
         missing = sorted({name for config in self._configs for name in config.feature_names} - set(keys))
         if missing:

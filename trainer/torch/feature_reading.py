@@ -58,6 +58,8 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
         InvalidInputError: the feature is not there, holds no numbers, or has another shape; naming it.
     """
     value = _feature(column.key, features)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
+        value = torch.from_numpy(value.astype(np.float32))  # a copy: arrays may be read-only, which torch would warn of
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
