@@ -16,7 +16,7 @@ _ADVICE = {
     "lookups": "look them up ahead: trainer.torch.prepare(model, loader), trainer.prefetch",
     "foreseen": "their lookups were not foreseen, the prepared loader's report says which",
     "push window": "add shards (parameter_servers.shards)",
-    "sync release": "add shards, or find the trainer that the others wait for (kvemb status)",
+    "sync release": "add shards, or find the trainer that the others wait for",
     "loader": "give the DataLoader more worker processes (num_workers)",
 }
 

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,13 @@ import kvemb
 from kvemb.client import session as session_module
 from kvemb.client.ack import Ack
 from kvemb.cluster import Cluster
+from kvemb.config import StorageConfig
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.held import route_held
 from kvemb.local_cluster import LocalCluster
+from kvemb.messages import digest_tables
+from tests.integration.test_paramserver import Cluster as Shards
+from tests.integration.test_paramserver import Pushes, Server, free_port, part, redis_command
 
 IDS = np.arange(400)
 PATIENCE_S = 60.0
@@ -195,6 +201,36 @@ def test_in_async_mode_held_rows_are_refused(require_server: Callable[[str], str
         ack = push(trainer, {"user": IDS[:3]}, np.random.default_rng(0))
         ack.wait_applied()
         assert ack.fresh == {}
+
+
+def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp_path: Path, require_server: Callable[[str], str]) -> None:
+    port = free_port()
+    server = Server(redis_command(require_server("redis-server"), port), port, tmp_path)
+    shards = Shards(tmp_path, StorageConfig("redis", (f"127.0.0.1:{port}",)), extra=", mode: sync, trainers: 1")
+    try:
+        shard = shards.start()
+        shard.create()
+        hello = shard.hello()
+        first = part(hello, 1, [1, 2])
+        held = [
+            replace(first.tables[0], ids=np.array([2, 3], np.uint64), rows=np.empty((2, 0), np.float32), versions=np.zeros(2, np.uint64))
+        ]
+        asking = replace(first, held=held, digest=digest_tables(first.tables, held))
+        (fresh,) = Pushes(shard).applied(asking).fresh
+        assert (fresh.at.tolist(), fresh.versions.tolist()) == ([0], [1 << 48 | 1])
+        rows = shards.weights([2])
+        assert fresh.rows == rows.tobytes()
+        assert Pushes(shard).applied(asking).fresh == []  # over a new connection
+        shard.process.child.kill()
+        shard.process.wait()
+        shard = shards.start()
+        assert shard.hello("a", hello.incarnation).last_sequence == 1
+        again = Pushes(shard).applied(asking)
+        assert (again.state, again.fresh) == ("applied", [])
+        np.testing.assert_array_equal(shards.weights([2]), rows)
+    finally:
+        shards.close()
+        server.process.end()
 
 
 def test_a_shard_that_is_killed_around_the_release_says_it_right_or_not_at_all(require_server: Callable[[str], str]) -> None:
