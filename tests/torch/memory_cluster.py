@@ -19,8 +19,9 @@ from paramserver.optim import build
 
 
 class MemoryAck:
-    def __init__(self) -> None:
+    def __init__(self, fresh: Mapping[str, Any] | None = None) -> None:
         self.waited_s: float | None = None
+        self.fresh = fresh
         self.staleness = Staleness(0.0, 0)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
@@ -63,6 +64,14 @@ class MemoryTable:
             self.rows[row_id] = weights[at], slots[at], make_version(1, self.step)
 
 
+    def fresh(self, ids: NDArray[Any], versions: NDArray[np.uint64]) -> Any:
+        flat, _ = normalize(ids, self.definition.id_dtype, self.name)
+        assert len(np.unique(flat)) == len(flat)
+        rows, _, current = self._read(flat)
+        others = np.flatnonzero(current != versions)
+        return flat[others], rows[others], current[others]
+
+
 class MemoryCluster:
     def __init__(self, mode: str = "async") -> None:
         self.mode = mode
@@ -87,6 +96,7 @@ class MemoryCluster:
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
+        held: Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]] | None = None,
     ) -> MemoryAck:
         if self.failure is not None:
             raise self.failure
@@ -100,4 +110,7 @@ class MemoryCluster:
         self.pushes.append({name: (ids.copy(), grads.copy()) for name, (ids, grads) in tables.items()})
         self.versions.append(versions)
         self.hyper.append(hyper)
-        return MemoryAck()
+        return MemoryAck(None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()})
+
+    def progress(self) -> list[tuple[int, int]]:
+        return [(1, sum(table.step for table in self.tables.values()))]

@@ -121,6 +121,19 @@ class Pipeline(Generic[B, R]):
         self._handed_out = time.perf_counter(), entry.read_s, pull_s, size_bytes
         return entry.batch, result
 
+    def coming(self, n: int) -> list[R]:
+        """Return the results of the batches that will be handed out next, n at most; waits for them.
+
+        One whose work has failed ends the list: its error comes up when its turn comes.
+        """
+        results: list[R] = []
+        for entry in list(self.ahead)[:n]:
+            try:
+                results.append(self._wait(entry))
+            except Exception:
+                break
+        return results
+
     def close(self) -> None:
         """End the run: nothing more is begun, and what is being done is waited for. Idempotent."""
         batches, self._batches = self._batches, None

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from kvemb.distinct import Distinct, ascending
 from kvemb.ids import to_caller
+from kvemb.segment import group
 from kvemb.table_def import TableDef
 
 Ids = NDArray[np.uint64]
 Pulled = tuple[NDArray[np.float32], Ids]
 """Rows float32 [n, dim] and versions uint64 [n]."""
+Changed = Mapping[str, tuple[Ids, NDArray[np.float32], Ids]]
+"""By table, rows that are others now: ids uint64 [n], rows float32 [n, dim], versions uint64 [n]."""
 _NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """No row ever has it."""
 
@@ -101,6 +104,9 @@ class RowsAhead:
         self._wanted = {name: _distinct_of_all(lookups, known) for name, lookups in self._asked.items()}
         self.by_table: dict[str, list[Ahead]] = {}
         """What `pull` found, by table."""
+        self._whole: dict[str, Found] = {}
+        self.as_of: Any = None
+        """When that was, in the words of whoever had it pulled."""
 
     def pull(self, cluster: Puller) -> None:
         """Look everything up, in one pull; again if it was pulled before.
@@ -111,7 +117,19 @@ class RowsAhead:
         if self._wanted:
             ids = {name: to_caller(wanted.ids, self._id_dtype[name]) for name, wanted in self._wanted.items()}
             pulled = cluster.pull_versions(ids)
-            self.by_table = {name: _share_out(lookups, self._wanted[name], pulled[name]) for name, lookups in self._asked.items()}
+            self._whole = {name: found_of(wanted, pulled[name]) for name, wanted in self._wanted.items()}
+            self.by_table = {name: _share_out(lookups, self._whole[name]) for name, lookups in self._asked.items()}
+
+    def held(self) -> dict[str, tuple[NDArray[Any], Ids]]:
+        """Return the ids, in their table's dtype, and versions of all rows, by table."""
+        return {name: (to_caller(found.ids, self._id_dtype[name]), found.versions) for name, found in self._whole.items()}
+
+    def change(self, changed: Changed) -> None:
+        """Take over rows, of those that are held here."""
+        for name in self._whole.keys() & changed.keys():
+            parts = {id(ahead.found): ahead.found for ahead in self.by_table[name]}
+            for found in {id(self._whole[name]): self._whole[name], **parts}.values():
+                _change(found, *changed[name])
 
     @property
     def n_rows(self) -> int:
@@ -122,6 +140,7 @@ class RowsAhead:
     def nbytes(self) -> int:
         """Memory of what was found."""
         found = {id(ahead.found): ahead.found for lookups in self.by_table.values() for ahead in lookups}
+        found |= {id(whole): whole for whole in self._whole.values()}
         return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
 
 
@@ -148,8 +167,39 @@ def _place(ids: Ids) -> tuple[int, int]:
     return ids.__array_interface__["data"][0], len(ids)
 
 
-def _share_out(lookups: Sequence[Ids], wanted: Distinct, pulled: Pulled) -> list[Ahead]:
-    whole = found_of(wanted, pulled)
+def held_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:
+    """Return ids and versions of the rows of several batches, each id once.
+
+    A row that two batches hold in different versions gets one that no row has: whatever it is now, it is another.
+    """
+    if len(batches) == 1:
+        return batches[0].held()
+    every: dict[str, list[tuple[NDArray[Any], Ids]]] = {}
+    for batch in batches:
+        for name, held in batch.held().items():
+            every.setdefault(name, []).append(held)
+    return {name: _merged(held) for name, held in every.items()}
+
+
+def _merged(held: Sequence[tuple[NDArray[Any], Ids]]) -> tuple[NDArray[Any], Ids]:
+    ids, versions = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
+    groups = group(ids.view(np.uint64))
+    oldest, newest = groups.minimum(versions), ~groups.minimum(~versions)
+    return groups.ids.view(ids.dtype), np.where(oldest == newest, oldest, _NO_VERSION)
+
+
+def _change(found: Found, ids: Ids, rows: NDArray[np.float32], versions: Ids) -> None:
+    """Overwrite rows of `found`; ids that it does not have are left out."""
+    if not len(found.ids):
+        return
+    at = np.searchsorted(found.ids, ids)
+    at[at == len(found.ids)] = 0
+    here = np.flatnonzero(found.ids.take(at) == ids)
+    found.rows[at.take(here)] = rows.take(here, axis=0)
+    found.versions[at.take(here)] = versions.take(here)
+
+
+def _share_out(lookups: Sequence[Ids], whole: Found) -> list[Ahead]:
     if len(lookups) == 1:
         return [Ahead(lookups[0], whole)]
     starts = np.cumsum([len(ids) for ids in lookups[:-1]])

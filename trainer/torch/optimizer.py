@@ -20,7 +20,7 @@ from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
 from trainer.report import current_report
 from trainer.torch.lookup import Pending
-from trainer.torch.ports import AckPort, ClusterPort
+from trainer.torch.ports import AckPort, ClusterPort, Held
 from trainer.torch.tables import modules_by_table, share_lookups
 
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
@@ -119,14 +119,14 @@ class SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         began_s = time.perf_counter()
         self._check_owned()
-        self.shared.forget()
+        held = self.shared.begin_step()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = self._empty_parts() if self._overflowed() else self._parts()
         sync = self._cluster.mode == "sync"
         if not sync:
             parts = {name: part for name, part in parts.items() if len(part[0])}
         if parts:
-            self._push(parts, {name: hyper[name] for name in parts})
+            self._push(parts, {name: hyper[name] for name in parts}, held)
             if self.shared.lookahead is not None and self.last_ack is not None:
                 self.shared.lookahead.pushed(self.last_ack)
         for pending in self._pending.values():
@@ -134,6 +134,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         pushed_s = time.perf_counter()
         if sync and self.last_ack is not None:
             self.last_ack.wait_applied(self._timeout_s)
+        self.shared.end_step(None if held is None or self.last_ack is None else self.last_ack.fresh)
         if (report := current_report()) is not None:
             released_s = time.perf_counter()
             report.step(self.last_ack if parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
@@ -201,10 +202,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _empty_parts(self) -> dict[str, Part]:
         return {name: _empty(pending.table.dim) for name, pending in self._pending.items()}
 
-    def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]]) -> None:
+    def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]], held: Held | None) -> None:
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
-        self.last_ack = self._cluster.push(rows, versions={name: part[2] for name, part in parts.items()}, hyper=hyper)
+        versions = {name: part[2] for name, part in parts.items()}
+        more = {} if held is None else {"held": held}  # only those that pull ahead need a cluster that knows of it
+        self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
 
 
 def _unscale_factor(optimizer: torch.optim.Optimizer) -> float:

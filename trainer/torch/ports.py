@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 
 from kvemb.table_def import TableDef
 
+Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
+"""Per table: ids [n] and the versions [n] in which a trainer holds their rows."""
+Changed = Mapping[str, tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]]
+"""Per table: ids [n], rows float32 [n, dim] and versions [n]."""
 Pushes = Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]]
 """Per table: ids [n] and gradients float32 [n, dim]."""
 
@@ -26,6 +30,11 @@ class AckPort(Protocol):
         """How far the rows pulled lagged behind those the push met; None until it was applied."""
         ...
 
+    @property
+    def fresh(self) -> Changed | None:
+        """Of the rows that the push said are held, those that are others now; None while and where that is not known."""
+        ...
+
 
 class LookaheadPort(Protocol):
     """Whoever pulls rows before their batch is used, as the optimizer sees it."""
@@ -34,8 +43,16 @@ class LookaheadPort(Protocol):
         """Take note of a lookup, and whether its rows had been pulled ahead."""
         ...
 
+    def held(self) -> Held | None:
+        """Return ids and versions, by table, of the rows of the batches to come that a step's push is to register; None for none."""
+        ...
+
     def pushed(self, ack: AckPort) -> None:
         """Take note of a step's push."""
+        ...
+
+    def released(self, fresh: Changed | None) -> None:
+        """Take over those of the rows held that the step changed; None if that is not known."""
         ...
 
 
@@ -57,8 +74,9 @@ class ClusterPort(Protocol):
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
+        held: Held | None = None,
     ) -> AckPort:
-        """Hand over gradients; the ids of each table are distinct."""
+        """Hand over gradients; the ids of each table are distinct. `held`: in a sync job, see `Cluster.push`."""
         ...
 
 

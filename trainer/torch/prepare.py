@@ -8,9 +8,11 @@ foreseen is pulled when it is made, as without `prepare`: a wrong forecast costs
 """
 
 import logging
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from kvemb.errors import InvalidInputError
+from trainer.lookahead.consistency import Bounded, Consistency, Exact, Stale, check_consistency
 from trainer.lookahead.pipeline import Pipeline, Waited
 from trainer.lookahead.prefetch import check_executor, size_of
 from trainer.lookahead.rows import RowsAhead
@@ -27,12 +30,27 @@ from trainer.lookahead.threads import Executor
 from trainer.report import StepReport
 from trainer.torch.feeds import Features, Plan, named_plan
 from trainer.torch.lookup import TableModule
-from trainer.torch.ports import AckPort, ClusterPort
+from trainer.torch.ports import AckPort, Changed, Held
 from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
 from trainer.torch.trace import Trace, TracedPlan
 
 log = logging.getLogger("kvemb")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A consistency and its k, checked."""
+
+    consistency: str
+    k: int | None
+
+    def of(self, modules: Sequence[TableModule]) -> Consistency:
+        """Make what keeps it for these modules."""
+        cluster = modules[0].table.cluster
+        if self.consistency == "exact":
+            return Exact(cluster, lambda: modules[0].shared.state)
+        return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
 
 
 class Prepared:
@@ -43,6 +61,7 @@ class Prepared:
         loader: Iterable[Any],
         model: nn.Module,
         plan: Plan | None,
+        mode: "Mode",
         sizes: Sizes,
         executor: Executor | None,
         steps: StepReport | None = None,
@@ -50,7 +69,9 @@ class Prepared:
         self._steps = steps
         self._loader, self._model, self._plan, self._sizes, self._executor = loader, model, plan, sizes, executor
         self._modules = [module for ones in modules_by_table(model).values() for module in ones]
-        self._cluster: ClusterPort = self._modules[0].table.cluster
+        self._consistency = mode.of(self._modules)
+        self._pipeline: Pipeline[Any, RowsAhead] | None = None
+        self._n_since_step = 0
         self._foreseen: Counter[tuple[str, bool]] = Counter()
         self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
         self._log = StalenessLog()
@@ -107,7 +128,7 @@ class Prepared:
         lines = [
             f"{self._sizes}",
             f"{self.waited.n_batches} batches, waited {per_batch_ms:.3g} ms for the rows of each",
-            f"staleness: {self._log.mean}",
+            f"consistency: {self._consistency}; staleness: {self._log.mean}",
             "which module needs what is found out with the first batch" if self._plan is None else f"{self._plan}",
         ]
         return "\n".join([*lines, *self._misses()])
@@ -115,6 +136,17 @@ class Prepared:
     def looked_up(self, table: str, foreseen: bool) -> None:
         """Count a lookup. Called by the model's modules."""
         self._foreseen[table, foreseen] += 1
+
+    def held(self) -> Held | None:
+        """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
+        n, self._n_since_step = max(1, self._n_since_step), 0
+        if not isinstance(self._consistency, Exact) or self._pipeline is None:
+            return None
+        return self._consistency.hold(self._pipeline.coming(n))
+
+    def released(self, fresh: Changed | None) -> None:
+        """Take over what a step changed. See `LookaheadPort`."""
+        self._consistency.released(fresh)
 
     def pushed(self, ack: AckPort) -> None:
         """Take note of a push. Called by SparseOptimizer."""
@@ -135,6 +167,7 @@ class Prepared:
     def _batches(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         for batch in batches if self._plan is None else ():
             trace = Trace(self._model, batch)
+            self._n_since_step += 1
             with trace:
                 yield batch
             del batch
@@ -143,7 +176,8 @@ class Prepared:
                 break
         if self._plan is None:
             return  # the loader ended before the model was called
-        run = Pipeline(batches, _work(self._plan, self._cluster), self._sizes, waited=self.waited, executor=self._executor)
+        work = _work(self._plan, self._consistency)
+        run = self._pipeline = Pipeline(batches, work, self._sizes, waited=self.waited, executor=self._executor)
         del batches  # the run's: a loader's processes end with it
         try:
             while True:
@@ -165,12 +199,22 @@ class Prepared:
             log.warning("rows of %s are pulled when it is called: %s", path or "the model", why)
 
     def _install(self, rows: RowsAhead) -> None:
-        for shared in self._shared():
+        sharing = self._shared()
+        if len(sharing) > 1 and isinstance(self._consistency, Exact):
+            raise InvalidInputError(
+                "consistency='exact' needs one SparseOptimizer, made from the model that was prepared, for all its tables"
+            )
+        began_s = time.perf_counter()
+        self._consistency.use(rows)
+        self.waited.waited(time.perf_counter() - began_s)
+        self._n_since_step += 1
+        for shared in sharing:
             shared.install(rows.by_table)
             shared.lookahead = self
 
     def _release(self) -> None:
         """Leave nothing of a run that is over."""
+        self._pipeline = None
         for shared in self._shared():
             if shared.lookahead is self:
                 shared.install({})
@@ -187,6 +231,7 @@ def prepare(
     *,
     features: Features | None = None,
     consistency: str = "stale",
+    k: int | None = None,
     threads_num: int | str = AUTO,
     capacity: int | str = AUTO,
     executor: Executor | None = None,
@@ -201,7 +246,10 @@ def prepare(
             function of the batch that returns the module's argument or a tuple of its arguments; None for a module whose rows shall be
             pulled when it is called. Without `features` it is found out by watching the first batch being used; `Prepared.report` says
             what was found, and why where nothing was.
-        consistency: "stale": rows of a batch may lack what was pushed for the `capacity` batches before it and what else happened since.
+        consistency: what rows may lack when their batch is used. "stale": what is pushed for the `capacity` batches before it, and what
+            else happens since. "bounded": k batches of any shard. "exact": nothing; training is what it is without `prepare`, bit for
+            bit. For clusters in sync mode.
+        k: batches, with "bounded", where one more small call to each shard comes with every pull and every batch.
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
         executor: runs the pulls instead of threads of our own.
@@ -214,14 +262,13 @@ def prepare(
         InvalidInputError: on any of these not being so. While iterating: what the loader, `features` or a pull raises, at the batch
             concerned; the iteration is over then.
     """
-    share_lookups(modules_by_table(model))
-    if consistency != "stale":
-        raise InvalidInputError(f"consistency is {consistency!r}; give 'stale'")
+    cluster = share_lookups(modules_by_table(model)).cluster
+    check_consistency(consistency, k, cluster)
     check_executor(executor, threads_num)
     if report is not None and not isinstance(report, StepReport):
         raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
     plan = None if features is None else named_plan(model, features)
-    return Prepared(loader, model, plan, Sizes(threads_num, capacity), executor, report)
+    return Prepared(loader, model, plan, Mode(consistency, k), Sizes(threads_num, capacity), executor, report)
 
 
 def _reported(run: Generator[Any, None, None], steps: StepReport) -> Generator[Any, None, None]:
@@ -235,13 +282,13 @@ def _paths(model: nn.Module, table: str) -> str:
     )
 
 
-def _work(plan: Plan, cluster: ClusterPort) -> Callable[[Any], tuple[RowsAhead, int]]:
+def _work(plan: Plan, consistency: Consistency) -> Callable[[Any], tuple[RowsAhead, int]]:
     """What a thread does with a batch. It must not know the loader or its run, which would then never be collected."""
 
     def work(batch: Any) -> tuple[RowsAhead, int]:
         with torch.no_grad():
             rows = RowsAhead(plan.asked(batch))
-        rows.pull(cluster)
+        consistency.pull(rows)
         return rows, size_of(batch) + rows.nbytes
 
     return work

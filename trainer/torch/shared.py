@@ -22,7 +22,7 @@ from kvemb.distinct import Distinct, ascending
 from kvemb.ids import to_caller
 from trainer.lookahead.rows import Ahead, Found, Pulled, distinct_of, found_of
 from trainer.report_times import counted
-from trainer.torch.ports import ClusterPort, LookaheadPort, TablePort
+from trainer.torch.ports import Changed, ClusterPort, Held, LookaheadPort, TablePort
 
 __all__ = ["Ahead", "Asked", "Found", "SharedLookups", "distinct_of", "found_of"]
 
@@ -46,6 +46,8 @@ class SharedLookups:
         """Seconds that lookups waited for storage."""
         self.lookahead: LookaheadPort | None = None
         """Whoever installed rows last."""
+        self.state = 0
+        """Even between two steps, odd from before a step's push until its release; a step that failed leaves it odd. It only rises."""
         self._installed: Mapping[str, Sequence[Ahead]] = {}
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""
@@ -81,10 +83,18 @@ class SharedLookups:
         if (times := counted()) is not None:
             times.rows_ahead += sum(len(one.found.ids) for lookups in ahead.values() for one in lookups)
 
-    def forget(self) -> None:
-        """Drop rows that nobody asked for; they would be too old after this step."""
+    def begin_step(self) -> Held | None:
+        """Drop rows that nobody asked for, which are too old after this step; return those that its push is to register, if any."""
         self._installed = {}
         self._drop_ahead()
+        self.state += 1 + self.state % 2
+        return None if self.lookahead is None else self.lookahead.held()
+
+    def end_step(self, fresh: Changed | None) -> None:
+        """Take note that the step's push was handed over, in a sync job released; `fresh` is what came back with that."""
+        self.state += 1
+        if self.lookahead is not None:
+            self.lookahead.released(fresh)
 
     def _note(self, waited_s: float, pulled: Sequence[Found]) -> None:
         """Add up what a pull took, for the report in force, too."""

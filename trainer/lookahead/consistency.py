@@ -1,0 +1,195 @@
+"""How old rows may be that were pulled before their batch is used: "stale", "bounded", "exact". NumPy only.
+
+What must not live here: threads, pipelines, and when a step happens; those call `pull`, `use`, `hold` and `released`.
+
+* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out: it may lack what is
+  pushed for those `capacity` batches, pushes that are still on their way then, and what others do meanwhile.
+* `Bounded`: a pull notes beforehand how far each shard has come in storage (all of that is in its rows); when the batch is used, the
+  shards are asked again, and if one has applied more than k batches since, the rows are pulled anew.
+* `Exact`, in sync jobs: between two steps rows change by assign and erase only, so rows are exact if their pull began after the last
+  step's release. Those pulled before are registered with the step's push, ids and versions; with the release come back those that are
+  others now, and take the place of what was held. Whatever of earlier steps a pull has seen, this mends it: versions are compared
+  row by row.
+
+`pull` is called in any thread, the others in the one that trains.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+from trainer.lookahead.rows import Changed, Puller, RowsAhead, held_of_all
+
+MODES = ("stale", "bounded", "exact")
+Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
+"""Ids and versions of rows that are held for batches to come, by table."""
+
+
+class Consistency(Protocol):
+    """What may be used, and what is done about the rest."""
+
+    def pull(self, rows: RowsAhead) -> None:
+        """Look a batch's rows up."""
+        ...
+
+    def use(self, rows: RowsAhead) -> None:
+        """Make rows fit for use, when their batch comes: by another pull, if need be."""
+        ...
+
+    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+        """Take note that a step is about to be pushed; return what to register with it of the batches that come next."""
+        ...
+
+    def released(self, fresh: Changed | None) -> None:
+        """Take over what the step's release brought back; None if the shards could not say."""
+        ...
+
+
+class Stale:
+    """As pulled."""
+
+    def __init__(self, cluster: Puller) -> None:
+        self._cluster = cluster
+
+    def pull(self, rows: RowsAhead) -> None:
+        """Look a batch's rows up."""
+        rows.pull(self._cluster)
+
+    def use(self, rows: RowsAhead) -> None:
+        """Do nothing."""
+
+    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+        """Register nothing."""
+        return None
+
+    def released(self, fresh: Changed | None) -> None:
+        """Do nothing."""
+
+    def __str__(self) -> str:
+        return "stale"
+
+
+class Bounded(Stale):
+    """At most k batches of any shard behind, when the batch is used.
+
+    Args:
+        cluster: pulls, and tells how far its shards have come.
+        k: batches, >= 0.
+    """
+
+    def __init__(self, cluster: Any, k: int) -> None:
+        super().__init__(cluster)
+        self._progress: Callable[[], Sequence[tuple[int, int]]] = cluster.progress
+        self._k = k
+        self._n_used = self._n_again = 0
+
+    def pull(self, rows: RowsAhead) -> None:
+        """Look a batch's rows up, and note what is in them at least."""
+        rows.as_of = self._progress()
+        rows.pull(self._cluster)
+
+    def use(self, rows: RowsAhead) -> None:
+        """Pull again what is too old. The new rows have in them all that was in storage when the shards were asked."""
+        now = self._progress()
+        self._n_used += 1
+        if behind(rows.as_of, now) > self._k:
+            self._n_again += 1
+            rows.as_of = now
+            rows.pull(self._cluster)
+
+    def __str__(self) -> str:
+        return f"bounded, k={self._k}: the rows of {self._n_again} of {self._n_used} batches were too old when they came, and pulled again"
+
+
+class Exact(Stale):
+    """As if pulled when the batch is used, in a sync job.
+
+    Args:
+        cluster: pulls.
+        state: of the steps: even between two of them, odd from before a push until its release; never the same again.
+    """
+
+    def __init__(self, cluster: Puller, state: Callable[[], int]) -> None:
+        super().__init__(cluster)
+        self._state = state
+        self._held: Sequence[RowsAhead] = ()
+        self._n_used = self._n_again = self._n_held = self._n_changed = 0
+
+    def pull(self, rows: RowsAhead) -> None:
+        """Look a batch's rows up, and note when that began."""
+        rows.as_of = self._state()
+        rows.pull(self._cluster)
+
+    def use(self, rows: RowsAhead) -> None:
+        """Pull again what was neither pulled nor brought up to date since the last release."""
+        self._n_used += 1
+        if rows.as_of != self._state() or rows.as_of % 2:
+            self._n_again += 1
+            self.pull(rows)
+
+    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+        """Register the rows of the batches that come next."""
+        self._held = coming
+        held = held_of_all(coming)
+        self._n_held += sum(len(ids) for ids, _ in held.values())
+        return held
+
+    def released(self, fresh: Changed | None) -> None:
+        """Bring the rows that were registered up to date."""
+        held, self._held = self._held, ()
+        if fresh is None:
+            return
+        self._n_changed += sum(len(ids) for ids, _, _ in fresh.values())
+        for rows in held:
+            rows.change(fresh)
+            rows.as_of = self._state()
+
+    def __str__(self) -> str:
+        changed = f"{self._n_changed / max(1, self._n_held):.2%} of the rows held over a step changed in it"
+        return f"exact: {changed}; the rows of {self._n_again} of {self._n_used} batches were pulled again when they came"
+
+
+def behind(then: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
+    """Return by how many batches the shard that went on most has gone on; infinity where one began another epoch.
+
+    Args:
+        then, now: (epoch, k) of each shard.
+
+    Example:
+        >>> behind([(1, 7), (1, 3)], [(1, 9), (1, 3)]), behind([(1, 7)], [(2, 7)])
+        (2, inf)
+    """
+    steps = [k_now - k if epoch == epoch_now else float("inf") for (epoch, k), (epoch_now, k_now) in zip(then, now, strict=True)]
+    return max(steps, default=0)
+
+
+def check_consistency(consistency: object, k: object, cluster: Any) -> None:
+    """Refuse a mode that there is not, or that this cluster cannot keep.
+
+    Args:
+        consistency: one of `MODES`.
+        k: batches, with "bounded" only.
+        cluster: with its mode ("sync" or "async"), and a row_cache or None.
+
+    Raises:
+        InvalidInputError: saying why.
+    """
+    if consistency not in MODES:
+        raise InvalidInputError(f"consistency is {consistency!r}; give one of {', '.join(MODES)}")
+    if (k is not None) != (consistency == "bounded"):
+        raise InvalidInputError(f"k is {k!r} with consistency={consistency!r}: k goes with 'bounded', which needs it")
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
+        raise InvalidInputError(f"k is {k!r}; give a whole number of batches, 0 or more")
+    if consistency == "exact" and cluster.mode != "sync":
+        raise InvalidInputError(
+            f"consistency='exact' needs a cluster in sync mode, this one is {cluster.mode}: its rows change at any time. Use 'bounded' "
+            "or 'stale', or set parameter_servers.mode to sync."
+        )
+    if consistency != "stale" and getattr(cluster, "row_cache", None) is not None:
+        raise InvalidInputError(
+            f"consistency={consistency!r}: this connection takes rows from its own memory (max_staleness), which may be older. Connect "
+            "without max_staleness, or use 'stale'."
+        )
