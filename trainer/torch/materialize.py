@@ -139,7 +139,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, Embedding | EmbeddingBag]]
 
 
 def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, ArrayLike]) -> dict[str, NDArray[np.int64]]:
-    """Return the ids of each path that has some, distinct and ascending, its padding id among them."""
+    """Return the ids of each path that has some, distinct and ascending, its table's padding ids among them."""
     tables = {module.table.name for module in found.values()}
     unknown = sorted(set(ids) - set(found) - tables)
     if unknown:
@@ -154,7 +154,8 @@ def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, Arr
             if definition.num_ids is None:
                 raise InvalidInputError(f"module {path!r}: table {definition.name!r} has no num_ids; give ids={{{definition.name!r}: …}}")
             continue
-        padding = [] if module.padding_idx is None else [module.padding_idx]
+        # All modules of a table keep the same rows, so that they share the weight.
+        padding = [m.padding_idx for m in found.values() if m.table.name == definition.name and m.padding_idx is not None]
         flat, _ = normalize(ids[name], definition.id_dtype, definition.name, definition.num_ids)
         known = np.union1d(to_caller(flat, definition.id_dtype), np.array(padding, definition.id_dtype))
         if not len(known) or int(known[-1]) >= 1 << 63:

