@@ -74,11 +74,10 @@ class StepReport:
         self._staleness = StalenessLog()
         self._loss: Any = None
         self._since_s: float | None = None  # when the step under way began; None while the report is not in force
-        self._seen, self._written, self._shown = StepTimes(), StepTimes(), StepTimes()  # sums behind the last step, written one, shown one
+        self._seen, self._before = StepTimes(), StepTimes()  # sums behind the last step, and the one before it
+        self._written, self._shown = StepTimes(), StepTimes()
         self.total = StepTimes()
         """Sums over all steps; the one under way is in all but `n_steps` and `total_s`."""
-        self.last = StepTimes()
-        """Of the last step."""
 
     def begin(self) -> None:
         """Put it in force in this thread; the first step begins now. The one that was in force before is not any more."""
@@ -136,11 +135,16 @@ class StepReport:
         total.n_steps += 1
         total.total_s += now_s - (now_s if self._since_s is None else self._since_s)
         self._since_s = None if self._since_s is None else now_s
-        self.last, self._seen = total.since(self._seen), total.copy()
+        self._before, self._seen = self._seen, total.copy()
         if self._writer is not None and total.n_steps - self._written.n_steps >= self._every:
             self._write()
         if self._line is not None and self._line.due:
             self._line.show(self._progress())
+
+    @property
+    def last(self) -> StepTimes:
+        """Of the last step."""
+        return self._seen.since(self._before)
 
     @property
     def mean_staleness(self) -> MeanStaleness:

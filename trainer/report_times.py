@@ -5,7 +5,8 @@ returns, if there are any: those of the report in force (`trainer.report`). A fe
 """
 
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import sub
 
 MATTERS = 0.1
 """A share of the time from which on waiting is worth an advice."""
@@ -71,11 +72,11 @@ class StepTimes:
 
     def since(self, before: "StepTimes") -> "StepTimes":
         """Return what came on top of an earlier state of these sums."""
-        return StepTimes(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+        return StepTimes(*map(sub, vars(self).values(), vars(before).values()))
 
     def copy(self) -> "StepTimes":
         """Return these sums as they are now."""
-        return self.since(StepTimes())
+        return StepTimes(*vars(self).values())
 
     def shares(self) -> dict[str, float]:
         """Return the fraction of the time that each thing took, by name; the largest first."""
