@@ -18,12 +18,13 @@ export TORCH_SPEC PYTHON PEER_PYTHON
 
 PY := .venv/bin/python
 
-.PHONY: help demo test chaos lint format types bench bench-peers setup clean
+.PHONY: help demo test chaos compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
 	@echo 'make test     the whole test suite against real Valkey, Redis, Redis Cluster and memcached'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
+	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
 	@echo 'make bench-peers   set up TFRA beside this checkout, for its lines in the benchmarks (about 1 GB)'
@@ -40,6 +41,9 @@ test: setup
 chaos: setup
 	@sh scripts/servers.sh
 	@$(PY) -m kvemb.testing.faults.chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+compose-test: setup
+	@bash scripts/compose-test.sh $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

@@ -1,0 +1,53 @@
+"""Runs inside a container of our image, beside a ledger: counts what its trainers noted, and judges every row of the cluster.
+
+    python judge.py create                      the ledger's table
+    python judge.py acks TRAINERS               acknowledged pushes of each trainer, as JSON
+    python judge.py verify TRAINERS SEED        the verdict, as JSON; all trainers must have ended
+
+Files of the ledger lie in the folder that is mounted there.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+import kvemb
+from kvemb.testing.faults.ledger import ACKED, DIM, TABLE, Plan, Record, Verifier
+from kvemb.testing.faults.trainer import create_table
+
+CONFIG = "/etc/kvemb/kvemb.yaml"
+FOLDER = Path("/var/lib/kvemb")
+
+
+def records(n_trainers: int) -> list[Record]:
+    """What every trainer has noted so far."""
+    return [Record.read(FOLDER / f"ledger-{trainer}") for trainer in range(n_trainers)]
+
+
+def verify(n_trainers: int, seed: int) -> dict[str, object]:
+    """Wait until every shard has applied what it accepted, read every row, and judge."""
+    with kvemb.connect(CONFIG, timeout_s=60) as cluster:
+        options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
+        fence = cluster.create_table("ledger_fence", dim=DIM, exist_ok=True, **options)
+        fence.push(np.arange(64), np.ones((64, DIM))).wait_applied(timeout_s=60)
+        table = cluster.table(TABLE)
+        n_shards = len(cluster.status().shards)
+        verdict = Verifier(Plan(seed, n_trainers), records(n_trainers), n_shards, lambda ids: table.pull(ids, timeout_s=60)).run()
+    return {**asdict(verdict), "kept": verdict.kept}
+
+
+def main(verb: str, *arguments: str) -> None:
+    """Run one verb."""
+    if verb == "create":
+        create_table(CONFIG)
+    elif verb == "acks":
+        print(json.dumps([len(record.numbers(ACKED)) for record in records(int(arguments[0]))]))
+    else:
+        print(json.dumps(verify(*map(int, arguments))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
