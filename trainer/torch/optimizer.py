@@ -117,9 +117,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        began_s = time.perf_counter()
         self._check_owned()
-        held = self.shared.begin_step()
+        held = self.shared.begin_step()  # may wait for rows, which counts as that
+        began_s = time.perf_counter()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = self._empty_parts() if self._overflowed() else self._parts()
         sync = self._cluster.mode == "sync"
