@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvemb.errors import InvalidInputError
 from trainer.columns import (
@@ -50,6 +52,17 @@ def test_missing_values_are_left_out_of_their_bags() -> None:
     assert read(dense_bags(np.array([[-1, -1], [3, -1], [-1, 4], [5, 6]])).present()) == [[], [3], [4], [5, 6]]
     assert read(list_bags([["", "a"], [b"", b"b"]]).present()) == [["a"], [b"b"]]
     assert read(dense_bags(np.array([0.0, -1.0])).present()) == [[0.0], [-1.0]]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(-5, 5), st.booleans()), max_size=4), max_size=6))
+def test_what_is_kept_stays_in_its_bag(bags: list[list[tuple[int, bool]]]) -> None:
+    flat = [one for bag in bags for one in bag]
+    values, mask = np.array([value for value, _ in flat], np.int64), np.array([kept for _, kept in flat], bool)
+    left = Bags(values, np.array([len(bag) for bag in bags], np.int64), values.astype(np.float32)).keep(mask)
+    assert left.values.tolist() == [value for value, kept in flat if kept]
+    assert left.lengths.tolist() == [sum(kept for _, kept in bag) for bag in bags]
+    assert left.weights is not None
+    assert left.weights.tolist() == left.values.tolist()
 
 
 def test_weights_go_with_their_values() -> None:
