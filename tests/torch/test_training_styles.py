@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kvemb
-from trainer.torch import clip_grad_norm_, distribute
+from trainer.torch import clip_grad_norm_, distribute, prepare
 
 N_IDS, DIM, N_STEPS, BATCH, LENGTH = 30, 4, 20, 16, 5
 
@@ -128,6 +128,22 @@ def with_grad_scaler(model: nn.Module, optimizer: torch.optim.Optimizer, ours: b
     return losses
 
 
+def looked_up_ahead(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool) -> list[float]:
+    """Ours with rows pulled before their batch is used."""
+    if not ours:
+        return plainly(model, optimizer, ours)
+    losses = []
+    with prepare(model, list(batches()), consistency="exact") as prepared:
+        for ids, labels in prepared:
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(model(ids), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert model.rows.shared.n_ahead > N_STEPS // 2
+    return losses
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[kvemb.Cluster]:
     with kvemb.local(nodes=2, shards=2, mode="sync", trainers=1) as url, kvemb.connect(url, trainer="trainer-0") as connected:
@@ -135,7 +151,7 @@ def cluster() -> Iterator[kvemb.Cluster]:
 
 
 @pytest.mark.parametrize("make", [Sequence, WeightedBag])
-@pytest.mark.parametrize("train", [plainly, in_micro_batches, clipped, under_autocast, with_grad_scaler])
+@pytest.mark.parametrize("train", [plainly, in_micro_batches, clipped, under_autocast, with_grad_scaler, looked_up_ahead])
 def test_every_style_gives_the_losses_and_rows_of_the_original(cluster: kvemb.Cluster, make: Callable[[], nn.Module], train: Train) -> None:
     theirs = make()
     ours = copy.deepcopy(theirs)

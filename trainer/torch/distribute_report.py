@@ -36,6 +36,11 @@ def lines(
             "  note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them; with dense gradients torch would "
             f"also move the others, by momentum or decay ({', '.join(lazy)})"
         )
+    if follows:
+        yield (
+            "  note: rows are no parameters of the model: clip gradients with trainer.torch.clip_grad_norm_(model, …), and drop them with "
+            "optimizer.zero_grad(), not model.zero_grad()"
+        )
     if trained:
         names = ", ".join(site.table for site in trained)
         yield f"  note: what the optimizer knew of these weights (moments, sums) is not carried, and begins anew ({names})"
