@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from kvemb.errors import DeadlineExceededError, NodeFullError, NodeUnavailableError
+from kvemb.errors import DeadlineExceededError, NodeFullError, NodeUnavailableError, WrongNodeError
 
-RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError)
+RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError, WrongNodeError)
+"""A wrong node was not written to: every new connection reads the marker first. Its address may lead to the right one again."""
 MAX_CONFLICT_ROUNDS = 16
 MEDDLED = f"were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0

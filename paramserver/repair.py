@@ -16,13 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import (
-    DeadlineExceededError,
     FencedError,
     LostRowError,
-    NodeFullError,
     NodeLostError,
     NodeSuspectError,
-    NodeUnavailableError,
     StorageError,
 )
 from kvemb.hashing import shard_of
@@ -33,7 +30,7 @@ from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
 from kvemb.table_def import TableDef
 from paramserver.batch import Batch
 from paramserver.erasing import Erase, Read, erase_as_read
-from paramserver.patience import MAX_CONFLICT_ROUNDS, MEDDLED
+from paramserver.patience import MAX_CONFLICT_ROUNDS, MEDDLED, RETRYABLE
 from paramserver.rescue import Ahead, Pause
 from paramserver.tables import Tables, TableState
 from paramserver.validate import shown_id
@@ -48,7 +45,7 @@ class Reconstruct(Protocol):
         """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
 
 
-_PASSING = (NodeLostError, NodeSuspectError, NodeUnavailableError, DeadlineExceededError, NodeFullError)
+_PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
 _BLOCK_ROWS = 1 << 16  # of one read or write
 _LEAST_TIMEOUT_S = 20.0  # of one call: nothing else can be done meanwhile, and markers of a Redis Cluster come by the thousand
 _RECONSTRUCT_ROWS = 1 << 20  # of one pass over the journal
@@ -123,7 +120,7 @@ class Repairer:
 
         Raises:
             LostRowError: a row cannot be reconstructed; its node stays out of use.
-            StorageError: a node belongs to somebody else; or what `pause` raises.
+            StorageError: what `pause` raises.
         """
         started_s, before = time.monotonic(), self.figures.rows
         asked, restored = set(suspects), dict[str, str]()

@@ -21,17 +21,18 @@ from kvemb.checkpoint.names import ERASED, IDS
 from kvemb.checkpoint.rows import RowBlock
 from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
-from kvemb.errors import CheckpointError, DeadlineExceededError, LostRowError, NodeLostError, NodeSuspectError, NodeUnavailableError
+from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, Store
 from kvemb.table_def import TableDef
+from paramserver.patience import RETRYABLE
 from paramserver.preimages import PreImages
 
 Ids = NDArray[np.uint64]
 _SLICE_BYTES = 8 << 20
 _PATIENCE_S = 300.0
 _PAUSE_S = 0.5
-_RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeLostError, NodeSuspectError)
+_PASSING = (NodeLostError, NodeSuspectError, LostRowError, *RETRYABLE)
 log = logging.getLogger("paramserver")
 
 
@@ -187,7 +188,7 @@ class SaveJob:
         while True:
             try:
                 return self._read(definition, ids, versions)
-            except (*_RETRYABLE, LostRowError):
+            except _PASSING:
                 if time.monotonic() > until or self._stopping.wait(_PAUSE_S):
                     raise
 

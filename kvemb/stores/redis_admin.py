@@ -41,8 +41,8 @@ def open_link(address: str, config: StorageConfig, role: str, kill: set[Connecti
         config: credentials.
         role: becomes the connection's name on the server, so that operators and a successor can tell who writes.
         kill: older connections of this process on which a write may still be in flight; each is confirmed dead before the link is
-            returned, because a write that lands late would overwrite a newer one. Those of an earlier server process died with it.
-            Emptied here.
+            returned, because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server
+            process stay in it: they died with it, or the address leads elsewhere for a while.
         deadline: of the connection's set-up.
     """
     with translated(address):
@@ -53,7 +53,7 @@ def open_link(address: str, config: StorageConfig, role: str, kill: set[Connecti
             for old in sorted(kill):
                 if old[0] == run_id:
                     _kill(connection, old[1])
-                kill.discard(old)  # not clear(): another thread may have added one meanwhile
+                    kill.discard(old)
             # Take the socket out of the authenticated connection, which then forgets it without shutting it down.
             sock, connection._sock = connection._sock, None
             assert sock is not None, "connect() returned without a socket"

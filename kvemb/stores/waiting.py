@@ -1,4 +1,4 @@
-"""What a trainer does about a node that is down or being repaired: wait for it, within the deadline of its call, or fail at once.
+"""What a trainer does about a node that is down, being repaired, or not the one of its address: wait within its deadline, or fail at once.
 
 The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. Nothing
 of a batch that failed is used: the whole batch is read again, so that no answer is put together from before and after a repair.
@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 
 WAIT, FAIL = "wait", "fail"
 PASSING = (NodeLostError, NodeSuspectError)
 """Errors that a repair ends."""
+ABSENT = (*PASSING, NodeUnavailableError, WrongNodeError)
+"""And what comes to an end when a node is back where it was; a connection that is being opened is told at once."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
@@ -29,7 +31,7 @@ def waits(role: str, on_lost_node: str) -> bool:
     return role == "trainer" and on_lost_node == WAIT
 
 
-def waiting(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = (*PASSING, NodeUnavailableError)) -> R:
+def waiting(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
     """Call until it succeeds.
 
     Args:

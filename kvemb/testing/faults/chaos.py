@@ -22,7 +22,7 @@ from kvemb.testing.faults.cluster import FaultyCluster
 from kvemb.testing.faults.ledger import ACKED, Verdict
 from kvemb.testing.faults.run import LedgerRun
 
-CAN = frozenset({"journal", "takeover", "repair", "full"})
+CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
 _RECOVERY_S = 90.0
 _STORAGE_TIMEOUT_S = 2.0
