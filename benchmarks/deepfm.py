@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ def deepfm(options: argparse.Namespace) -> Report:
     gradients and Adam; (b) a classic parameter server, two shards that keep rows in their own memory and serve pulls and pushes over
     gRPC, with our messages and update rules and nothing else (benchmarks/memory_ps.py); (c) ours over Redis and (d) over memcached, one
     node, two shards; (b), (c) and (d) sync (a step returns when it is applied) and async (at most 2 pushes unapplied, waited for inside
-    the step). Read: ms/step is the median of a turn's steps plus its share of the flush that ends the turn; ratio is this line's step
+    the step); "ahead": the rows of the next batch are pulled by a thread meanwhile (trainer.torch.prepare; "exact" in sync mode, "stale"
+    in async). Read: ms/step is the median of a turn's steps plus its share of the flush that ends the turn; ratio is this line's step
     divided by the faster of (a)'s, within a round: below 1 is faster than torch alone; / (b) is the same with (b) of the same mode;
-    trainer and other ms are CPU time per step of this process, and of shards and storage together. Values are medians of the rounds
-    with (smallest..largest). Everybody begins with the same rows; at the end the mean loss of the last round must be that of (a) with
-    sparse gradients within 2 % (async: rows may be two pushes old). --durability is of our shards' journal: with none, a killed shard
-    loses what it had not written yet, as (b) loses everything.
+    trainer and other ms are CPU time per step of this process, and of shards and storage together. Values are medians of the rounds with
+    (smallest..largest). Everybody begins with the same rows (ahead: drawn alike); at the end the mean loss of the last round must be that
+    of (a) with sparse gradients within 2 % (async: rows may be two pushes old; 6 % where they are pulled ahead, too). --durability is of
+    our shards' journal: with none, a killed shard loses what it had not written yet, as (b) loses everything.
     """
     _torch().set_num_threads(1)
     sections = []
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", nargs="+", type=whole(1), default=[1024, 4096], metavar="N", help="lines per step (1024 4096)")
     parser.add_argument("--lines", type=whole(1), default=100_000, metavar="N", help="lines of the log (100000)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N", help="steps of one turn (20)")
-    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
+    parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
 
 
 def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str]) -> Section:
@@ -76,15 +77,20 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         contenders = _local(log, batches, options.dim)
         n_local = len(contenders)
         peers: dict[int, int] = {}
+        ahead: dict[int, str] = {}
         for mode in options.mode:
             number = len(contenders)
             contenders.append(_in_memory(stack, mode, batches, options.dim))
             for store in options.store:
                 peers[len(contenders)] = number
-                contenders.append(_stored(stack, store, mode, batches, options, versions))
+                running, pids = _started(stack, store, mode, options, versions)
+                name = f"({'d' if store == 'memcached' else 'c'}) ours, {store}, {mode}"
+                contenders.append(_remote(name, running, batches, options.dim, pids))
+                ahead[len(contenders)] = consistency = "exact" if mode == "sync" else "stale"
+                contenders.append(_remote(f"{name}, ahead", running, batches, options.dim, pids, ahead=consistency))
         names = [one.name for one in contenders]
         rounds = _rounds(contenders, len(batches), options)
-    require_same_loss(names, rounds)
+    require_same_loss(names, rounds, [index for index, consistency in ahead.items() if consistency == "stale"])
     settings = {
         "dim": options.dim,
         "batch": batch_size,
@@ -95,7 +101,7 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         "steps": options.steps,
         "repeats": options.repeats,
     }
-    return Section(settings, lines=lines_of(names, rounds, n_local, peers))
+    return Section(settings, lines=lines_of(names, rounds, n_local, peers, ahead))
 
 
 def _rounds(contenders: Sequence[Steps], n_batches: int, options: argparse.Namespace) -> list[list[Round]]:
@@ -130,41 +136,60 @@ def _in_memory(stack: ExitStack, mode: str, batches: Sequence[Any], dim: int) ->
     return _remote(f"(b) in-memory PS, {mode}", cluster, batches, dim, cluster.pids)
 
 
-def _stored(
-    stack: ExitStack, store: str, mode: str, batches: Sequence[Any], options: argparse.Namespace, versions: dict[str, str]
-) -> Steps:
-    """Ours over a cluster of its own."""
+def _started(stack: ExitStack, store: str, mode: str, options: argparse.Namespace, versions: dict[str, str]) -> tuple[Any, list[int]]:
+    """Start a cluster of ours; return it, and the processes of its servers and shards."""
     trainers = 1 if mode == "sync" else 0
     cluster = stack.enter_context(LocalCluster(store, shards=N_SHARDS, mode=mode, trainers=trainers, durability=options.durability))
     opened = stack.enter_context(kvemb.connect(cluster.url))
     versions[f"{store} server"] = opened.status().nodes[0].server
-    pids = [process.pid for process in (*(server.process for server in cluster.servers), *cluster.shards)]
-    letter = "d" if store == "memcached" else "c"
-    return _remote(f"({letter}) ours, {store}, {mode}", opened, batches, options.dim, pids)
+    return opened, [process.pid for process in (*(server.process for server in cluster.servers), *cluster.shards)]
 
 
-def _remote(name: str, cluster: Any, batches: Sequence[Any], dim: int, pids: Sequence[int]) -> Steps:
-    """Rows in a cluster, ours or the peer's; at most so many pushes are under way."""
-    rows = _example("rows").stored_rows(cluster, _settings(dim))
-    train_step = _stepper(rows, rows.optimizer, batches, dim)
+def _remote(name: str, cluster: Any, batches: Sequence[Any], dim: int, pids: Sequence[int], *, ahead: str | None = None) -> Steps:
+    """Rows in a cluster, ours or the peer's, in tables of this contender's own; at most so many pushes are under way."""
+    rows = _example("rows").stored_rows(cluster, _settings(dim), suffix=".ahead" if ahead else "")
+    model, train = _model_and_step(rows, rows.optimizer, batches, dim)
     unapplied: deque[Any] = deque()
 
-    def step(index: int) -> float:
-        loss = train_step(index)
+    def step(batch: Any) -> float:
+        loss = train(batch)
         unapplied.append(rows.optimizer.last_ack)
         while len(unapplied) > MAX_UNAPPLIED:
             unapplied.popleft().wait_applied(_TIMEOUT_S)
         return loss
 
-    return Steps(name, step, rows.settle, pids)
+    if not ahead:
+        return Steps(name, lambda index: step(batches[index]), rows.settle, pids)
+    return Steps(name, step, rows.settle, pids, _loader(model, batches, ahead))
+
+
+def _loader(model: Any, batches: Sequence[Any], consistency: str) -> Callable[[Sequence[int]], Iterable[Any]]:
+    """What yields batches whose rows were pulled ahead, one batch ahead: all rows are in every batch here, and Adam bears little delay."""
+    from trainer.torch import prepare
+
+    turn: list[Any] = []
+    arrays = _torch().from_numpy
+    features = {"linear": lambda batch: (arrays(batch.ids), arrays(batch.offsets[:-1])), "factors": lambda batch: arrays(batch.ids)}
+    prepared = prepare(model, turn, features=features, consistency=consistency, capacity=1)
+
+    def load(indices: Sequence[int]) -> Iterable[Any]:
+        turn[:] = [batches[index] for index in indices]
+        return prepared
+
+    return load
 
 
 def _stepper(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> Callable[[int], float]:
+    _, train = _model_and_step(rows, optimizer, batches, dim)
+    return lambda index: train(batches[index])
+
+
+def _model_and_step(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> tuple[Any, Callable[[Any], float]]:
     torch, training = _torch(), _example("training")
     torch.manual_seed(_SEED)  # every contender begins with the same dense weights
     model = _example("model").DeepFM(rows.linear, rows.factors, dim=dim, n_fields=batches[0].n_fields, hidden=_HIDDEN)
     optimizers = [optimizer, torch.optim.Adam(model.dense_parameters(), lr=_LR)]
-    return lambda index: float(training.train_step(model, batches[index], optimizers))
+    return model, lambda batch: float(training.train_step(model, batch, optimizers))
 
 
 def _settings(dim: int) -> Any:
