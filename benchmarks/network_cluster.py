@@ -17,11 +17,22 @@ class NetworkedCluster(LocalCluster):
 
     Args:
         network: between the hosts: the trainer's, each shard's, each node's.
-        store, nodes, shards, mode, trainers, durability: see `LocalCluster`.
+        store, nodes, shards, mode, trainers, durability, memory_mb: see `LocalCluster`.
     """
 
-    def __init__(self, network: NetworkSpec, store: str, nodes: int = 1, *, shards: int, mode: str, trainers: int, durability: str) -> None:
-        super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, durability=durability)
+    def __init__(
+        self,
+        network: NetworkSpec,
+        store: str,
+        nodes: int = 1,
+        *,
+        shards: int,
+        mode: str,
+        trainers: int,
+        durability: str,
+        memory_mb: int = 1024,
+    ) -> None:
+        super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, durability=durability, memory_mb=memory_mb)
         self._spec = network
         self._network: Network | None = None
 

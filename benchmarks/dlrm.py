@@ -1,0 +1,97 @@
+"""The question `dlrm`: does a step with rows across a network take as long as one with rows in memory? Turns: dlrm_rounds."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import kvemb
+from benchmarks import network
+from benchmarks.dlrm_rounds import N_FILL, Target, Trainer, lines_of, take_turns
+from benchmarks.dlrm_trainers import DIM, N_TABLES, Job, import_torch, local, stored
+from benchmarks.network import NetworkSpec
+from benchmarks.network_cluster import NetworkedCluster
+from benchmarks.options import positive, whole
+from benchmarks.report import Report, Section
+from kvemb.config import DURABILITIES
+
+STORES = ("redis", "valkey", "memcached")
+N_SHARDS = 2
+_MEMORY_MB = 4096
+LOCAL, IN_STEP, STALE, IN_SYNC_STEP, EXACT = "rows in memory", "in the step", "ahead, stale", "in the step, sync", "ahead, exact, sync"
+TARGETS = (Target(IN_STEP, STALE, 1.19, at_least=True), Target(STALE, LOCAL, 1.05), Target(EXACT, STALE, 1.10))
+# By batch size: steps of a turn that count, rounds that count, batches in all. What takes about 100 s in all.
+_PLANS = {512: (20, 3, 46), 2048: (10, 4, 26), 8192: (4, 2, 14)}
+
+
+def dlrm(options: argparse.Namespace) -> Report:
+    """Does a DLRM step with rows in storage across a network take as long as one with rows in the trainer's memory?"""
+    torch = import_torch()
+    plain, raw = network.measure(NetworkSpec(options.rtt_ms, options.gbit)), network.measure(NetworkSpec(0, 0))
+    notes = [f"network measured: {plain}. Without delay and limit its process carries {raw}."]
+    versions = {"torch": str(torch.__version__)}
+    sections = [_measure(batch_size, options, versions, notes) for batch_size in options.batch]
+    return Report("dlrm", sections, versions)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `dlrm` can be asked."""
+    parser.add_argument("--store", choices=STORES, default="redis", help="storage kind (redis)")
+    parser.add_argument("--batch", nargs="+", type=whole(1), default=sorted(_PLANS), metavar="N", help="lines per step (512 2048 8192)")
+    parser.add_argument("--ids", type=whole(1), default=100_000, metavar="N", help="ids of each table (100000)")
+    parser.add_argument("--rtt-ms", type=positive, default=1.0, metavar="MS", help="round trip between two hosts (1)")
+    parser.add_argument("--gbit", type=positive, default=1.0, metavar="G", help="Gbit/s of each host's link, each direction (1)")
+    parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none)")
+    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (20, 10, 4)")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (3, 4, 2)")
+
+
+def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str], notes: Sequence[str]) -> Section:
+    nearest = min(_PLANS, key=lambda size: abs(size - batch_size))
+    steps, repeats, n_batches = _PLANS[nearest]
+    steps, repeats = options.steps or steps, options.repeats or repeats
+    job = Job.draw(batch_size, n_batches, options.ids)
+    with ExitStack() as stack:
+        trainers = [local(LOCAL, job)]
+        for mode, names in (("async", {IN_STEP: None, STALE: "stale"}), ("sync", {IN_SYNC_STEP: None, EXACT: "exact"})):
+            trainers += _stored(stack, mode, names, job, options, versions)
+        rounds = take_turns(trainers, lambda number: _indices(number, steps + N_FILL, n_batches), repeats)
+    settings = {
+        "store": options.store,
+        "batch": batch_size,
+        "tables": N_TABLES,
+        "dim": DIM,
+        "ids/table": options.ids,
+        "distinct/step": round(job.distinct_per_step),
+        "MB/step": round(job.distinct_per_step * (4 * DIM + 4 + 12) / 1e6, 1),
+        "shards": N_SHARDS,
+        "durability": options.durability,
+        "steps": steps,
+        "repeats": repeats,
+    }
+    targets = [target.line(rounds) for target in TARGETS]
+    return Section(settings, lines=[*lines_of(rounds, LOCAL), *targets], notes=notes)
+
+
+def _stored(
+    stack: ExitStack, mode: str, names: Mapping[str, str | None], job: Job, options: argparse.Namespace, versions: dict[str, str]
+) -> list[Trainer]:
+    """Trainers on a cluster of a mode, each with tables of its own."""
+    n_trainers = 1 if mode == "sync" else 0
+    spec = NetworkSpec(options.rtt_ms, options.gbit)
+    cluster = stack.enter_context(
+        NetworkedCluster(
+            spec, options.store, shards=N_SHARDS, mode=mode, trainers=n_trainers, durability=options.durability, memory_mb=_MEMORY_MB
+        )
+    )
+    opened = stack.enter_context(kvemb.connect(cluster.url))
+    versions[f"{options.store} server"] = opened.status().nodes[0].server
+    pids = {
+        "shards": [shard.pid for shard in cluster.shards],
+        "storage": [server.process.pid for server in cluster.servers],
+        "network": [cluster.network_pid],
+    }
+    return [stored(name, job, opened, pids, ahead=ahead) for name, ahead in names.items()]
+
+
+def _indices(number: int, n: int, n_batches: int) -> list[int]:
+    return [(number * n + i) % n_batches for i in range(n)]
