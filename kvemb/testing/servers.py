@@ -28,10 +28,19 @@ class ServerNodes(Nodes):
         n: how many.
         folder: for their logs and files.
         memory_mb: of each.
+        start: starts the servers, given all of that.
     """
 
-    def __init__(self, kind: str, n: int, folder: Path, memory_mb: int = 256) -> None:
-        self._start: Callable[[], list[StorageServer]] = lambda: start_servers(kind, n, folder, memory_mb)
+    def __init__(
+        self,
+        kind: str,
+        n: int,
+        folder: Path,
+        memory_mb: int = 256,
+        *,
+        start: Callable[[str, int, Path, int], Sequence[StorageServer]] = start_servers,
+    ) -> None:
+        self._start: Callable[[], Sequence[StorageServer]] = lambda: start(kind, n, folder, memory_mb)
         self.servers = self._start()
         self.own_map = kind != "redis-cluster"
         self._saved: dict[int, Path] = {}
