@@ -182,7 +182,7 @@ def test_an_error_of_ours_is_one_line_and_a_failing_exit_code(monkeypatch: pytes
 
 def test_defaults_are_those_of_the_published_runs() -> None:
     options = build_parser().parse_args(["pull"])
-    assert (options.rows, options.dim, options.missing, options.nodes) == (1_000_000, [16], 0.0, 1)
+    assert (options.rows, options.dim, options.missing, options.nodes) == (1_000_000, None, 0.0, 1)
     assert pull.cases_of(options) == list(pull.DEFAULT_CASES)
     assert pull.BATCH_IDS == 106_496
 
