@@ -261,6 +261,19 @@ def prepare(
     Raises:
         InvalidInputError: on any of these not being so. While iterating: what the loader, `features` or a pull raises, at the batch
             concerned; the iteration is over then.
+
+    Example:
+        >>> import kvemb
+        >>> from trainer.torch import Embedding, SparseOptimizer
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     model = Embedding(cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.zeros()))
+        ...     optimizer = SparseOptimizer(model)
+        ...     loader = prepare(model, [{"words": torch.tensor([7, 8])}, {"words": torch.tensor([9])}], threads_num=1, capacity=2)
+        ...     for batch in loader:
+        ...         model(batch["words"]).sum().backward()
+        ...         optimizer.step()
+        >>> print(loader.report.splitlines()[-1])
+        looked up ahead: the model: batch['words']
     """
     cluster = share_lookups(modules_by_table(model)).cluster
     check_consistency(consistency, k, cluster)
