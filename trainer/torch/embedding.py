@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvemb.errors import InvalidInputError
+from trainer.torch.eager import eager
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import TablePort
 from trainer.torch.shared import Asked
@@ -84,6 +85,7 @@ class Embedding(_TorchModule):
         """Return what forward would look up."""
         return [(self.table, self.asked_of(input))]
 
+    @eager
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
 
@@ -130,6 +132,7 @@ class EmbeddingBag(_TorchModule):
         """Return what forward would look up."""
         return [(self.table, self.asked_of(self._bags(input, offsets)[0]))]
 
+    @eager
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Combine the rows of each bag.
 
