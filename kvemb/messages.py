@@ -238,7 +238,8 @@ class PushReply(Message):
     Args:
         k: the shard's batch that applied it (state "applied").
         changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
-        elapsed: how many of this shard's batches had touched the most-changed row since the pull: max over rows of current k - pulled k.
+        elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply; 0 where
+            none of them changed.
         error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
         epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
         others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.

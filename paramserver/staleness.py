@@ -15,20 +15,24 @@ def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) ->
         pairs: (seen, current) per table: uint64 [n] each, 0 = the row does not exist; seen is [0] where the push carried none.
 
     Returns:
-        (fraction of rows that changed since, batches of the shard between the two versions of the most-changed row). The fraction is -1.0
-        when no table carried versions. A row that was missing and exists now counts as one batch: when it began is not known.
+        (fraction of rows that changed since, batches of the shard that went by). The fraction is -1.0 when no table carried versions.
+        Batches are counted from the newest version that the pull saw to the newest one now, at least 1 where a row changed and 0 where
+        none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would
+        count all the time in which nobody touched it before the pull.) Of rows of several pulls the newest pull counts. Where no row
+        existed, it is 1.
 
     Example:
-        >>> staleness([(np.array([1, 0, 5], np.uint64), np.array([4, 0, 5], np.uint64))])
-        (0.3333333333333333, 3)
+        >>> staleness([(np.array([1, 0, 5], np.uint64), np.array([7, 0, 5], np.uint64))])
+        (0.3333333333333333, 2)
     """
-    n_rows = n_changed = elapsed = 0
+    n_rows = n_changed = newest_seen = newest_now = 0
     for seen, current in pairs:
         if len(seen) != len(current) or not len(seen):
             continue
         n_rows += len(seen)
-        n_changed += int((seen != current).sum())
-        k_seen, k_now = (seen & np.uint64(MAX_K)).astype(np.int64), (current & np.uint64(MAX_K)).astype(np.int64)
-        batches = np.where(seen == 0, (current != 0).astype(np.int64), k_now - k_seen)
-        elapsed = max(elapsed, int(batches.max()))
-    return (n_changed / n_rows if n_rows else -1.0), elapsed
+        n_changed += int(np.count_nonzero(seen != current))
+        newest_seen, newest_now = max(newest_seen, int(seen.max())), max(newest_now, int(current.max()))
+    if not n_changed:
+        return (0.0 if n_rows else -1.0), 0
+    elapsed = (newest_now & MAX_K) - (newest_seen & MAX_K) if newest_seen else 1
+    return n_changed / n_rows, max(1, elapsed)

@@ -46,6 +46,6 @@ class ProgressLine:
 
     def _columns(self) -> int:
         try:
-            return max(20, os.get_terminal_size(self._stream.fileno()).columns)
+            return max(20, os.get_terminal_size(self._stream.fileno()).columns or 80)
         except (OSError, ValueError, AttributeError):  # a terminal that does not tell, or none with a file
             return 80
