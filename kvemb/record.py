@@ -101,6 +101,12 @@ class RecordFormat:
             records[:, self.prefix_bytes :] = np.ascontiguousarray(slots, dtype="<f4").view(np.uint8)
         return records
 
+    def belong(self, records: NDArray[np.uint8], ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Return which of n records (uint8 [n, >= 12]) are their ids' records of this table: bool [n]."""
+        words = records[:, :4].view("<u4")[:, 0]  # where they lie: no copy, byte by byte, of every header
+        own: NDArray[np.bool_] = words == self.header_words(ids)
+        return own
+
     def check(self, records: NDArray[np.uint8], ids: NDArray[np.uint64], found: NDArray[np.bool_], nodes: str = "storage") -> None:
         """Refuse a batch in which any found record is not its id's record of this table.
 

@@ -10,7 +10,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvemb.errors import DeadlineExceededError, JournalFullError, KvembError, LostRowError, ShardUnavailableError, StorageError
+from kvemb.errors import (
+    DeadlineExceededError,
+    JournalFullError,
+    KvembError,
+    LostRowError,
+    RecordError,
+    ShardUnavailableError,
+    StorageError,
+)
 from kvemb.net.deadline import Deadline
 from paramserver.local_snapshots import LocalSnapshots
 from paramserver.repair import Repairer
@@ -89,7 +97,7 @@ class Chores:
             return False
         try:
             return self._snapshots.step()
-        except LostRowError as error:
+        except (LostRowError, RecordError) as error:
             log.error("while a local snapshot was taken: %s", error)
             assert self._repairer is not None, "snapshots are taken where rows can be repaired"
             self._repairer.nodes(NO_BATCH, pause, suspects=self._repairer.addresses)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import LostRowError, NodeLostError, NodeSuspectError, StorageError
+from kvemb.errors import LostRowError, NodeLostError, NodeSuspectError, RecordError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import split_version
@@ -149,7 +149,7 @@ class Engine:
                 self._forget(batch)
                 if not self.rescue.nodes(ahead, pause):
                     pause(error, next(waits))
-            except LostRowError:
+            except (LostRowError, RecordError):  # missing, old, or written over by another program
                 n_lost += 1
                 if self.rescue is None or rows_lost or n_lost > _MAX_MENDED:  # rows_lost: it is the rescue that found no way
                     raise
@@ -188,6 +188,8 @@ class Engine:
         now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
         written = self._store.write([one.part for one in now], Deadline.after(self._timeout_s)) if now else []
         conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
+        if newest != version:
+            self._keep_done(todo, fetched, version)
         self._prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
 
@@ -225,6 +227,16 @@ class Engine:
         tokens = None if result.tokens is None else result.tokens[result.stored]
         cache.put(rows.ids[result.stored], part.records[result.stored], tokens)
         return conflict
+
+    def _keep_done(self, todo: Sequence[CheckedRows], fetched: Sequence[Fetched], version: int) -> None:
+        """In a replay: keep the rows that were read and are stored already, so that the batches to come need not read them again."""
+        for rows, got in zip(todo, fetched, strict=True):
+            if got.read is None:
+                continue
+            ids, read = rows.ids[got.at < 0], got.read
+            done = read.found & (rows.definition.record.versions(read.records) >= np.uint64(version))
+            tokens = None if read.tokens is None else read.tokens[done]
+            self._tables.state(rows.definition).cache.put(ids[done], read.records[done], tokens)
 
     def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int, newest: int) -> Prepared:
         """Compare versions with the index; return the rows still to write and their new records."""

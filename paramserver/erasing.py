@@ -40,18 +40,22 @@ def erase_as_read(
         deadline: of both calls.
         read, erase: `Store.read` and `Store.erase`, or the ones for repair.
         pages: `Capabilities.pages` of the store. A row that does not exist is never erased, which would make its page.
-        may: which rows are to go, by ids, versions (without meaning where not found) and found; all that are there without it.
+        may: which rows are to go, by ids, versions (without meaning where not found) and found; without it all that is there, also what
+            another program wrote.
 
     Returns:
         uint64 [m], the rows that changed in between and are still there: to be looked at again.
 
     Raises:
+        RecordError: `may` is to judge a value that another program wrote; nothing was erased.
         StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
     """
-    part = ReadPart(definition.keys(ids, pages=pages), definition.record.size_bytes, HEADER_SIZE, tokens=True)
+    record = definition.record
+    part = ReadPart(definition.keys(ids, pages=pages), record.size_bytes, HEADER_SIZE, tokens=True, foreign=may is None)
     rows = read([part], deadline)[0].in_key_order()
-    here = rows.found
+    here = rows.found if rows.foreign is None else rows.found | rows.foreign
     if may is not None:
+        record.check(rows.records, ids, rows.found)  # or its version would be taken for a row's
         here = may(ids, definition.record.versions(rows.records), rows.found)
     ids = ids[here]
     if not len(ids):

@@ -169,7 +169,7 @@ class Repairer:
             self._bring_back(state, ids[wrong], wanted[wrong], port)
         n_rows = sum(int(wrong.sum()) for *_, wrong in found)
         if n_rows:
-            log.error("%d rows of a batch were missing or old in storage and have been restored; did a node lose them?", n_rows)
+            log.error("%d rows of a batch were missing, old or overwritten in storage and have been restored", n_rows)
         return n_rows
 
     def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: Ahead) -> list[str]:
@@ -240,14 +240,25 @@ class Repairer:
         Raises:
             FencedError: a row was written by a process that owns the shard after this one.
         """
-        record = state.definition.record
-        part = ReadPart(self._keys(state.definition, ids), record.size_bytes, HEADER_SIZE)
-        read = port.read([part], self._deadline())[0].in_key_order()
-        stored = np.where(read.found, record.versions(read.records), np.uint64(0))
+        stored, foreign, _ = self._look(state.definition, ids, port, tokens=False)
         self._refuse_if_later(state.definition, ids, stored, known)
+        if foreign.any():
+            first = shown_id(state.definition, int(ids[np.argmax(foreign)]))
+            log.error("table %r: %d values of another program lie under keys of rows, the first under id %s; they are written over",
+                      state.definition.name, int(foreign.sum()), first)  # fmt: skip
         written_ahead = (stored >= np.uint64(ahead.first)) & (stored <= np.uint64(ahead.newest)) & (ahead.tail is None)
-        differs: NDArray[np.bool_] = (stored != known) & ~written_ahead
+        differs: NDArray[np.bool_] = ((stored != known) | foreign) & ~written_ahead
         return differs
+
+    def _look(self, definition: TableDef, ids: Ids, port: _Port, *, tokens: bool) -> tuple[Ids, NDArray[np.bool_], Ids | None]:
+        """Return what stands under the keys of n rows: their versions (0: no row of ours), what is foreign, and tokens."""
+        record = definition.record
+        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=tokens, foreign=True)
+        read = port.read([part], self._deadline())[0].in_key_order()
+        assert read.foreign is not None
+        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))
+        stored = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
+        return stored, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0))
 
     def _rewrite(self, state: TableState, ids: Ids, versions: Ids, port: _Port) -> None:
         order = np.argsort(ids)
@@ -276,21 +287,16 @@ class Repairer:
 
     def _write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], port: _Port) -> None:
         """Write whatever stands there now. On stores with compare-and-swap that takes the tokens of the rows as they are."""
-        keys = self._keys(definition, ids)
-        for _ in range(16):
-            part = ReadPart(keys, definition.record.size_bytes, HEADER_SIZE, tokens=True)
+        for _ in range(MAX_CONFLICT_ROUNDS):
             tokens = None
             if self._store.capabilities.cas:
-                read = port.read([part], self._deadline())[0].in_key_order()
-                stored = np.where(read.found, definition.record.versions(read.records), np.uint64(0))
+                stored, _, tokens = self._look(definition, ids, port, tokens=True)
                 self._refuse_if_later(definition, ids, stored, definition.record.versions(records))
-                tokens = np.where(read.found, read.tokens if read.tokens is not None else np.uint64(0), np.uint64(0))
-            result = port.write([WritePart(keys, np.ascontiguousarray(records), tokens)], self._deadline())[0]
+            part = WritePart(self._keys(definition, ids), np.ascontiguousarray(records), tokens)
+            result = port.write([part], self._deadline())[0]
             if result.stored.all():
                 return
-            left = ~result.stored
-            ids, records = ids[left], records[left]
-            keys = self._keys(definition, ids)
+            ids, records = ids[~result.stored], records[~result.stored]
         raise LostRowError(
             f"table {definition.name!r}: {len(ids)} rows were changed during their repair; is another program writing there?"
         )

@@ -47,9 +47,11 @@ class RowsOut:
         keys, deadline = definition.keys(ids, pages=self._store.capabilities.pages), Deadline.after(self._timeout_s)
         tokens = None
         if self._store.capabilities.cas:
-            read = self._store.read([ReadPart(keys, records.shape[1], HEADER_SIZE, tokens=True)], deadline)[0].in_key_order()
+            part = ReadPart(keys, records.shape[1], HEADER_SIZE, tokens=True, foreign=True)
+            read = self._store.read([part], deadline)[0].in_key_order()
             assert read.tokens is not None
-            tokens = np.where(read.found, read.tokens, np.uint64(0))
+            assert read.foreign is not None
+            tokens = np.where(read.found | read.foreign, read.tokens, np.uint64(0))
         return self._store.write([WritePart(keys, np.ascontiguousarray(records), tokens)], deadline)[0].stored
 
     def erase(self, definition: TableDef, ids: Ids) -> None:

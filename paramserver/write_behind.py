@@ -235,9 +235,9 @@ class WriteBehind:
         """Read what stands where writes met a conflict: our own record, whose write was not answered, or one to be written over."""
         definition, at, ids = dirty.state.definition, dirty.at[which], dirty.ids[which]
         record, cache = definition.record, dirty.state.cache
-        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True)
+        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True, foreign=True)
         read = self._store.read([part], self._deadline())[0].in_key_order()
-        stored = np.where(read.found, record.versions(read.records), np.uint64(0))
+        stored = np.where(read.found & record.belong(read.records, ids), record.versions(read.records), np.uint64(0))
         later = stored >> np.uint64(48) > np.uint64(self._epoch)
         if later.any():
             first = int(np.argmax(later))
@@ -246,7 +246,8 @@ class WriteBehind:
                 f"storage is of a later epoch than ours ({self._epoch}): another process owns this shard now"
             )
         if read.tokens is not None:
-            cache.tokens[at] = np.where(read.found, read.tokens, np.uint64(0))
+            there = read.found if read.foreign is None else read.found | read.foreign
+            cache.tokens[at] = np.where(there, read.tokens, np.uint64(0))
         cache.unpin(at[stored == record.versions(dirty.part.records)[which]])
 
     def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:

@@ -49,6 +49,7 @@ class ReadPart:
             header, by which rows are told from no rows.
         tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
         into: uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one.
+        foreign: whether values of another size, which only another program can have written, are results and no error.
     """
 
     keys: RowKeys
@@ -56,6 +57,7 @@ class ReadPart:
     prefix_bytes: int
     tokens: bool = False
     into: NDArray[np.uint8] | None = None
+    foreign: bool = False
 
 
 @dataclass(eq=False)
@@ -67,12 +69,15 @@ class ReadResult:
         found: bool [n], in the same order.
         order: intp [n], or None when the rows are in the order of the keys.
         tokens: uint64 [n] in the same order, or None.
+        foreign: bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its);
+            None where that was not asked for.
     """
 
     records: NDArray[np.uint8]
     found: NDArray[np.bool_]
     order: NDArray[np.intp] | None = None
     tokens: NDArray[np.uint64] | None = None
+    foreign: NDArray[np.bool_] | None = None
 
     def in_key_order(self) -> "ReadResult":
         """Return the same rows in the order of the keys (a copy when several nodes answered)."""
@@ -81,11 +86,14 @@ class ReadResult:
         records, found = np.empty_like(self.records), np.empty_like(self.found)
         whole = f"V{records.shape[1]}"  # items of one opaque type: NumPy moves them faster than rows of bytes
         records.view(whole)[self.order], found[self.order] = self.records.view(whole), self.found
-        tokens = None
+        tokens = foreign = None
         if self.tokens is not None:
             tokens = np.empty_like(self.tokens)
             tokens[self.order] = self.tokens
-        return ReadResult(records, found, None, tokens)
+        if self.foreign is not None:
+            foreign = np.empty_like(self.foreign)
+            foreign[self.order] = self.foreign
+        return ReadResult(records, found, None, tokens, foreign)
 
 
 @dataclass(frozen=True, eq=False)

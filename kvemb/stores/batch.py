@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from kvemb.errors import NodeFullError, NodeUnavailableError, ProtocolError, RecordError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.wire.replies import Step, UnexpectedValueError
+from kvemb.wire.scan import WRONG_TYPE
+from kvemb.wire.stride_reply import StrideReply
+from kvemb.wire.token_reply import TokenReply
 
 _NOT_READY = ("-LOADING", "-MASTERDOWN", "-READONLY", "-CLUSTERDOWN", "-BUSY ")  # starting up, or no primary for the moment
 
@@ -82,6 +85,18 @@ def _rows(step: Step) -> int:
     return len(found if found is not None else step.reply.out)  # type: ignore[attr-defined]
 
 
+def tell_foreign(steps: list[Step], foreign: NDArray[np.bool_] | None) -> list[Step]:
+    """Let the replies of steps that read n rows set here (bool [n]) which values have another size, instead of raising."""
+    if foreign is None:
+        return steps
+    start = 0
+    for step in steps:
+        assert isinstance(step.reply, StrideReply | TokenReply)
+        step.reply.foreign = foreign[start : start + len(step.reply.found)]
+        start += len(step.reply.found)
+    return steps
+
+
 def raise_row_errors(parts: list[NodeSteps]) -> None:
     """Raise the first error line that a node sent in place of a row's reply, as a typed error."""
     for part in parts:
@@ -102,6 +117,8 @@ def server_error(address: str, line: bytes, row_id: int | None = None) -> Storag
         return NodeFullError(f"node {address}{about}: the record exceeds the server's item limit ({text}). Start it with a larger -I.")
     if text.startswith(_NOT_READY):
         return NodeUnavailableError(f"node {address}{about}: does not serve now ({text}). Wait until it does.")
+    if line.startswith(WRONG_TYPE):
+        return RecordError(f"node {address}{about}: something that is no record lies under this row's key. Another program wrote there.")
     if text.startswith(":"):
         return RecordError(
             f"node {address}{about}: the page of this row has {text[1:]} bytes, too many. Another program wrote under its key."

@@ -15,7 +15,7 @@ from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageErr
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
-from kvemb.stores.batch import NodeSteps, group, server_error
+from kvemb.stores.batch import NodeSteps, group, server_error, tell_foreign
 from kvemb.stores.cluster_map import SlotMap
 from kvemb.wire.codec import Codec, Records
 from kvemb.wire.replies import Step
@@ -210,18 +210,22 @@ class ReadBatch(ClusterBatch):
 
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         records = np.empty((len(keys), self._requests[part].prefix_bytes), dtype=np.uint8)
-        self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order)
+        foreign = np.zeros(len(keys), dtype=bool) if self._requests[part].foreign else None
+        self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order, None, foreign)
 
     def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:
         return codec.read_kinds(keys, self._requests[part].prefix_bytes)
 
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
-        result = self.results[part]
+        result, n_rows = self.results[part], len(keys)
         if isinstance(rows, slice):
             records, found = result.records[rows], result.found[rows]
+            foreign = None if result.foreign is None else result.foreign[rows]
         else:
-            records, found = np.empty((len(rows), result.records.shape[1]), np.uint8), np.zeros(len(rows), dtype=bool)
-        return codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), (records, found)
+            records, found = np.empty((n_rows, result.records.shape[1]), np.uint8), np.zeros(n_rows, dtype=bool)
+            foreign = None if result.foreign is None else np.zeros(n_rows, dtype=bool)
+        steps = tell_foreign(codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), foreign)
+        return steps, (records, found) if foreign is None else (records, found, foreign)
 
     def _missing(self, share: Share) -> NDArray[np.bool_] | bool:
         missing: NDArray[np.bool_] = ~share.buffers[1].astype(bool)
@@ -230,9 +234,10 @@ class ReadBatch(ClusterBatch):
     def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
         if isinstance(share.rows, slice):
             return
-        records, found = share.buffers
-        self.results[share.part].records[share.rows[good]] = records[good]
-        self.results[share.part].found[share.rows[good]] = found[good]
+        result, rows = self.results[share.part], share.rows[good]
+        result.records[rows], result.found[rows] = share.buffers[0][good], share.buffers[1][good]
+        if result.foreign is not None:
+            result.foreign[rows] = share.buffers[2][good]
 
 
 class WriteBatch(ClusterBatch):

@@ -188,8 +188,12 @@ class MemoryStore(NodeRepair, Store):
             keys, nodes = part.keys.encode(), self._route(part.keys.slots())
             records = np.zeros((len(keys), part.prefix_bytes), dtype=np.uint8)
             found, tokens = np.zeros(len(keys), dtype=bool), np.zeros(len(keys), dtype=np.uint64)
+            foreign = np.zeros(len(keys), dtype=bool)
             for row, (key, node) in enumerate(zip(keys, nodes, strict=True)):
                 value, token = self._alive(node).values.get(bytes(key), (b"", 0))
+                if token and len(value) != part.record_bytes and part.foreign:
+                    foreign[row], tokens[row] = True, token
+                    continue
                 if token and len(value) != part.record_bytes:
                     raise RecordError(
                         f"node {self.addresses[node]}, id {part.keys.ids[row]}: value of {len(value)} bytes, expected {part.record_bytes}"
@@ -198,7 +202,8 @@ class MemoryStore(NodeRepair, Store):
                     found[row], tokens[row] = True, token
                     records[row] = np.frombuffer(value[: part.prefix_bytes], dtype=np.uint8)
             order = np.argsort(nodes, kind="stable")
-            results.append(ReadResult(records[order], found[order], order, tokens[order] if part.tokens else None))
+            given = tokens[order] if part.tokens else None
+            results.append(ReadResult(records[order], found[order], order, given, foreign[order] if part.foreign else None))
         return results
 
     def _write(self, parts: Sequence[WritePart]) -> list[WriteResult]:

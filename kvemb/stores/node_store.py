@@ -18,7 +18,7 @@ from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
-from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, unexpected_value
+from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, tell_foreign, unexpected_value
 from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
 from kvemb.stores.node_repair import NodeRepair
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
@@ -154,6 +154,7 @@ class NodeStore(NodeRepair, Store):
             for node, rows in grouped.shares:
                 tokens = None if result.tokens is None else result.tokens[rows]
                 steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens)
+                tell_foreign(steps, None if result.foreign is None else result.foreign[rows])
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys.ids[rows], steps)))
         self._run(plan, deadline, repair)
         return results
@@ -203,7 +204,7 @@ class NodeStore(NodeRepair, Store):
         n = len(part.keys)
         tokens = np.zeros(n, dtype=np.uint64) if part.tokens and self.capabilities.cas else None
         records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
-        return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens)
+        return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens, np.zeros(n, dtype=bool) if part.foreign else None)
 
     def _run(self, plan: Plan, deadline: Deadline, repair: Marker | None) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection."""

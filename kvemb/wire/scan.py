@@ -10,6 +10,8 @@ from kvemb.errors import ProtocolError
 
 Bytes = NDArray[np.uint8]
 EOL = b"\r\n"
+WRONG_TYPE = b"-WRONGTYPE "
+"""How Redis answers where another program keeps a list, a hash, …"""
 _MAX_LINE = 4096
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.replies import UnexpectedValueError
-from kvemb.wire.scan import EOL, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
+from kvemb.wire.scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
 
 
 @dataclass(eq=False)
@@ -30,6 +30,7 @@ class StrideReply:
             follows it too.
         blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record
             of); a multiple of 4.
+        foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
     """
 
     head: bytes
@@ -40,8 +41,10 @@ class StrideReply:
     preamble: bytes = b""
     row_prefix: bytes = b""
     blank_bytes: int = 0
+    foreign: NDArray[np.bool_] | None = None
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0
+    _skip: int = 0  # bytes still to come of a value that is passed over
 
     def __post_init__(self) -> None:
         self._stride = len(self.head) + self.size_bytes + len(EOL)
@@ -49,7 +52,7 @@ class StrideReply:
 
     @property
     def done(self) -> bool:
-        return self._at == len(self.found)
+        return self._at == len(self.found) and not self._skip
 
     def feed(self, data: Bytes) -> int:
         position = 0
@@ -57,6 +60,9 @@ class StrideReply:
             position = self._skip_preamble(data)
             if self.preamble:
                 return position
+        if self._skip:
+            position = min(self._skip, len(data))
+            self._skip -= position
         while not self.done:
             before = position
             position += self._take_hits(data[position:])
@@ -193,10 +199,19 @@ class StrideReply:
                 raise ProtocolError(f"a value of {self.size_bytes if begin == self.head else 0} bytes is not followed by a line end")
             return 0
         if is_error(line):
-            self.errors.append((self._at, line))
+            if self.foreign is not None and line.startswith(WRONG_TYPE):
+                self.foreign[self._at] = True
+            else:
+                self.errors.append((self._at, line))
             self._at += 1
             return skipped + len(line) + len(EOL)
         size = value_size(line)
         if size is None or size == self.size_bytes:
             raise ProtocolError(f"reply line {line[:40]!r}, expected {self.head!r} or {self.miss!r}")
-        raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        if self.foreign is None:
+            raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        self.foreign[self._at] = True
+        self._at += 1
+        whole = skipped + len(line) + size + 2 * len(EOL)
+        self._skip = max(0, whole - len(data))
+        return whole - self._skip

@@ -26,24 +26,28 @@ class TokenReply:
         out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
         found: bool [n], set here.
         tokens: uint64 [n], set here for values found.
+        foreign: bool [n], set here for values of another size, which are passed over then, with their tokens; None: they are errors.
     """
 
     size_bytes: int
     out: Bytes
     found: NDArray[np.bool_]
     tokens: NDArray[np.uint64]
+    foreign: NDArray[np.bool_] | None = None
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0
+    _skip: int = 0  # bytes still to come of a value that is passed over
 
     def __post_init__(self) -> None:
         self._head = b"VA %d c" % self.size_bytes
 
     @property
     def done(self) -> bool:
-        return self._at == len(self.found)
+        return self._at == len(self.found) and not self._skip
 
     def feed(self, data: Bytes) -> int:
-        position = 0
+        position = min(self._skip, len(data))
+        self._skip -= position
         while not self.done:
             before = position
             position += self._take_rows(data[position:])
@@ -108,7 +112,14 @@ class TokenReply:
         size = value_size(line)
         if size is None or size == self.size_bytes:
             raise ProtocolError(f"reply line {line[:40]!r}, expected {self._head!r}… or {_MISS!r}")
-        raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        token = line.rpartition(b" c")[2]
+        if self.foreign is None or not token.isdigit() or len(token) > _MAX_DIGITS:
+            raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        self.foreign[self._at], self.tokens[self._at] = True, np.uint64(int(token))
+        self._at += 1
+        whole = len(line) + size + 4
+        self._skip = max(0, whole - len(data))
+        return whole - self._skip
 
 
 def _without_inner(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, nodes_of, raw_part, require
 
 import kvemb
+from kvemb.client.repair import repair
 from kvemb.errors import KvembError, MessageError, RecordError, from_wire
 from kvemb.keys import RowKeys
 from kvemb.messages import Empty
@@ -150,6 +151,51 @@ def test_a_foreign_value_under_a_rows_key_is_named_and_never_used(what: str, loc
     with pytest.raises(RecordError, match=rf"\b{row}\b"):
         table.pull([500 + row, row], timeout_s=PATIENCE_S)
     require(table, np.array([500 + row]), 1)
-    foreign_write(local, table, row, None)  # what a person does about it: the row is lost then, and lost rows come back
-    add(table, np.array([row])).wait_applied(timeout_s=PATIENCE_S)
-    require(table, np.array([row]), 2)
+    add(table, np.array([row, 500 + row])).wait_applied(timeout_s=PATIENCE_S)  # its owner knows what the row was
+    require(table, np.array([row, 500 + row]), 2)
+
+
+@pytest.mark.parametrize("cache_mb", [0, 64])
+def test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_repair(kind: str, cache_mb: int) -> None:
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": cache_mb}) as local, kvemb.connect(local.url) as c:
+        table = counting_table(c, "foreign")
+        some = np.arange(500)
+        add(table, some).wait_applied(timeout_s=PATIENCE_S)
+        size = table.definition.record.size_bytes
+
+        def meddle() -> None:
+            for row in range(0, 100, 2):  # rows of every kind; those above 500 do not exist at first
+                value = list(FOREIGN.values())[row // 2 % len(FOREIGN)](table, size)
+                foreign_write(local, table, row, value)
+                foreign_write(local, table, 600 + row, value)
+
+        meddle()
+        add(table, np.arange(800)).wait_applied(timeout_s=PATIENCE_S)
+        require(table, some, 2)
+        require(table, np.arange(500, 800), 1)
+        meddle()
+        repair(c.config, all_nodes=True)
+        require(table, some, 2)
+        require(table, np.arange(500, 800), 1)
+        meddle()
+        table.erase(np.arange(50), timeout_s=PATIENCE_S)
+        add(table, np.arange(800)).wait_applied(timeout_s=PATIENCE_S)
+        require(table, np.arange(50), 1)
+        require(table, np.arange(50, 500), 3)
+        assert len(table) == 800
+
+
+@pytest.mark.parametrize("make", ["rpush", "sadd"])
+def test_a_value_of_another_type_under_a_rows_key_is_written_over_too(
+    make: str, kind: str, local: FaultyCluster, connected: kvemb.Cluster
+) -> None:
+    if kind == "memcached":
+        pytest.skip("memcached knows one type of value")
+    table, row = counting_table(connected, "foreign_types"), ["rpush", "sadd"].index(make)
+    add(table, np.array([row, 9 + row])).wait_applied(timeout_s=PATIENCE_S)
+    key = RowKeys(table.definition.tag, np.array([row], np.uint64)).encode().tobytes()
+    with redis_client(local.servers[int(nodes_of(table, 3, np.array([row]))[0])]) as client:
+        client.delete(key)
+        getattr(client, make)(key, "x")
+    add(table, np.array([row, 9 + row])).wait_applied(timeout_s=PATIENCE_S)
+    require(table, np.array([row, 9 + row]), 2)

@@ -19,7 +19,7 @@ from kvemb.errors import FencedError, JournalDamagedError, LostRowError, NodeUna
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, WritePart, WriteResult
+from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.barrier import Membership
@@ -229,6 +229,22 @@ def test_a_row_that_was_created_again_behind_an_erase_is_not_taken_away_in_betwe
     store.left = 0  # whoever changes a row now dies
     for state in states:
         Life(store, state, epoch=EPOCH + 1, cache_bytes=0).recover(entries)
+
+
+def test_rows_that_are_stored_already_are_read_once_however_many_batches_changed_them() -> None:
+    class Counting(MortalStore):
+        n_read = 0
+
+        def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+            self.n_read += sum(len(part.keys) for part in parts)
+            return super().read(parts, deadline)
+
+    store = Counting(StorageConfig("memory", (f"replay-{next(_NUMBERS)}:1",)), role="shard:0")
+    entries = journal_of([_batch(APPLY, {"momentum": {0, 1, 2}}, seed) for seed in range(20)])
+    live_on(Life(store, Saved(), epoch=EPOCH, cache_bytes=1 << 20), entries)
+    before, store.n_read = stored(store), 0
+    Life(store, Saved(), epoch=EPOCH + 1, cache_bytes=1 << 20).recover(entries)
+    assert (store.n_read, stored(store)) == (3, before)
 
 
 def test_a_row_that_is_missing_and_was_not_erased_is_lost() -> None:

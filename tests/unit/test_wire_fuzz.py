@@ -142,6 +142,44 @@ def test_any_mix_reads_as_the_sequential_parser_reads_it(talk: tuple[Dialect, in
     assert left == rest == trailing
 
 
+@st.composite
+def conversation_with_foreign_values(draw: st.DrawFn) -> tuple[Dialect, int, bytes, list[tuple[object, ...]]]:
+    size = draw(st.integers(1, 40))
+    dialect = draw(st.sampled_from(dialects(size)))
+    stream, expected = b"", list[tuple[object, ...]]()
+    for kind in draw(st.lists(st.sampled_from(["hit", "miss", "error", "foreign", "list"]), min_size=1, max_size=25)):
+        token = draw(st.sampled_from([1, 10, 2**64 - 1])) if dialect.tokens else 0
+        digits = b"%d" % token if dialect.tokens else b""
+        other = draw(st.integers(1, 5000).filter(lambda n: n != size))
+        value = draw(record(other if kind == "foreign" else size))
+        error = draw(st.sampled_from(ERRORS))
+        line, row = {
+            "hit": (dialect.head + digits + b"\r\n" + value, ("hit", value, token)),
+            "miss": (dialect.miss + dialect.tail, ("miss",)),
+            "error": (error, ("error", error)),
+            "foreign": (dialect.head.replace(b"%d" % size, b"%d" % other) + digits + b"\r\n" + value, ("foreign", token)),
+            "list": (b"-WRONGTYPE Operation against a key", ("foreign", 0)),
+        }["miss" if kind == "list" and dialect.tokens else kind]
+        stream += dialect.prefix + line + b"\r\n"
+        expected.append(row)
+    return dialect, size, stream, expected
+
+
+@given(conversation_with_foreign_values(), st.lists(st.integers(0, 5000), max_size=6), st.sampled_from([b"", *TEXTS, b"$-1\r\n$4\r\n"]))
+def test_values_of_other_sizes_are_passed_over_where_that_is_asked_for(
+    talk: tuple[Dialect, int, bytes, list[tuple[object, ...]]], cuts: list[int], trailing: bytes
+) -> None:
+    dialect, size, stream, expected = talk
+    reply = reply_of(dialect, len(expected), size)
+    reply.foreign = np.zeros(len(expected), dtype=bool)
+    assert feed(reply, stream + trailing, cuts) == trailing
+    assert reply.done
+    tokens = reply.tokens if isinstance(reply, TokenReply) else np.zeros(len(expected), np.uint64)
+    got = [("foreign", int(tokens[i])) if reply.foreign[i] else row for i, row in enumerate(rows_of(reply))]
+    assert got == expected
+    assert not (reply.foreign & reply.found).any()
+
+
 @given(st.integers(6, 60), st.integers(0, 100), st.sampled_from(range(6)), st.integers(2, 9))
 def test_a_miss_pattern_at_every_offset_of_every_record(size: int, seed: int, kind: int, n: int) -> None:
     dialect = dialects(size)[kind]
