@@ -18,6 +18,8 @@ from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
 from kvemb.testing.faults.proxy import FaultProxy
 
+_SHARD_START_S = 90.0  # it may have a long journal to replay, on a machine that does much else
+
 
 class FaultyCluster(LocalCluster):
     """A LocalCluster whose every connection goes through a proxy; a context manager.
@@ -55,6 +57,9 @@ class FaultyCluster(LocalCluster):
         if index < len(self.shards) and self.shards[index].poll() is None:
             self._retired.append(self.shards[index])
         return super().launch_shard(index, "--listen", self._shard_targets[index], *options)
+
+    def _await_shard(self, index: int) -> None:
+        self.shards[index].wait_until(self._ready_file(index).exists, Deadline.after(_SHARD_START_S))
 
     def move_shard(self, index: int) -> None:
         """Let the shard's next process listen on another port: the last one still has the old."""

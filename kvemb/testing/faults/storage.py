@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 import numpy as np
-import redis
 from pymemcache.client.base import Client
 from pymemcache.exceptions import MemcacheError
 
@@ -99,9 +98,3 @@ def _fill(client: Client, record_bytes: int) -> list[str]:
 def _free_bytes(client: Client) -> int:
     """Memory that belongs to no size of value yet."""
     return int(client.stats()[b"limit_maxbytes"]) - int(client.stats("slabs")[b"total_malloced"])
-
-
-def client_names(server: StorageServer) -> list[str]:
-    """The names of the connections to a Redis or Valkey server."""
-    with closing(redis.Redis(port=server.port, protocol=2, socket_timeout=10, decode_responses=True)) as client:
-        return [connection["name"] for connection in client.client_list()]
