@@ -147,6 +147,17 @@ def test_a_table_that_nobody_fills_is_told_after_a_while(cluster: kvemb.Cluster,
     assert type(model[0]) is nn.Embedding
 
 
+def test_a_row_that_pads_and_is_missing_is_assigned_by_whoever_comes_and_one_that_exists_is_kept(cluster: kvemb.Cluster, name: str) -> None:
+    options = {"dim": 3, "optimizer": optim.adagrad(lr=0.5), "initializer": init.normal(mean=0.0, std=1.0), "num_ids": 20}
+    table = cluster.create_table(name, **options)  # as kvemb.yaml does
+    run(model_of(padding_idx=4), cluster, name)
+    assert not table.pull([4]).any()
+    table.assign([4], np.ones((1, 3)))
+    run(model_of(padding_idx=4), cluster, name)
+    assert table.pull([4]).tolist() == [[1.0, 1.0, 1.0]]
+    assert len(table) == 1
+
+
 def test_another_identity_is_refused_and_the_model_stays(cluster: kvemb.Cluster, name: str) -> None:
     run(model_of(), cluster, name)
     model = model_of(dim=5)
@@ -191,6 +202,7 @@ def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enoug
         ({"optimizer": torch.optim.Adam}, "optimizer is <class"),
         ({"optimizer": None, "carry_weights": True}, "need an optimizer"),
         ({"optimizer": None, "initializer": init.zeros()}, "need an optimizer"),
+        ({"optimizer": None, "dtype": "float16"}, "need an optimizer"),
         ({"dtype": "int8"}, "int8"),
         ({"reduce": "max"}, "reduce is 'max'"),
     ],

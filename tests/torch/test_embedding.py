@@ -260,6 +260,15 @@ def test_copying_a_module_says_why_it_cannot_be_copied(table: MemoryTable) -> No
         copy.deepcopy(Embedding(table))
 
 
+def test_who_asks_for_weights_hears_where_they_are(table: MemoryTable) -> None:
+    module = Embedding(table)
+    assert not hasattr(module, "weight")
+    with pytest.raises(AttributeError, match=r"rows of table 't' are in a cluster.*table.pull\(ids\)"):
+        module.weight.norm()
+    with pytest.raises(AttributeError, match="no attribute 'wieght'"):
+        _ = module.wieght
+
+
 def test_a_module_has_no_dense_weights_and_says_what_it_is(table: MemoryTable) -> None:
     module = EmbeddingBag(table, mode="sum", padding_idx=9)
     assert list(module.parameters()) == []

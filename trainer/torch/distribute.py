@@ -108,7 +108,7 @@ def distribute(
         ...     len(cluster.table("word"))
         2
     """
-    _check_arguments(optimizer, carry_weights, initializer)
+    _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
     plan = make_plan(model, min_rows, names, leave)
     _check_carry(plan, carry_weights)
     first = init.normal(mean=0.0, std=1.0) if initializer is None else initializer
@@ -131,13 +131,15 @@ def distribute(
     return done
 
 
-def _check_arguments(optimizer: object, carry: object, initializer: Initializer | None) -> None:
+def _check_arguments(optimizer: object, carry: object, initializer: Initializer | None, rest: tuple[str, int, str]) -> None:
     if carry not in (True, False, "overwrite"):
         raise InvalidInputError(f'carry_weights is {carry!r}; give True, False or "overwrite"')
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | OptimizerSpec):
         raise InvalidInputError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer, or one of kvemb.optim's functions called")
-    if optimizer is None and (carry or initializer is not None):
-        raise InvalidInputError("carry_weights and initializer need an optimizer: without one, tables that exist are opened as they are")
+    if optimizer is None and (carry or initializer is not None or rest != ("float32", 0, "sum")):
+        raise InvalidInputError(
+            "carry_weights, initializer, dtype, seed and reduce need an optimizer: without one, tables that exist are opened as they are"
+        )
 
 
 def _check_carry(plan: Plan, carry: Carry) -> None:

@@ -37,9 +37,15 @@ class AssignPort(Protocol):
         ...
 
 
-def rows_to_assign(site: Site, *, carry: bool) -> NDArray[np.int64]:
-    """Return the ids [n], ascending, whose rows cannot be left to the initializer: all, or those that pad, which torch makes zeros."""
-    return np.arange(site.n_rows) if carry else np.array(site.padding, np.int64)
+def assign_padding(table: AssignPort, site: Site) -> None:
+    """Set the rows that pad, and do not exist yet, to what the module has there: zeros, which no initializer gives.
+
+    Every trainer does; all have the same, and no push of a module that pads changes them.
+    """
+    ids = np.array(site.padding, np.int64)
+    if len(ids):
+        versions = table.pull(ids, return_versions=True)[1]
+        assign_weights(table, site, ids[versions == 0])
 
 
 def assign_weights(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
@@ -50,20 +56,21 @@ def assign_weights(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> Non
         table.assign(chunk, _weights(site, chunk))
 
 
-def wait_assigned(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
-    """Return when another trainer has assigned these rows.
+def wait_assigned(table: AssignPort, site: Site) -> None:
+    """Return when all rows are there, whoever assigns them.
 
     Raises:
         DeadlineExceededError: no row came for STALL_S seconds.
     """
     n_rows, since = -1, time.monotonic()
-    while len(ids) and not table.pull(ids[-1:], return_versions=True)[1][0]:
+    last = np.array([site.n_rows - 1])
+    while not table.pull(last, return_versions=True)[1][0]:
         n_now, now = len(table), time.monotonic()
         if n_now != n_rows:
             n_rows, since = n_now, now
         if now - since > STALL_S:
             raise DeadlineExceededError(
-                f"{site}: it exists, the row of id {ids[-1]} does not, and for {STALL_S:g} s no row was added to its {n_now}. The trainer "
+                f"{site}: it exists, the row of id {last[0]} does not, and for {STALL_S:g} s no row was added to its {n_now}. The trainer "
                 "that made the table assigns the first rows and may have ended before it was done, or the table was made without "
                 'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase what is not wanted'
             )

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
-from trainer.torch.distribute_carry import assign_weights, rows_to_assign, wait_assigned
+from trainer.torch.distribute_carry import assign_padding, assign_weights, wait_assigned
 from trainer.torch.distribute_plan import Site
 
 if TYPE_CHECKING:
@@ -85,9 +87,10 @@ def make_table(cluster: "Cluster", site: Site, rule: OptimizerSpec, options: Tab
 
 def fill(tables: Sequence[SiteTable], carry: Carry) -> None:
     """Assign the first rows of tables made here; then wait for those that other trainers made, who may wait for ours."""
-    ids = {one.site: rows_to_assign(one.site, carry=bool(carry)) for one in tables}
     for one in tables:
-        if one.made or carry == "overwrite":
-            assign_weights(one.table, one.site, ids[one.site])
-    for one in tables:
-        wait_assigned(one.table, one.site, ids[one.site])
+        if not carry:
+            assign_padding(one.table, one.site)
+        elif one.made or carry == "overwrite":
+            assign_weights(one.table, one.site, np.arange(one.site.n_rows))
+    for one in tables if carry else ():
+        wait_assigned(one.table, one.site)

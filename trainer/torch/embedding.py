@@ -35,6 +35,15 @@ class _TorchModule(TableModule):
         """How many ids there are, under torch's name; None for a table without num_ids."""
         return self.table.definition.num_ids
 
+    def __getattr__(self, name: str) -> Any:
+        """Say where the rows are to code that asks for torch's `weight`; `hasattr` is False."""
+        if name == "weight":
+            raise AttributeError(
+                f"this {type(self).__name__} has no weight: the rows of table {self.table.name!r} are in a cluster. Read some with "
+                "table.pull(ids), all with trainer.torch.materialize(model)"
+            )
+        return super().__getattr__(name)
+
     def get_extra_state(self) -> Tensor:
         """Return what state_dict keeps of this module: which table it is over. Rows are kept by the cluster.
 
