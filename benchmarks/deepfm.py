@@ -5,6 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _rounds(contenders: Sequence[Steps], n_batches: int, options: argparse.Names
 
 def _local(log: Any, batches: Sequence[Any], dim: int) -> list[Steps]:
     """Torch's own embeddings, with sparse and with dense gradients."""
-    torch, place = _torch(), _example("rows")
+    torch, place = _torch(), _rows()
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns until somebody decides
     known_ids = np.unique(log.ids)
     indexed = [place.indexed(batch, known_ids) for batch in batches]
@@ -147,7 +148,7 @@ def _started(stack: ExitStack, store: str, mode: str, options: argparse.Namespac
 
 def _remote(name: str, cluster: Any, batches: Sequence[Any], dim: int, pids: Sequence[int], *, ahead: str | None = None) -> Steps:
     """Rows in a cluster, ours or the peer's, in tables of this contender's own; at most so many pushes are under way."""
-    rows = _example("rows").stored_rows(cluster, _settings(dim), suffix=".ahead" if ahead else "")
+    rows = _rows().stored_rows(cluster, _settings(dim), suffix=".ahead" if ahead else "")
     model, train = _model_and_step(rows, rows.optimizer, batches, dim)
     unapplied: deque[Any] = deque()
 
@@ -186,14 +187,15 @@ def _stepper(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> Cal
 
 def _model_and_step(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> tuple[Any, Callable[[Any], float]]:
     torch, training = _torch(), _example("training")
+    to_batch = _example("model").to_batch
     torch.manual_seed(_SEED)  # every contender begins with the same dense weights
     model = _example("model").DeepFM(rows.linear, rows.factors, dim=dim, n_fields=batches[0].n_fields, hidden=_HIDDEN)
     optimizers = [optimizer, torch.optim.Adam(model.dense_parameters(), lr=_LR)]
-    return model, lambda batch: float(training.train_step(model, batch, optimizers))
+    return model, lambda batch: float(training.train_step(model, to_batch(batch), optimizers))
 
 
 def _settings(dim: int) -> Any:
-    return _example("rows").Settings(dim, "adam", _LR, _SEED)
+    return _rows().Settings(dim, "adam", _LR, _SEED)
 
 
 def _torch() -> Any:
@@ -204,10 +206,13 @@ def _torch() -> Any:
     return torch
 
 
+def _rows() -> Any:
+    """The module of the rows, which needs torch."""
+    return import_module("benchmarks.deepfm_rows")
+
+
 def _example(name: str) -> Any:
     """Return a module of examples/deepfm, which is no package of ours but a program's folder."""
-    from importlib import import_module
-
     folder = str(Path(__file__).resolve().parents[1] / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)

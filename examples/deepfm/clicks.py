@@ -53,6 +53,17 @@ class Clicks:
         return Clicks(self.labels[lines], offsets, self.ids[at], self.values[at])
 
 
+def hashed(clicks: Clicks, n_ids: int) -> Clicks:
+    """Turn 64-bit ids into ids from 0 to n_ids - 1; those that are so already stay.
+
+    Example:
+        >>> hashed(Clicks(np.ones(1, np.float32), np.array([0, 2]), np.array([7, -1]), np.ones(2, np.float32)), 100).ids.tolist()
+        [7, 15]
+    """
+    ids = (clicks.ids.view(np.uint64) % np.uint64(n_ids)).astype(np.int64)
+    return Clicks(clicks.labels, clicks.offsets, ids, clicks.values)
+
+
 def batches(clicks: Clicks, batch_size: int, order: NDArray[np.int64] | None = None) -> Iterator[Clicks]:
     """Yield the log in batches, in the given order of lines (as they stand by default); the last one may be short."""
     lines = np.arange(len(clicks)) if order is None else order

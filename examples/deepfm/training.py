@@ -1,7 +1,7 @@
 """Train and evaluate a DeepFM, one line of figures per epoch. Where rows live and what the data is must not be known here."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deepfm import metrics
 from deepfm.clicks import Clicks, batches
-from deepfm.model import DeepFM, to_batch
+from deepfm.model import Batch, DeepFM, to_batch
 from kvemb.errors import InvalidInputError
 
 EVALUATION_BATCH = 8192
@@ -66,9 +66,8 @@ def measure(model: DeepFM, clicks: Clicks) -> Figures:
     )
 
 
-def train_step(model: DeepFM, clicks: Clicks, optimizers: Sequence[Optimizer]) -> float:
+def train_step(model: DeepFM, batch: Batch, optimizers: Sequence[Optimizer]) -> float:
     """Train on one batch; return its mean log loss before the step."""
-    batch = to_batch(clicks)
     loss = F.binary_cross_entropy_with_logits(model(batch), batch.labels)
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -88,6 +87,7 @@ def train(
     seed: int,
     settle: Callable[[], None],
     progress: Progress,
+    ahead: Callable[[Iterable[Batch]], Iterable[Batch]] = lambda batches: batches,
     after_step: Callable[[], None] = lambda: None,
 ) -> Figures:
     """Train, printing one line per epoch.
@@ -100,6 +100,7 @@ def train(
         seed: of the order of lines, which is another one in each epoch.
         settle: called after each epoch, before validation: makes every push visible.
         progress: where to begin, kept up to date. An epoch that is all trained is only measured.
+        ahead: hands on the batches of an epoch, and may look at them before they are used.
         after_step: called after each step.
 
     Returns:
@@ -118,8 +119,8 @@ def train(
         if epoch > at.epoch:
             at.epoch, at.batch, at.total_loss = epoch, 0, 0.0
         order = np.random.default_rng((seed, epoch)).permutation(len(clicks))
-        for batch in batches(clicks, batch_size, order[at.batch * batch_size :]):
-            at.total_loss += train_step(model, batch, optimizers) * len(batch)
+        for batch in ahead(to_batch(part) for part in batches(clicks, batch_size, order[at.batch * batch_size :])):
+            at.total_loss += train_step(model, batch, optimizers) * len(batch.labels)
             at.batch, at.step = at.batch + 1, at.step + 1
             after_step()
         settle()

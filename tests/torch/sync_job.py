@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from deepfm.clicks import Clicks
 from deepfm.model import DeepFM, to_batch
-from deepfm.rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
 from torch import distributed, nn
 from torch.nn import functional as F
 
 import kvemb
+from benchmarks.deepfm_rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
 from kvemb.hashing import mix64
 
 N_STEPS, BATCH, N_FIELDS, DIM, N_CATEGORIES = 200, 64, 6, 4, 50

@@ -16,9 +16,9 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 import deepfm_torch
 import torch
 from deepfm import synthetic
-from deepfm.clicks import Clicks
+from deepfm.clicks import Clicks, hashed
+from deepfm.embeddings import Settings, embeddings
 from deepfm.model import DeepFM, to_batch
-from deepfm.rows import Settings, local_rows
 
 FIGURES = re.compile(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", re.MULTILINE)
 
@@ -59,23 +59,20 @@ def test_rows_in_a_cluster_give_the_figures_of_rows_in_this_process(file: Path, 
 def test_the_model_is_a_factorization_machine_plus_a_perceptron() -> None:
     log = synthetic.draw(7, seed=1)[0]
     varying = Clicks(log.labels, np.array([0, 3, 3, 10, 20, 60, 100, 140]), log.ids, log.values * 2)
-    known = np.unique(log.ids)
-    for clicks in (log, varying):
-        rows = local_rows(known, Settings(dim=3, optimizer="sgd", lr=0.1, seed=0))
+    for clicks in (hashed(log, 1000), hashed(varying, 1000)):
+        linear, factors = embeddings(Settings(n_ids=1000, dim=3, optimizer="sgd", lr=0.1, seed=0), local=True)
         with torch.no_grad():
-            rows.linear.weight.normal_()
-            rows.factors.weight.normal_()
-        model = DeepFM(rows.linear, rows.factors, dim=3, n_fields=clicks.n_fields, hidden=(4,))
-        at = np.searchsorted(known, clicks.ids)
-        indexed = Clicks(clicks.labels, clicks.offsets, at, clicks.values)
-        w, v = rows.linear.weight.detach().numpy()[at, 0], rows.factors.weight.detach().numpy()[at]
+            linear.weight.normal_()
+            factors.weight.normal_()
+        model = DeepFM(linear, factors, dim=3, n_fields=clicks.n_fields, hidden=(4,))
+        w, v = linear.weight.detach().numpy()[clicks.ids, 0], factors.weight.detach().numpy()[clicks.ids]
         for line, (start, end) in enumerate(zip(clicks.offsets[:-1], clicks.offsets[1:], strict=True)):
             x, vx = clicks.values[start:end], v[start:end] * clicks.values[start:end, None]
             pairs = sum(float(vx[i] @ vx[j]) for i in range(len(x)) for j in range(i))
             seen = vx.reshape(-1) if clicks.n_fields else vx.sum(axis=0)
             deep = model.perceptron(torch.from_numpy(np.ascontiguousarray(seen, np.float32))).item()
             expected = model.bias.item() + float(w[start:end] @ x) + pairs + deep
-            assert model(to_batch(indexed))[line].item() == pytest.approx(expected, rel=1e-3, abs=1e-3)
+            assert model(to_batch(clicks))[line].item() == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_a_validation_file_and_a_constant_number_of_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

