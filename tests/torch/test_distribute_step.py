@@ -303,6 +303,19 @@ def test_a_weight_that_the_optimizer_does_not_have_is_refused() -> None:
         distribute(model, MakingCluster(), min_rows=10, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    ("mode", "reduce", "ranks", "told"),
+    [("sync", "sum", 2, True), ("sync", "mean", 2, False), ("sync", "sum", 1, False), ("async", "sum", 2, False)],
+)
+def test_several_ranks_are_told_of_sums(mode: str, reduce: str, ranks: int, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    model = Model()
+    optimizer = torch.optim.SGD(model.groups(), lr=0.5)
+    done = distribute(model, MakingCluster(mode), min_rows=10, optimizer=optimizer, reduce=reduce, quiet=True)
+    assert ('give reduce="mean" (user, item)' in str(done)) is told
+
+
 @pytest.mark.parametrize("fails_in", ["table", "module", "step"])
 def test_a_failure_in_the_middle_leaves_model_and_optimizer_as_they_were(fails_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cluster = Model(), MakingCluster(fail_after=1 if fails_in == "table" else 9)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from torch import distributed as dist
+
 from kvemb.init import Initializer
 from trainer.torch.distribute_plan import Plan, Site
 from trainer.torch.distribute_step import Follows
@@ -36,6 +38,13 @@ def lines(
             "  note: as with torch.optim.SparseAdam, rows move only in steps whose batches hold them; with dense gradients torch would "
             f"also move the others, by momentum or decay ({', '.join(lazy)})"
         )
+    ranks = _ranks()
+    summed = [one.site.table for one in tables if one.table.definition.reduce == "sum" and one.table.cluster.mode == "sync"]
+    if ranks > 1 and summed:
+        yield (
+            f"  note: gradients of rows are summed over the trainers; if those of dense weights are averaged over these {ranks} ranks, as "
+            f'DistributedDataParallel does, give reduce="mean" ({", ".join(summed)})'
+        )
     if follows:
         yield (
             "  note: rows are no parameters of the model: clip gradients with trainer.torch.clip_grad_norm_(model, …), and drop them with "
@@ -44,6 +53,10 @@ def lines(
     if trained:
         names = ", ".join(site.table for site in trained)
         yield f"  note: what the optimizer knew of these weights (moments, sums) is not carried, and begins anew ({names})"
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _embeddings(n: int) -> str:
