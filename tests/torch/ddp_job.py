@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import kvemb
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
 N_STEPS, BATCH, DIM, SEED = 60, 48, 8, 3
 USERS, TAGS, TAGS_PER_LINE = 60, 200, 4
@@ -27,7 +27,7 @@ SPECS = {"sgd": kvemb.optim.sgd, "adagrad": kvemb.optim.adagrad, "adam": kvemb.o
 DENSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
 SPARSE = {**DENSE, "adam": torch.optim.SparseAdam}
 INITIALIZER = kvemb.init.uniform(-0.5, 0.5)
-CASES = {"sgd": ("sgd", None), "adagrad": ("adagrad", None), "adam": ("adam", None)}
+CASES = {"sgd": ("sgd", None), "adagrad": ("adagrad", None), "adam": ("adam", None), "adam-ahead": ("adam", "exact")}
 """By name: the optimizer, and the consistency of rows pulled ahead, or None to pull them in the step."""
 Batch = tuple[Tensor, Tensor, Tensor]
 """Users int64 [b], tags int64 [b, 4], labels float32 [b]."""
@@ -72,9 +72,10 @@ def train(model: nn.Module, loader: object, optimizers: list[torch.optim.Optimiz
     return losses
 
 
-def alone(kind: str) -> tuple[list[float], dict[str, np.ndarray]]:
+def alone(case: str) -> tuple[list[float], dict[str, np.ndarray]]:
     """Train in this process, on whole batches and torch's own rows; return losses and all weights at the end."""
-    first = {name: INITIALIZER.rows(np.arange(n, dtype=np.uint64), DIM, table=f"{name}.{kind}", seed=SEED) for name, n in SIZES.items()}
+    kind, _ = CASES[case]
+    first = {name: INITIALIZER.rows(np.arange(n, dtype=np.uint64), DIM, table=f"{name}.{case}", seed=SEED) for name, n in SIZES.items()}
     users = nn.Embedding.from_pretrained(torch.from_numpy(first["users"]), freeze=False, sparse=True)
     tags = nn.EmbeddingBag.from_pretrained(torch.from_numpy(first["tags"]), freeze=False, sparse=True, mode="sum")
     torch.manual_seed(SEED)
@@ -90,17 +91,20 @@ def dense_weights(model: Model) -> dict[str, np.ndarray]:
     return {name: weight.detach().numpy() for name, weight in model.perceptron.named_parameters()}
 
 
-def one_case(cluster: kvemb.Cluster, kind: str, ahead: str | None) -> tuple[list[float], dict[str, np.ndarray]]:
+def one_case(cluster: kvemb.Cluster, case: str) -> tuple[list[float], dict[str, np.ndarray]]:
     """Train this rank's share under DDP; return losses and all weights at the end."""
-    rank, world = distributed.get_rank(), distributed.get_world_size()
+    rank, world, (kind, ahead) = distributed.get_rank(), distributed.get_world_size(), CASES[case]
     options = {"initializer": INITIALIZER, "seed": SEED, "reduce": "mean", "exist_ok": True, "dim": DIM}
     optimizer = SPECS[kind](LEARNING_RATE[kind])
-    tables = {name: cluster.create_table(f"{name}.{kind}", optimizer=optimizer, num_ids=n, **options) for name, n in SIZES.items()}
+    tables = {name: cluster.create_table(f"{name}.{case}", optimizer=optimizer, num_ids=n, **options) for name, n in SIZES.items()}
     torch.manual_seed(SEED + rank)  # DDP gives all ranks the weights of rank 0, drawn with SEED
     model = Model(Embedding(tables["users"]), EmbeddingBag(tables["tags"], mode="sum"))
     parallel = DistributedDataParallel(model)
     optimizers = [SparseOptimizer(model), DENSE[kind](model.perceptron.parameters(), lr=LEARNING_RATE[kind])]
-    losses = train(parallel, batches(rank, world), optimizers)
+    loader = batches(rank, world)
+    losses = train(parallel, loader if ahead is None else prepare(parallel, loader, consistency=ahead), optimizers)
+    foreseen = optimizers[0].shared.n_ahead  # two lookups a step; the first batch is watched
+    assert foreseen == (0 if ahead is None else 2 * (N_STEPS - 1)), foreseen
     rows = {name: table.pull(np.arange(SIZES[name])) for name, table in tables.items()}
     return losses, {**rows, **dense_weights(model)}
 
@@ -110,9 +114,9 @@ def main(url: str, folder: Path) -> None:
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     losses = {}
-    for case, (kind, ahead) in CASES.items():
+    for case in CASES:
         with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
-            losses[case], weights = one_case(cluster, kind, ahead)
+            losses[case], weights = one_case(cluster, case)
         if rank == 0:
             np.savez(folder / f"{case}.npz", **weights)
         distributed.barrier()

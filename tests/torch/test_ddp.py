@@ -50,7 +50,7 @@ def run_to_end(command: list[str], env: dict[str, str]) -> None:
 @pytest.mark.parametrize("case", ddp_job.CASES)
 def test_two_ranks_are_one_process_on_the_concatenated_batch(case: str, folder: Path) -> None:
     parts = [json.loads((folder / f"losses-{rank}.json").read_text())[case] for rank in range(WORLD)]
-    losses, weights = ddp_job.alone(ddp_job.CASES[case][0])
+    losses, weights = ddp_job.alone(case)
     assert len(losses) == ddp_job.N_STEPS
     assert np.mean(losses[-10:]) < 0.95 * np.mean(losses[:10]), "it learns, so that equal losses mean something"
     np.testing.assert_allclose(np.mean(parts, axis=0), losses, rtol=1e-5)
