@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, checkpoint, deepfm, durability, memory, pull, recovery, scale, train
+from benchmarks import apply, checkpoint, deepfm, dlrm, durability, memory, pull, recovery, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -28,6 +28,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "recovery": Benchmark(recovery.recovery, recovery.add_arguments),
     "checkpoint": Benchmark(checkpoint.checkpoint, checkpoint.add_arguments),
     "deepfm": Benchmark(deepfm.deepfm, deepfm.add_arguments),
+    "dlrm": Benchmark(dlrm.dlrm, dlrm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }

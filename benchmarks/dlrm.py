@@ -24,7 +24,24 @@ _PLANS = {512: (20, 3, 46), 2048: (10, 4, 26), 8192: (4, 2, 14)}
 
 
 def dlrm(options: argparse.Namespace) -> Report:
-    """Does a DLRM step with rows in storage across a network take as long as one with rows in the trainer's memory?"""
+    """Does a DLRM step with rows in storage across a network take as long as one with rows in the trainer's memory?
+
+    The example's model: perceptrons 13-512-256-64 and 415-512-256-1, 26 tables of dim 64, one Zipf(1.05) id per table and line, one
+    thread of torch. Rows are trained with rowwise Adagrad, the usual choice for DLRM's tables (FBGEMM's EXACT_ROWWISE_ADAGRAD): one sum
+    beside each row, so that optimizer state costs next to no memory or traffic; dense weights with Adagrad. Every row exists from the start.
+
+    A process carries what goes to and from storage over an emulated network: --rtt-ms, and --gbit for the link of each host, each
+    direction: the trainer's, each shard's, the storage node's. Gradients go from trainer to shards directly. What the network does is
+    measured first and printed. All "hosts" share this machine's processor.
+
+    Contenders take turns on the same batches: rows in this process's memory behind the interface of a cluster, updated in the step by
+    the shards' own rules ("local"); on a cluster in async mode, at most 2 pushes unapplied, rows pulled in the step, or ahead of it
+    (trainer.torch.prepare, consistency "stale", everything "auto"); on one in sync mode the same, with "exact". Read: ms/step is the mean
+    of a turn's steps after the first 3, which fill the pipelines; "/ local" is taken within a round; rows and push are milliseconds in
+    which a step waited for rows, and in which it handed over its push and waited for the one before the last (sync: until it was
+    applied); cpu columns are milliseconds of CPU per step of each party; drain is the wait for what was on its way at the end of a
+    turn. Losses in sync mode must be those of rows in memory bit for bit, in async mode within 2 % in the last turn.
+    """
     torch = import_torch()
     plain, raw = network.measure(NetworkSpec(options.rtt_ms, options.gbit)), network.measure(NetworkSpec(0, 0))
     notes = [f"network measured: {plain}. Without delay and limit its process carries {raw}."]

@@ -158,7 +158,7 @@ def _timed(loader: Iterable[object], spent: Spent) -> Iterator[object]:
 
 
 def _optimizer() -> Any:
-    """What DLRM's embeddings are trained with in MLPerf: one sum per row, whose memory and traffic do not double the rows'."""
+    """The usual choice for DLRM's tables: one sum per row, which next to no memory and traffic go with."""
     return kvemb.optim.rowwise_adagrad(lr=_LR)
 
 
