@@ -92,6 +92,7 @@ class Loader:
         self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
         self._journaled = self._servers.durability != "none"
         self._rows_out = RowsOut(store, self._timeout_s, pause)
+        self._still_ours = partial(require_owner, data, parts.engine.epoch)
         self._reported = 0.0
         self._done = self._rows = 0
 
@@ -146,8 +147,7 @@ class Loader:
         for old in self._data.path.glob(f"{STAGED}-*"):
             shutil.rmtree(old)
         epoch = self._parts.engine.epoch
-        still_ours = partial(require_owner, self._data, epoch)
-        runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=still_ours), make_version(epoch, 0)
+        runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=self._still_ours), make_version(epoch, 0)
         self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._servers.shards)
         writers = []
         for saved in chain.newest.tables:
@@ -162,13 +162,11 @@ class Loader:
         erase = {}
         for definition in self._parts.registry.tables:
             left = erase_too.get(definition.name, np.empty(0, np.uint64))
-            erase[definition.name] = np.setdiff1d(
-                np.union1d(self._parts.tables.state(definition).arrays()[0], left), _ids(runs, definition)
-            )
+            erase[definition.name] = _without([self._parts.tables.state(definition).arrays()[0], left], _ids(runs, definition))
         runs.close()
         steps = {saved.definition.name: self._step(saved) for saved in chain.newest.tables}
         plan = LoadPlan(decision.serial, decision.load_id, version, steps, erase)
-        self._data.write(PLAN, encode(plan))
+        self._data.write(PLAN, encode(plan), self._still_ours)
         return plan
 
     def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[tuple[Ids, NDArray[np.uint8]]]:
@@ -195,6 +193,7 @@ class Loader:
     def _switch(self, plan: LoadPlan) -> None:
         """Replace snapshot and state."""
         staged, snapshot = self._staged(plan.load_id), self._data.path / SNAPSHOT
+        self._still_ours()  # a process that was shut out while it read must not take its successor's snapshot away
         if staged.exists():
             shutil.rmtree(snapshot, ignore_errors=True)
             os.replace(staged, snapshot)
@@ -211,7 +210,7 @@ class Loader:
         save(self._data, replace(image(self._parts, end), tables=tuple(tables)), journaled=self._journaled)
         if end is not None:
             self._parts.ledger.discard_before(end)
-        self._data.write(SWITCHED, [plan.load_id.encode()])
+        self._data.write(SWITCHED, [plan.load_id.encode()], self._still_ours)
 
     def _write(self, plan: LoadPlan) -> None:
         """Bring storage to what the index says."""
@@ -230,7 +229,7 @@ class Loader:
             runs.close()
         for name, ids in plan.erase.items():
             self._rows_out.erase(self._parts.registry.find(name), ids)
-        self._data.write(LOADED, [b"%d\n" % plan.serial])
+        self._data.write(LOADED, [b"%d\n" % plan.serial], self._still_ours)
         self._data.remove(PLAN)
         self._data.remove(SWITCHED)
         if not self._journaled:
@@ -248,6 +247,19 @@ class Loader:
         report = Report(load_id, state, error[:2000], self._done, self._rows, time.time_ns())
         with suppress(StorageError):
             self._store.put_meta(report_name(self._parts.shard), report.encode(), Deadline.after(self._timeout_s))
+
+
+def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
+    """Return the distinct ids of these arrays that are not among `loaded` (ascending): uint64 [n], ascending.
+
+    Example:
+        >>> _without([np.array([7, 1, 9], np.uint64), np.array([9, 4], np.uint64)], np.array([1, 2, 4], np.uint64)).tolist()
+        [7, 9]
+    """
+    ids = np.sort(np.concatenate(arrays))  # np.union1d and np.setdiff1d take 4 µs an id (NumPy 2.4)
+    ids = ids[np.append(True, ids[1:] != ids[:-1])[: len(ids)]]
+    at = np.searchsorted(loaded, ids)
+    return ids[~((at < len(loaded)) & (np.append(loaded, np.uint64(0))[at] == ids))]
 
 
 def _ids(runs: Runs, definition: TableDef) -> Ids:

@@ -1,5 +1,6 @@
 """A load ends with the checkpoint's rows and no others, or with the rows that were there; whatever step a crash comes at."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvemb import optim
 from kvemb.checkpoint.decision import META_NAME, Decision, newest_report, report_name
 from kvemb.checkpoint.names import part_path
 from kvemb.config import Config, parse
-from kvemb.errors import CheckpointError, KvembError, ParameterServerError, TableMismatchError
+from kvemb.errors import CheckpointError, FencedError, KvembError, ParameterServerError, TableMismatchError
 from kvemb.init import uniform
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
@@ -174,10 +175,20 @@ def test_a_crash_at_any_step_is_made_good_by_the_next_start(
     assert cluster.counts() == {"user": 100}
 
 
-def crash(patch: pytest.MonkeyPatch, step: str, after: bool) -> None:
-    """Let the process die right before or right after this function does its work."""
-    import importlib
+def before(patch: pytest.MonkeyPatch, step: str, act: Callable[..., None]) -> None:
+    """Do something before this function does its work."""
+    owner, name = named(step)
+    real: Callable[..., Any] = getattr(owner, name)
 
+    def acting(*args: Any, **options: Any) -> Any:
+        act()
+        return real(*args, **options)
+
+    patch.setattr(owner, name, acting)
+
+
+def named(step: str) -> tuple[Any, str]:
+    """The module or class of a function, and its name there."""
     path, _, name = step.rpartition(".")
     owner: Any = None
     for cut in range(path.count(".") + 1, 0, -1):
@@ -189,6 +200,12 @@ def crash(patch: pytest.MonkeyPatch, step: str, after: bool) -> None:
         for part in path.split(".")[cut:]:
             owner = getattr(owner, part)
         break
+    return owner, name
+
+
+def crash(patch: pytest.MonkeyPatch, step: str, after: bool) -> None:
+    """Let the process die right before or right after this function does its work."""
+    owner, name = named(step)
     real: Callable[..., Any] = getattr(owner, name)
 
     def dying(*args: Any, **options: Any) -> Any:
@@ -217,6 +234,30 @@ def test_a_checkpoint_that_turns_out_damaged_leaves_the_shard_as_it_was(cluster:
     victim.write_bytes(data)  # mended
     cluster.start()
     assert cluster.rows(USER) == expected()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("step", ["paramserver.loader.encode", "paramserver.loader.Loader._switch", "paramserver.rows_out.RowsOut.erase"])
+def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_successor(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    manifest = save(str(tmp_path / "a"), range(100), k=2)
+    cluster.decide(str(tmp_path / "a"), manifest.save_id)
+    folder, left = tmp_path / "data" / "shard-0", dict[str, bytes]()
+
+    def take_over(*_: Any) -> None:
+        (folder / "epoch").write_bytes(b"77\n")
+        left.update(files_of(folder))
+
+    with monkeypatch.context() as patch:
+        before(patch, step, take_over)
+        with pytest.raises(FencedError):
+            cluster.start()
+    assert files_of(folder) == left
 
 
 def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(cluster: Cluster, tmp_path: Path) -> None:
