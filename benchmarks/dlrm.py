@@ -28,7 +28,7 @@ def dlrm(options: argparse.Namespace) -> Report:
 
     The example's model: perceptrons 13-512-256-64 and 415-512-256-1, 26 tables of dim 64, one Zipf(1.05) id per table and line, one
     thread of torch. Rows are trained with rowwise Adagrad, the usual choice for DLRM's tables (FBGEMM's EXACT_ROWWISE_ADAGRAD): one sum
-    beside each row, so that optimizer state costs next to no memory or traffic; dense weights with Adagrad. Every row exists from the start.
+    beside each row, next to no memory or traffic; dense weights with Adagrad. Every row exists from the start.
 
     A process carries what goes to and from storage over an emulated network: --rtt-ms, and --gbit for the link of each host, each
     direction: the trainer's, each shard's, the storage node's. Gradients go from trainer to shards directly. What the network does is
