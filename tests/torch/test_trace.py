@@ -155,6 +155,14 @@ def test_bags_with_offsets_of_the_batch() -> None:
     check(style, batches)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_compiled_model_computes_as_ever_while_it_is_watched() -> None:
+    plain, model = (Styled(MemoryCluster(), lambda m, batch: USES["offsets added"](m, batch["x"])) for _ in range(2))
+    compiled = torch.compile(model, backend="eager")
+    for batch in prepare(compiled, draw()):
+        assert torch.equal(compiled(batch), plain(batch))
+
+
 def test_the_plan_is_kept_over_epochs() -> None:
     model = Styled(MemoryCluster(), lambda m, batch: USES["whole"](m, batch["x"]))
     loader = prepare(model, draw())

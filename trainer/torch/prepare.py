@@ -54,7 +54,9 @@ class Mode:
 
 
 class Prepared:
-    """A prepared loader; see `prepare`. Each `iter` is a new run over the loader (an epoch). Use it from one thread."""
+    """A prepared loader; see `prepare`. Each `iter` is a new run over the loader (an epoch) and ends the run before. Use it from one
+    thread.
+    """
 
     def __init__(
         self,

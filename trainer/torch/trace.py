@@ -14,7 +14,6 @@ ids, so that costs time and nothing else.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -239,8 +238,12 @@ def _is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None
 
 
-@cache
+_random: dict[str, bool] = {}  # not functools.cache: torch.compile, which may trace this, warns of it
+
+
 def _is_random(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    if name not in _random:
+        packet = getattr(torch.ops.aten, name, None)
+        overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+        _random[name] = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return _random[name]
