@@ -64,6 +64,8 @@ def decode(data: bytes, where: str) -> LoadPlan:
         for name, n in sizes.items():
             erase[name] = np.frombuffer(data, "<u8", n, at).astype(np.uint64, copy=False)
             at += 8 * n
+        if at != len(data) - 8:
+            raise ValueError("its size is not what it says")
         return LoadPlan(serial, load_id, version, steps, erase)
-    except (ValueError, TypeError, struct.error, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, struct.error, msgpack.UnpackException) as error:
         raise ParameterServerError(f"{where}: damaged ({error}); load the checkpoint again") from error

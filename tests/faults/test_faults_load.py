@@ -132,6 +132,21 @@ def test_writes_that_land_after_the_load_change_nothing_of_it(local: FaultyClust
         job.check()
 
 
+def test_a_trainer_that_keeps_rows_sees_the_load_of_another_client(local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path) -> None:
+    with kvemb.connect(local.url, timeout_s=PATIENCE_S, max_staleness=1000) as keeper:
+        job = Job(keeper)
+        job.push(OLD)
+        saved = job.save(tmp_path / "old")
+        job.push(OLD)
+        keeper.table("t").pull(OLD, timeout_s=PATIENCE_S)
+        stats = keeper.row_cache
+        assert stats is not None
+        assert stats.n_hits > 0  # it does keep rows
+        cluster.load(str(tmp_path / "old"))
+        job.expected = saved
+        job.check()
+
+
 def test_a_shard_that_wakes_up_after_a_load_by_its_successor_changes_nothing_of_it(
     local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
 ) -> None:
