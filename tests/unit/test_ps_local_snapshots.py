@@ -142,6 +142,23 @@ def test_rows_that_no_journal_has_are_due_at_once(shard: Shard) -> None:
     assert shard.snapshots.taken == 1
 
 
+@pytest.mark.parametrize("value", [b"", b"of another program", bytes(ADAM.record.size_bytes)])
+def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(shard: Shard, value: bytes) -> None:
+    shard.snapshots._due_bytes = 1 << 40
+    for _ in range(2):
+        shard.push()
+    before, node = shard.records(), memory_node(shard.store.addresses[0])
+    for key in ADAM.keys(IDS[::500], pages=False).encode():
+        node.put(bytes(key), value)
+    shard.snapshots._needed = True
+    for _ in range(99):
+        shard.chores.step(fail)
+        if shard.snapshots.taken:
+            break
+    assert shard.records() == before
+    assert (shard.snapshots.taken, shard.repairer.figures.rows) == (1, len(IDS[::500]))
+
+
 def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_journals_end(shard: Shard) -> None:
     shard.snapshots._due_bytes = 1 << 40
     shard.push(IDS[:1000])
