@@ -14,6 +14,7 @@ from kvemb.errors import NodeLostError, WrongNodeError
 from kvemb.keys import RowKeys
 from kvemb.testing.faults import processes, storage
 from kvemb.testing.faults.cluster import FaultyCluster
+from kvemb.testing.faults.ledger import TABLE
 from kvemb.testing.faults.proxy import Flow
 from kvemb.testing.servers import memcached_client
 
@@ -82,13 +83,22 @@ def test_nodes_whose_addresses_were_swapped_are_not_written_to_and_work_goes_on_
         first.reset_all()
         second.reset_all()
 
+    reader = kvemb.connect(training.cluster.url, read_only=True, timeout_s=PATIENCE_S)
+    table = reader.table(TABLE)
+    table.pull(IDS, timeout_s=PATIENCE_S)
     swap()
     with pytest.raises(WrongNodeError, match="swapped"):
         kvemb.connect(training.cluster.url, read_only=True, timeout_s=PATIENCE_S)
     for proxy in training.cluster.shard_proxies:
         with RawShard(proxy.address) as shard:
             eventually(lambda shard=shard: "swapped" in shard.status().failure, "the shard does not notice")  # type: ignore[misc]
-    swap()
+    with pytest.raises(WrongNodeError, match="swapped"):
+        table.pull(IDS, timeout_s=1)
+    waker = threading.Timer(0.5, swap)
+    waker.start()
+    table.pull(IDS, timeout_s=PATIENCE_S)  # waits
+    waker.join()
+    reader.close()
     training.goes_on()
     training.is_kept()
 
