@@ -15,12 +15,12 @@ from benchmarks.report import Report, Section
 from kvemb.config import DURABILITIES
 
 STORES = ("redis", "valkey", "memcached")
-N_SHARDS = 2
+N_SHARDS = 1  # two took 1.5 times the CPU for the same rows, on a machine where the trainer shares two cores with them
 _MEMORY_MB = 4096
 LOCAL, IN_STEP, STALE, IN_SYNC_STEP, EXACT = "rows in memory", "in the step", "ahead, stale", "in the step, sync", "ahead, exact, sync"
 TARGETS = (Target(IN_STEP, STALE, 1.19, at_least=True), Target(STALE, LOCAL, 1.05), Target(EXACT, STALE, 1.10))
-# By batch size: steps of a turn that count, rounds that count, batches in all. What takes about 100 s in all.
-_PLANS = {512: (20, 3, 46), 2048: (10, 4, 26), 8192: (4, 2, 14)}
+# By batch size: steps of a turn that count, rounds that count, batches in all: what takes about two minutes in all.
+_PLANS = {512: (8, 2, 22), 2048: (6, 3, 18), 8192: (2, 1, 5)}
 
 
 def dlrm(options: argparse.Namespace) -> Report:
@@ -31,7 +31,7 @@ def dlrm(options: argparse.Namespace) -> Report:
     beside each row, next to no memory or traffic; dense weights with Adagrad. Every row exists from the start.
 
     A process carries what goes to and from storage over an emulated network: --rtt-ms, and --gbit for the link of each host, each
-    direction: the trainer's, each shard's, the storage node's. Gradients go from trainer to shards directly. What the network does is
+    direction: the trainer's, the shard's, the storage node's. Gradients go from trainer to shards directly. What the network does is
     measured first and printed. All "hosts" share this machine's processor.
 
     Contenders take turns on the same batches: rows in this process's memory behind the interface of a cluster, updated in the step by
@@ -40,7 +40,7 @@ def dlrm(options: argparse.Namespace) -> Report:
     of a turn's steps after the first 3, which fill the pipelines; "/ local" is taken within a round; rows and push are milliseconds in
     which a step waited for rows, and in which it handed over its push and waited for the one before the last (sync: until it was
     applied); cpu columns are milliseconds of CPU per step of each party; drain is the wait for what was on its way at the end of a
-    turn. Losses in sync mode must be those of rows in memory bit for bit, in async mode within 2 % in the last turn.
+    turn. Losses in sync mode must be those of rows in memory bit for bit, in async mode within 3 % in the last turn.
     """
     torch = import_torch()
     plain, raw = network.measure(NetworkSpec(options.rtt_ms, options.gbit)), network.measure(NetworkSpec(0, 0))
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rtt-ms", type=positive, default=1.0, metavar="MS", help="round trip between two hosts (1)")
     parser.add_argument("--gbit", type=positive, default=1.0, metavar="G", help="Gbit/s of each host's link, each direction (1)")
     parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none)")
-    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (20, 10, 4)")
-    parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (3, 4, 2)")
+    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (8, 6, 2)")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (2, 3, 1)")
 
 
 def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str], notes: Sequence[str]) -> Section:
