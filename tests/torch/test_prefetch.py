@@ -109,6 +109,23 @@ def test_a_data_loader_with_worker_processes_is_read_over_several_epochs(local: 
         assert (model.rows.shared.n_ahead, model.rows.shared.n_pulled) == (2 * len(loader) - 1, 1)
 
 
+def test_every_push_is_measured_with_the_versions_that_its_rows_had(local: LocalCluster) -> None:
+    with kvemb.connect(local.url) as cluster:
+        model = Model(cluster, "measured")
+        optimizer = SparseOptimizer(model)
+        loader = prepare(model, [(torch.arange(30),)] * 12, capacity=3)
+        for (ids,) in loader:
+            if loader._pipeline is not None:
+                loader._pipeline.coming(1)  # so the next batch's rows are older than this push
+            model(ids).backward()
+            optimizer.step()
+        assert optimizer.last_ack is not None
+        optimizer.last_ack.wait_applied()
+        assert loader.mean_staleness.n == 11, "the first batch was pulled in its step"
+        assert loader.staleness.changed_fraction == 1.0, "all rows of all batches are the same"
+        assert 1 <= loader.staleness.batches_elapsed <= loader.mean_staleness.most_elapsed
+
+
 def test_leaving_a_data_loader_early_ends_its_processes_and_our_threads(local: LocalCluster) -> None:
     with kvemb.connect(local.url) as cluster:
         model = Model(cluster, "early")
