@@ -1,5 +1,6 @@
 #!/bin/sh
-# Make one Redis Cluster of the nodes given, three primaries with a replica each, unless it is made already: runs once and ends.
+# Make one Redis Cluster of the nodes given, three primaries with a replica each; one that was made before is brought together again, because
+# containers that were stopped may come back under one another's addresses. Runs once and ends.
 #
 #   sh redis-cluster-create.sh HOST HOST HOST HOST HOST HOST
 set -eu
@@ -7,9 +8,11 @@ export REDISCLI_AUTH="$KVEMB_STORAGE_PASSWORD"
 
 state() { redis-cli -h "$1" cluster info | tr -d '\r'; }
 
-# Whether a node sees every slot served and all nodes there.
+# Whether every node sees all nodes, and every slot served.
 whole() {
-    state "$1" | grep -qx 'cluster_state:ok' && state "$1" | grep -qx "cluster_known_nodes:$#"
+    for host in "$@"; do
+        state "$host" | grep -qx 'cluster_state:ok' && state "$host" | grep -qx "cluster_known_nodes:$#" || return 1
+    done
 }
 
 wait_until_whole() {
@@ -24,13 +27,19 @@ wait_until_whole() {
     exit 1
 }
 
-# Nodes that know one another were a cluster before; they come together again by themselves.
+address_of() { getent hosts "$1" | cut -d ' ' -f 1; } # redis takes no names here
+
 if ! state "$1" | grep -qx 'cluster_known_nodes:1'; then
+    for host in "$@"; do
+        for other in "$@"; do
+            redis-cli -h "$host" cluster meet "$(address_of "$other")" 6379 >/dev/null
+        done
+    done
     wait_until_whole "$@"
 fi
 addresses=
 for host in "$@"; do
-    addresses="$addresses $(getent hosts "$host" | cut -d ' ' -f 1):6379" # it takes no names
+    addresses="$addresses $(address_of "$host"):6379"
 done
 # shellcheck disable=SC2086  # a list
 redis-cli --cluster create $addresses --cluster-replicas 1 --cluster-yes >/tmp/create.log || {
