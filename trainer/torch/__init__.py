@@ -16,7 +16,8 @@ from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
 from trainer.torch.keyed_tensor import KeyedTensor
 from trainer.torch.materialize import materialize
 from trainer.torch.optimizer import SparseOptimizer
-from trainer.torch.prepare import Prepared, prepare
+from trainer.torch.prepare import prepare
+from trainer.torch.prepared import Prepared
 
 __all__ = [
     "DenseFeatures",

@@ -1,230 +1,22 @@
-"""prepare: a loader whose batches come with their rows already pulled.
+"""prepare: have the rows of a loader's batches pulled before they are used.
 
-What must not live here: which parts of a batch feed which module (`feeds`, `trace`), threads (`trainer.lookahead`), steps (`optimizer`).
-
-Strategy: threads work out what each module of the model will be asked for with a batch, and pull the rows of all tables at once; when
-the batch is handed out, they are handed to the model's `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not
-foreseen is pulled when it is made, as without `prepare`: a wrong forecast costs time and never gives wrong rows.
+What must not live here: how that is done (`prepared`). Arguments are checked here, all of them before anything is begun.
 """
 
-import logging
-import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import nn
 
 from kvemb.errors import InvalidInputError
-from trainer.lookahead.consistency import Bounded, Consistency, Exact, Stale, check_consistency
-from trainer.lookahead.pipeline import Pipeline, Waited
-from trainer.lookahead.prefetch import check_executor, size_of
-from trainer.lookahead.rows import RowsAhead
+from trainer.lookahead.consistency import check_consistency
+from trainer.lookahead.prefetch import check_executor
 from trainer.lookahead.sizes import AUTO, Sizes
-from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
 from trainer.report import StepReport
-from trainer.torch.feeds import Features, Plan, named_plan
-from trainer.torch.lookup import TableModule
-from trainer.torch.ports import AckPort, Changed, Held
-from trainer.torch.shared import SharedLookups
+from trainer.torch.feeds import Features, named_plan
+from trainer.torch.prepared import Mode, Prepared
 from trainer.torch.tables import modules_by_table, share_lookups
-from trainer.torch.trace import Trace, TracedPlan
-
-log = logging.getLogger("kvemb")
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A consistency and its k, checked."""
-
-    consistency: str
-    k: int | None
-
-    def of(self, modules: Sequence[TableModule]) -> Consistency:
-        """Make what keeps it for these modules."""
-        cluster = modules[0].table.cluster
-        if self.consistency == "exact":
-            return Exact(cluster, lambda: modules[0].shared.state)
-        return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
-
-
-class Prepared:
-    """A prepared loader; see `prepare`. Each `iter` is a new run over the loader (an epoch) and ends the run before. Use it from one
-    thread.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        model: nn.Module,
-        plan: Plan | None,
-        mode: "Mode",
-        sizes: Sizes,
-        executor: Executor | None,
-        steps: StepReport | None = None,
-    ) -> None:
-        self._steps = steps
-        self._loader, self._model, self._plan, self._sizes, self._executor = loader, model, plan, sizes, executor
-        self._modules = [module for ones in modules_by_table(model).values() for module in ones]
-        self._consistency = mode.of(self._modules)
-        self._pipeline: Pipeline[Any, RowsAhead] | None = None
-        self._n_since_step = 0
-        self._foreseen: Counter[tuple[str, bool]] = Counter()
-        self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
-        self._log = StalenessLog()
-        self.waited = Waited()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.close()
-        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        run = self._batches(iter(self._loader))
-        if self._steps is not None:
-            run = _reported(run, self._steps)
-        self._run = weakref.ref(run)
-        return run
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._loader))
-
-    def close(self) -> None:
-        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
-        run = None if self._run is None else self._run()
-        if run is not None:
-            run.close()
-
-    def __enter__(self) -> "Prepared":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def threads_num(self) -> int:
-        """Threads in force."""
-        return self._sizes.threads_num
-
-    @property
-    def capacity(self) -> int:
-        """Batches ahead, in force."""
-        return self._sizes.capacity
-
-    @property
-    def staleness(self) -> Any:
-        """How stale the rows of the newest batch were whose push was applied: changed_fraction, batches_elapsed. None before."""
-        return self._log.last
-
-    @property
-    def mean_staleness(self) -> MeanStaleness:
-        """The same over all pushes that were applied."""
-        return self._log.mean
-
-    @property
-    def report(self) -> str:
-        """What was chosen and measured."""
-        per_batch_ms = 1e3 * self.waited.working_s / max(1, self.waited.n_batches)
-        lines = [
-            f"{self._sizes}",
-            f"{self.waited.n_batches} batches, waited {per_batch_ms:.3g} ms for the rows of each",
-            f"consistency: {self._consistency}; staleness: {self._log.mean}",
-            "which module needs what is found out with the first batch" if self._plan is None else f"{self._plan}",
-        ]
-        return "\n".join([*lines, *self._misses()])
-
-    def looked_up(self, table: str, foreseen: bool) -> None:
-        """Count a lookup. Called by the model's modules."""
-        self._foreseen[table, foreseen] += 1
-
-    def held(self) -> Held | None:
-        """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
-        n, self._n_since_step = max(1, self._n_since_step), 0
-        if not isinstance(self._consistency, Exact) or self._pipeline is None:
-            return None
-        return self._consistency.hold(self._pipeline.coming(n))
-
-    def released(self, fresh: Changed | None) -> None:
-        """Take over what a step changed. See `LookaheadPort`."""
-        self._consistency.released(fresh)
-
-    def pushed(self, ack: AckPort) -> None:
-        """Take note of a push. Called by SparseOptimizer."""
-        self._log.add(ack)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._sizes}>"
-
-    def _misses(self) -> list[str]:
-        """Say of which tables lookups were not foreseen."""
-        tables = sorted({table for table, foreseen in self._foreseen if not foreseen})
-        return [
-            f"table {table!r}: {self._foreseen[table, False]} of {self._foreseen[table, False] + self._foreseen[table, True]} lookups were "
-            f"not foreseen, and pulled when they were made ({_paths(self._model, table)})"
-            for table in tables
-        ]
-
-    def _batches(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        for batch in batches if self._plan is None else ():
-            trace = Trace(self._model, batch)
-            self._n_since_step += 1
-            with trace:
-                yield batch
-            del batch
-            if trace.called:
-                self._take_plan(trace.plan())
-                break
-        if self._plan is None:
-            return  # the loader ended before the model was called
-        work = _work(self._plan, self._consistency)
-        run = self._pipeline = Pipeline(batches, work, self._sizes, waited=self.waited, executor=self._executor)
-        del batches  # the run's: a loader's processes end with it
-        try:
-            while True:
-                try:
-                    batch, rows = run.next()
-                except StopIteration:
-                    return
-                self._install(rows)
-                del rows
-                yield batch
-                del batch
-        finally:
-            run.close()
-            self._release()
-
-    def _take_plan(self, plan: TracedPlan) -> None:
-        self._plan = plan
-        for path, why in plan.unforeseen.items():
-            log.warning("rows of %s are pulled when it is called: %s", path or "the model", why)
-
-    def _install(self, rows: RowsAhead) -> None:
-        sharing = self._shared()
-        if len(sharing) > 1 and isinstance(self._consistency, Exact):
-            raise InvalidInputError(
-                "consistency='exact' needs one SparseOptimizer, made from the model that was prepared, for all its tables"
-            )
-        began_s = time.perf_counter()
-        self._consistency.use(rows)
-        self.waited.waited(time.perf_counter() - began_s)
-        self._n_since_step += 1
-        for shared in sharing:
-            shared.install(rows.by_table)
-            shared.lookahead = self
-
-    def _release(self) -> None:
-        """Leave nothing of a run that is over."""
-        self._pipeline = None
-        for shared in self._shared():
-            if shared.lookahead is self:
-                shared.install({})
-                shared.lookahead = None
-
-    def _shared(self) -> list[SharedLookups]:
-        """The lookups that the modules share now: an optimizer that was made since may have given them others."""
-        return list({id(module.shared): module.shared for module in self._modules}.values())
 
 
 def prepare(
@@ -265,7 +57,7 @@ def prepare(
             concerned; the iteration is over then.
 
     Example:
-        >>> import kvemb
+        >>> import kvemb, torch
         >>> from trainer.torch import Embedding, SparseOptimizer
         >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
         ...     model = Embedding(cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.zeros()))
@@ -284,26 +76,3 @@ def prepare(
         raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
     plan = None if features is None else named_plan(model, features)
     return Prepared(loader, model, plan, Mode(consistency, k), Sizes(threads_num, capacity), executor, report)
-
-
-def _reported(run: Generator[Any, None, None], steps: StepReport) -> Generator[Any, None, None]:
-    with steps:
-        yield from run
-
-
-def _paths(model: nn.Module, table: str) -> str:
-    return ", ".join(
-        path or "the model" for path, module in model.named_modules() if isinstance(module, TableModule) and module.table.name == table
-    )
-
-
-def _work(plan: Plan, consistency: Consistency) -> Callable[[Any], tuple[RowsAhead, int]]:
-    """What a thread does with a batch. It must not know the loader or its run, which would then never be collected."""
-
-    def work(batch: Any) -> tuple[RowsAhead, int]:
-        with torch.no_grad():
-            rows = RowsAhead(plan.asked(batch))
-        consistency.pull(rows)
-        return rows, size_of(batch) + rows.nbytes
-
-    return work
