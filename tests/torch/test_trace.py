@@ -181,6 +181,16 @@ def test_batches_that_the_loop_skips_are_no_reason_to_give_up() -> None:
     assert (model.one.shared.n_ahead, model.one.shared.n_pulled) == (2 * (N_BATCHES - 3), 2)
 
 
+def test_a_model_whose_modules_are_never_called_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = Styled(MemoryCluster(), lambda m, batch: m.one.forward(batch["x"]).sum(dim=(1, 2)))
+    with caplog.at_level(logging.WARNING, "kvemb"):
+        train(model, prepare(model, draw(n=10)))
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "not their forward()" in line] == said
+    assert len(said) == 1
+    assert model.one.shared.n_pulled == 10
+
+
 def test_modules_inside_other_models_are_told_by_their_path() -> None:
     inner = Styled(MemoryCluster(), lambda m, batch: USES["whole"](m, batch["x"]))
     model = nn.Sequential(inner)

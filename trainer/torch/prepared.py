@@ -37,6 +37,8 @@ from trainer.torch.tables import modules_by_table
 from trainer.torch.trace import Trace, TracedPlan
 
 log = logging.getLogger("kvemb")
+_WATCHED = 8
+"""Batches without a call of a lookup module after which a log line says so; a loop may skip any number of batches when it resumes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Prepared:
         ]
 
     def _batches(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        for batch in batches if self._plan is None else ():
+        for n, batch in enumerate(batches if self._plan is None else (), start=1):
             trace = Trace(self._model, batch)
             self._n_since_step += 1
             with trace:
@@ -177,6 +179,12 @@ class Prepared:
             if trace.called:
                 self._take_plan(trace.plan())
                 break
+            if n == _WATCHED:
+                log.warning(
+                    "no lookup module was called with the first %d batches, so nothing is looked up ahead until one is. Call the "
+                    "modules, not their forward(), or name what feeds them with prepare(features=…)",
+                    n,
+                )
         if self._plan is None:
             return  # the loader ended before the model was called
         work = _work(self._plan, self._consistency)
