@@ -203,6 +203,27 @@ def test_weights_that_are_not_those_of_the_values_are_refused(weights: list[Any]
 # --- lookups ------------------------------------------------------------------------------------------------------------------------
 
 
+def test_weights_that_want_a_gradient_are_refused_unless_none_is_recorded() -> None:
+    layer = DenseFeatures([embedding_column(weighted_categorical_column(identity("c"), "w"), 2)], CreatingCluster())
+    features = {"c": [[1, 2]], "w": torch.ones(1, 2, requires_grad=True)}
+    with pytest.raises(InvalidInputError, match=r"'w' .*gradient.*EmbeddingBagCollection"):
+        layer(features)
+    with torch.no_grad():
+        assert layer(features).shape == (1, 2)
+
+
+def test_text_that_is_none_is_refused_by_name() -> None:
+    column = embedding_column(categorical_column_with_hash_bucket("c", 9), 2)
+    with pytest.raises(InvalidInputError, match=r"feature 'c': .*None.*missing"):
+        DenseFeatures([column], CreatingCluster())({"c": ["x", None]})
+
+
+@pytest.mark.parametrize("normalizer_fn", [torch.sum, lambda x: x[:1], lambda x: torch.cat([x, x], dim=1)])
+def test_numbers_that_change_their_shape_when_normalized_are_refused_by_name(normalizer_fn: Any) -> None:
+    with pytest.raises(InvalidInputError, match="'x': normalizer_fn"):
+        DenseFeatures([numeric_column("x", normalizer_fn=normalizer_fn)], CreatingCluster())({"x": [1.0, 2.0]})
+
+
 def test_gradients_equal_torchs_also_where_columns_share_a_table() -> None:
     cluster = CreatingCluster()
     shared = shared_embedding_columns([identity("a"), weighted_categorical_column(identity("b"), "w")], 3, "sum", FIRST)

@@ -6,7 +6,8 @@ DenseFeatures has them), and how values come in (`bags`).
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -88,7 +89,8 @@ class HashedColumn:
     def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Hash values [m] of the column's dtype."""
         _require_dtype(self.key, values, self.dtype)
-        return hash_buckets(values, self.num_buckets)
+        with _naming(self.key):
+            return hash_buckets(values, self.num_buckets)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class VocabularyColumn:
         return ids
 
     def _texts(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        place = {word: self._places.get(text_bytes(word), NO_ROW) for word in set(values.tolist())}
+        with _naming(self.key):
+            place = {word: self._places.get(text_bytes(word), NO_ROW) for word in set(values.tolist())}
         return np.fromiter(map(place.__getitem__, values.tolist()), np.int64, len(values))
 
     def _integers(self, values: NDArray[Any]) -> NDArray[np.int64]:
@@ -253,6 +256,15 @@ def check_distinct(where: str, values: Sequence[Any]) -> None:
         if value in seen:
             raise InvalidInputError(f"{where}: {value!r} stands twice")
         seen.add(value)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Say of which feature a value is that is refused."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"feature {key!r}: {error}") from error
 
 
 def _require_dtype(key: str, values: NDArray[Any], dtype: str) -> None:

@@ -77,7 +77,7 @@ def text_bytes(value: object) -> bytes:
     if isinstance(value, bytes):
         return bytes(value)
     if not isinstance(value, str):
-        raise InvalidInputError(f"text must be str or bytes, got {value!r} ({type(value).__name__})")
+        raise InvalidInputError(f'text must be str or bytes, got {value!r} ({type(value).__name__}); for a value that is missing give ""')
     try:
         return value.encode()
     except UnicodeEncodeError as error:

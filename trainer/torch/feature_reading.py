@@ -44,7 +44,9 @@ def read_bags(column: CategoricalColumn, features: Mapping[str, Feature]) -> Bag
     value = _feature(column.key, features)
     bags = _read(column.key, value)
     if isinstance(column, WeightedColumn):
-        given = _read(column.weight_key, _feature(column.weight_key, features))
+        weights = _feature(column.weight_key, features)
+        _refuse_gradient(column.weight_key, weights)
+        given = _read(column.weight_key, weights)
         if not np.array_equal(given.lengths, bags.lengths) or given.values.dtype.kind not in "iuf":
             raise InvalidInputError(f"feature {column.weight_key!r} must hold a number for each value of feature {column.key!r}")
         bags = Bags(bags.values, bags.lengths, given.values.astype(np.float32))
@@ -69,7 +71,7 @@ def numbers(column: NumericColumn, features: Mapping[str, Feature]) -> Tensor:
         raise InvalidInputError(f"feature {column.key!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected numbers [{shape}]")
     tensor = tensor.to(torch.float32).reshape(-1, *column.shape)
     if column.normalizer_fn is not None:
-        tensor = column.normalizer_fn(tensor)
+        tensor = _normalized(column, tensor)
     return tensor.reshape(len(tensor), column.width)
 
 
@@ -77,6 +79,26 @@ def device_of(features: Mapping[str, Feature]) -> torch.device:
     """Return the device of the first tensor among the features."""
     tensors = (value.values() if _is_jagged(value) else value for value in features.values())
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
+
+
+def _normalized(column: NumericColumn, given: Tensor) -> Tensor:
+    assert column.normalizer_fn is not None
+    tensor: Tensor = column.normalizer_fn(given)
+    if tensor.shape != given.shape:
+        raise InvalidInputError(
+            f"feature {column.key!r}: normalizer_fn made {tuple(tensor.shape)} of {tuple(given.shape)}; it must keep the shape"
+        )
+    return tensor
+
+
+def _refuse_gradient(key: str, weights: Feature) -> None:
+    """Weights are read as plain numbers; whoever wants to train them must not find out by their standing still."""
+    values = weights.values() if _is_jagged(weights) else weights
+    if isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled():
+        raise InvalidInputError(
+            f"feature {key!r} holds weights that require a gradient, and columns give them none; detach() them, or use an "
+            "EmbeddingBagCollection with is_weighted=True"
+        )
 
 
 def _feature(key: str, features: Mapping[str, Feature]) -> Feature:
