@@ -234,6 +234,12 @@ def test_bags_that_are_not_one_per_example_and_key_are_refused(kind: type[KeyedJ
         EmbeddingBagCollection(configs(), CreatingCluster())(kind(features.keys(), features.values(), lengths=features.lengths()))
 
 
+@pytest.mark.parametrize("features", [{"seen": [[1]]}, torch.tensor([1]), JaggedTensor.from_lists([[1]])])
+def test_what_is_no_keyed_jagged_tensor_is_refused(features: object) -> None:
+    with pytest.raises(InvalidInputError, match="KeyedJaggedTensor"):
+        EmbeddingBagCollection(configs(), CreatingCluster())(features)  # type: ignore[arg-type]
+
+
 def test_weights_that_are_missing_are_asked_for() -> None:
     with pytest.raises(InvalidInputError, match="no weights"):
         EmbeddingBagCollection(configs("sum"), CreatingCluster(), is_weighted=True)(random_features(0))

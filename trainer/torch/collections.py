@@ -81,6 +81,11 @@ class _Collection(TableCollection):
 
     def _features(self, given: KeyedJagged) -> dict[str, _Feature]:
         """Take features apart; those that no table has are left out."""
+        if not all(callable(getattr(given, method, None)) for method in ("keys", "values", "lengths", "weights_or_none")):
+            raise InvalidInputError(
+                f"features must be a KeyedJaggedTensor, got {type(given).__name__}; of a dict, KeyedJaggedTensor.from_lists and "
+                ".from_jt_dict make one"
+            )
         for method in ("variable_stride_per_key", "inverse_indices_or_none"):
             if getattr(given, method, bool)():  # TorchRec's, with bags that are not one per example and key
                 raise InvalidInputError(f"features with {method}() are not supported: give each key the same number of bags")

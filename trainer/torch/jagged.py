@@ -60,6 +60,8 @@ class JaggedTensor:
             >>> JaggedTensor.from_padded(torch.tensor([[1, 2], [-1, -1], [3, -1]])).lengths().tolist()
             [2, 0, 1]
         """
+        if dense.dim() != 2:
+            raise InvalidInputError(f"from_padded takes a tensor [b, l], got the shape {tuple(dense.shape)}")
         present = dense != missing
         return cls(dense[present], present.sum(1))
 
@@ -258,7 +260,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _check_weights(values: Tensor, weights: Tensor | None) -> None:
-    if weights is not None and weights.shape[:1] != values.shape[:1]:
+    if weights is not None and weights.shape != values.shape[:1]:
         raise InvalidInputError(f"there are {_shape(weights)} weights for {_shape(values)} values")
 
 
