@@ -179,7 +179,7 @@ def test_everything_is_closed_with_the_cluster(local: LocalCluster) -> None:
 
 def test_a_node_that_dies_while_batches_are_pulled_is_an_error_within_the_timeout(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 2.0, "fail")) as cluster:
+    with LocalCluster("redis", 2, shards=1) as local, kvemb.connect(with_timeout(local, 10.0, "fail")) as cluster:
         model = Model(cluster, "one")
         optimizer = SparseOptimizer(model)
         done: list[int] = []
