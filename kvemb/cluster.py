@@ -126,6 +126,15 @@ class Cluster:
         return self._access.shards is None
 
     @property
+    def changes(self) -> int:
+        """How often this connection has changed rows, by pushes, assigns, erases and loads: one more when each begins, and when it is over.
+
+        A push is over when it is applied, or has failed. Rows that were pulled at one number are others at the same number only by
+        what other processes do, or by a push that is on its way.
+        """
+        return self._access.changes.now()
+
+    @property
     def row_cache(self) -> RowCacheStats | None:
         """How many ids of pulls were looked up among the rows of own pushes, and how many found; None without `max_staleness`."""
         return None if self._access.row_cache is None else self._access.row_cache.stats
@@ -237,7 +246,7 @@ class Cluster:
                 versions as pulled; any tables. `Ack.fresh` then tells which of them are others after this step, and how they are.
                 Rows assigned or erased behind this step are told by the next one.
         """
-        shards = self._access.require_shards("push")
+        self._access.require_shards("push")
         _check_names("versions", versions, tables)
         _check_names("hyper", hyper, tables)
         rows = []
@@ -248,7 +257,7 @@ class Cluster:
             table = self.table(name)
             values = table.pushed_hyper((hyper or {}).get(name, {}))
             rows.append(prepare_push(table.definition, ids, grads, (versions or {}).get(name), values, table.wire_dtype))
-        return shards.push(rows, timeout_s, self._held(held or {}))
+        return self._access.push(rows, timeout_s, self._held(held or {}))
 
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
@@ -330,7 +339,8 @@ class Cluster:
 
         servers = self._access.require_shards("load").servers
         loading = Loading(servers, self._access.store, self._stored_tables(), self._config.storage.timeout_s)
-        return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
+        with self._access.changes.change():
+            return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
         """Wait until what was pushed is accepted, say goodbye to the shards, drop every connection. Idempotent.

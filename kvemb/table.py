@@ -4,15 +4,18 @@ What must not live here: anything about one storage kind or about gRPC. Thread-s
 pulling; verbs that go through the parameter servers raise ClosedError there.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvemb.change_count import ChangeCount
 from kvemb.errors import ReadOnlyError
+from kvemb.held import Held
 from kvemb.ids import to_caller
+from kvemb.messages import TableRows
 from kvemb.net.deadline import Deadline
 from kvemb.pull import prepare_pull, pull
 from kvemb.push import prepare_assign, prepare_erase, prepare_push
@@ -29,11 +32,13 @@ if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is o
 
 @dataclass(frozen=True)
 class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout."""
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout,
+    and how often it has changed rows."""
 
     store: Store
     shards: "ShardClient | None"
     pull_timeout_s: float
+    changes: ChangeCount = field(default_factory=ChangeCount)
 
     def require_shards(self, verb: str) -> "ShardClient":
         """Return the client of the shards, or raise ReadOnlyError."""
@@ -43,6 +48,18 @@ class Access:
                 "Open it with kvemb.connect(source)."
             )
         return self.shards
+
+    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[Held] = ()) -> "Ack":
+        """Send a push, and count it."""
+        shards = self.require_shards("push")
+        self.changes.begin_push()
+        try:
+            ack = shards.push(rows, timeout_s, held)
+        except BaseException:
+            self.changes.failed()
+            raise
+        self.changes.pushed(ack)
+        return ack
 
     @property
     def row_cache(self) -> RowCache | None:
@@ -152,8 +169,9 @@ class Table:
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
         """
-        shards = self._access.require_shards("push")
-        return shards.push([prepare_push(self._definition, ids, grads, versions, self._hyper, self._wire_dtype)], timeout_s)
+        access = self._access
+        access.require_shards("push")
+        return access.push([prepare_push(self._definition, ids, grads, versions, self._hyper, self._wire_dtype)], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes are applied: visible to every client's pulls. Concerns all tables.
@@ -216,7 +234,9 @@ class Table:
             ParameterServerError: some rows may have been set, or may still be; assigning again is fine.
         """
         shards = self._access.require_shards("assign")
-        shards.assign(prepare_assign(self._definition, ids, rows), timeout_s)
+        prepared = prepare_assign(self._definition, ids, rows)
+        with self._access.changes.change():
+            shards.assign(prepared, timeout_s)
 
     def erase(self, ids: ArrayLike, *, timeout_s: float | None = None) -> int:
         """Delete rows, optimizer state included; return how many existed. Ids without a row are fine.
@@ -226,7 +246,9 @@ class Table:
             ParameterServerError: some rows may have been erased, or may still be; erasing again is fine.
         """
         shards = self._access.require_shards("erase")
-        return shards.erase(prepare_erase(self._definition, ids), timeout_s)
+        prepared = prepare_erase(self._definition, ids)
+        with self._access.changes.change():
+            return shards.erase(prepared, timeout_s)
 
     def export(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Read every row that exists.

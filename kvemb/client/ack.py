@@ -111,6 +111,12 @@ class Ack:
             return all(part.applied for part in self._parts)
 
     @property
+    def settled(self) -> bool:
+        """Whether every shard has applied its part, or the push has failed."""
+        with self._changed:
+            return self._error is not None or all(part.applied for part in self._parts)
+
+    @property
     def staleness(self) -> Staleness | None:
         """How stale the push was; None until it is applied, and when it carried no versions."""
         with self._changed:

@@ -63,7 +63,6 @@ class MemoryTable:
         for at, row_id in enumerate(flat.tolist()):
             self.rows[row_id] = weights[at], slots[at], make_version(1, self.step)
 
-
     def fresh(self, ids: NDArray[Any], versions: NDArray[np.uint64]) -> Any:
         flat, _ = normalize(ids, self.definition.id_dtype, self.name)
         assert len(np.unique(flat)) == len(flat)
@@ -80,7 +79,7 @@ class MemoryCluster:
         self.versions: list[Mapping[str, NDArray[np.uint64]]] = []
         self.hyper: list[Mapping[str, Mapping[str, float]]] = []
         self.failure: Exception | None = None
-        self.n_pulls = 0
+        self.n_pulls = self.changes = 0
 
     def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, id_dtype: str = "int64") -> MemoryTable:
         definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), id_dtype=id_dtype)
@@ -98,6 +97,7 @@ class MemoryCluster:
         hyper: Mapping[str, Mapping[str, float]] | None = None,
         held: Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]] | None = None,
     ) -> MemoryAck:
+        self.changes += 2
         if self.failure is not None:
             raise self.failure
         if any(not np.isfinite(grads).all() for _, grads in tables.values()):

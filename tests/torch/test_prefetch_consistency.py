@@ -224,6 +224,82 @@ def test_exact_and_bounded_are_refused_on_a_connection_that_keeps_rows() -> None
             prepare(model, [], **options)  # type: ignore[arg-type]
 
 
+class Product(nn.Module):
+    """Two tables whose rows meet: what one of them lacks shows in the other's gradients."""
+
+    def __init__(self, cluster: Any) -> None:
+        super().__init__()
+        self.one, self.two = Embedding(cluster.table("one", 2)), Embedding(cluster.table("two", 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 0.002 * ((self.one(ids) * self.two(ids)).sum() - 1).square()
+
+
+def few_ids(n: int = 10) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 8, (6,), generator=generator) for _ in range(n)]
+
+
+def exactly(model: nn.Module, batches: Any) -> Any:
+    features = {path: lambda batch: batch for path, module in model.named_modules() if isinstance(module, Embedding)}
+    return prepare(model, batches, consistency="exact", features=features, threads_num=1, capacity=3)
+
+
+@pytest.mark.parametrize("optimizers", ["of parts", "of more"])
+def test_exact_with_optimizers_of_other_modules_than_the_prepared_made_before(optimizers: str) -> None:
+    def losses(wrap: Callable[[nn.Module, Any], Any]) -> list[float]:
+        cluster = MemoryCluster("sync")
+        model = Product(cluster)
+        more = nn.ModuleList([model, Embedding(cluster.table("three", 2))])
+        steps = [SparseOptimizer(part) for part in ([model.one, model.two] if optimizers == "of parts" else [more])]
+        seen = []
+        for ids in wrap(model, few_ids()):
+            loss = model(ids)
+            loss.backward()
+            for one in steps:
+                one.step()
+            seen.append(loss.item())
+        return seen
+
+    assert losses(exactly) == losses(plain)
+
+
+@pytest.mark.parametrize("when", ["behind_the_step", "before_the_forward_pass"])
+@pytest.mark.parametrize("change", ["assign", "push", "erase", "another_model"])
+def test_exact_sees_what_the_same_connection_does_to_rows_beside_the_steps(sync_url: str, change: str, when: str) -> None:
+    with kvemb.connect(sync_url, trainer="one") as cluster:
+
+        def disturb(table: Any, other: SparseOptimizer, module: nn.Module, i: int) -> None:
+            ids = np.arange(8)
+            if change == "assign":
+                table.assign(ids, np.full((8, 4), i, np.float32))
+            elif change == "push":
+                table.push(ids, np.ones((8, 4), np.float32)).wait_applied()
+            elif change == "erase":
+                table.erase(ids)
+            else:
+                module(torch.from_numpy(ids)).square().sum().backward()
+                other.step()
+
+        def losses(wrap: Callable[[nn.Module, Any], Any], name: str) -> list[float]:
+            words = table(cluster, f"{change}.{when}.{name}")
+            model, module = Embedding(words), Embedding(words)
+            optimizer, other = SparseOptimizer(model), SparseOptimizer(module)
+            seen = []
+            for i, ids in enumerate(wrap(model, few_ids(8))):
+                if i % 2 and when == "before_the_forward_pass":
+                    disturb(words, other, module, i)
+                loss = (model(ids).sum() - 1).square()
+                loss.backward()
+                optimizer.step()
+                if i % 2 and when == "behind_the_step":
+                    disturb(words, other, module, i)
+                seen.append(loss.item())
+            return seen
+
+        assert losses(exactly, "exact") == losses(plain, "plain")
+
+
 def test_exact_needs_one_optimizer_for_all_tables() -> None:
     cluster = MemoryCluster("sync")
     model = nn.ModuleList([Embedding(cluster.table("one", 2)), Embedding(cluster.table("two", 2))])

@@ -120,46 +120,85 @@ def test_bounded_pulls_again_what_a_shard_has_left_behind(now: list[tuple[int, i
     assert f"the rows of {pulls - 1} of 1 batches" in str(bounded)
 
 
+class Job:
+    """A sync job as `Exact` sees it."""
+
+    def __init__(self) -> None:
+        self.state = self.changes = 0
+        self.storage = Storage()
+        self.exact = Exact(self.storage, lambda: self.state, lambda: self.changes)
+
+    def begin_step(self, *coming: RowsAhead) -> Any:
+        self.state += 1 + self.state % 2
+        held = self.exact.hold(coming)
+        self.changes += 1
+        return held
+
+    def end_step(self, fresh: Any) -> None:
+        self.changes += 1
+        self.state += 1
+        self.exact.released(fresh)
+
+    @property
+    def n_pulls(self) -> int:
+        return len(self.storage.asked)
+
+
+FRESH = {"a": (np.array([2], np.uint64), np.full((1, 2), 8, np.float32), np.array([3], np.uint64))}
+
+
 def test_exact_uses_what_was_pulled_between_steps_or_brought_up_to_date() -> None:
-    storage, state = Storage(), [0]
-    exact = Exact(storage, lambda: state[0])
+    job = Job()
     held, not_held = batch(), batch()
     for rows in (held, not_held):
-        exact.pull(rows)
-        exact.use(rows)
-    assert len(storage.asked) == 2, "pulled since the last release"
-    state[0] = 1
-    registered = exact.hold([held])
-    assert registered is not None
+        job.exact.pull(rows)
+        job.exact.use(rows)
+    assert job.n_pulls == 2, "pulled since the last release"
+    registered = job.begin_step(held)
     assert registered["a"][0].tolist() == [1, 2]
     in_step = batch()
-    exact.pull(in_step)
-    state[0] = 2
-    exact.released({"a": (np.array([2], np.uint64), np.full((1, 2), 8, np.float32), np.array([3], np.uint64))})
-    exact.use(held)
-    assert len(storage.asked) == 3
+    job.exact.pull(in_step)
+    job.end_step(FRESH)
+    job.exact.use(held)
+    assert job.n_pulls == 3
     assert held.by_table["a"][0].found.rows[:, 0].tolist() == [1, 8]
     for rows in (not_held, in_step):
-        exact.use(rows)
-    assert len(storage.asked) == 5
+        job.exact.use(rows)
+    assert job.n_pulls == 5
 
 
 def test_exact_pulls_again_when_the_shards_could_not_say_or_the_step_failed() -> None:
-    storage, state = Storage(), [0]
-    exact = Exact(storage, lambda: state[0])
+    job = Job()
     rows = batch()
-    exact.pull(rows)
-    state[0] = 1
-    exact.hold([rows])
-    state[0] = 2
-    exact.released(None)
-    exact.use(rows)
-    assert len(storage.asked) == 2
-    state[0] = 3  # a step that never ends
-    exact.hold([rows])
-    exact.use(rows)
-    exact.use(rows)
-    assert len(storage.asked) == 4, "whenever it is looked at, it may have changed"
+    job.exact.pull(rows)
+    job.begin_step(rows)
+    job.end_step(None)
+    job.exact.use(rows)
+    assert job.n_pulls == 2
+    job.begin_step(rows)  # a step that never ends
+    job.exact.use(rows)
+    job.exact.use(rows)
+    assert job.n_pulls == 4, "whenever it is looked at, it may have changed"
+
+
+def test_exact_pulls_again_when_this_connection_changed_rows_otherwise() -> None:
+    job = Job()
+    rows = batch()
+    job.exact.pull(rows)
+    job.changes += 2  # an assign
+    assert not job.exact.fit(rows)
+    job.exact.use(rows)
+    assert job.exact.fit(rows)
+    assert job.n_pulls == 2
+    job.begin_step(rows)
+    job.changes += 1  # a push of another thread
+    job.end_step(FRESH)
+    job.exact.use(rows)
+    assert job.n_pulls == 3
+    job.begin_step(rows)
+    job.end_step(FRESH)
+    job.exact.use(rows)
+    assert job.n_pulls == 3
 
 
 def test_staleness_is_told_as_acks_settle() -> None:

@@ -6,10 +6,10 @@ What must not live here: threads, pipelines, and when a step happens; those call
   pushed for those `capacity` batches, pushes that are still on their way then, and what others do meanwhile.
 * `Bounded`: a pull notes beforehand how far each shard has come in storage (all of that is in its rows); when the batch is used, the
   shards are asked again, and if one has applied more than k batches since, the rows are pulled anew.
-* `Exact`, in sync jobs: between two steps rows change by assign and erase only, so rows are exact if their pull began after the last
-  step's release. Those pulled before are registered with the step's push, ids and versions; with the release come back those that are
-  others now, and take the place of what was held. Whatever of earlier steps a pull has seen, this mends it: versions are compared
-  row by row.
+* `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts what it does of that itself, for whatever
+  model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and
+  versions; with the release come back those that are others now, and take the place of what was held. Whatever of earlier changes a
+  pull has seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later.
 
 `pull` is called in any thread, the others in the one that trains.
 """
@@ -24,6 +24,7 @@ from kvemb.errors import InvalidInputError
 from trainer.lookahead.rows import Changed, Puller, RowsAhead, held_of_all
 
 MODES = ("stale", "bounded", "exact")
+_PUSH = 2  # changes that a push counts as
 Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 """Ids and versions of rows that are held for batches to come, by table."""
 
@@ -37,6 +38,10 @@ class Consistency(Protocol):
 
     def use(self, rows: RowsAhead) -> None:
         """Make rows fit for use, when their batch comes: by another pull, if need be."""
+        ...
+
+    def fit(self, rows: RowsAhead) -> bool:
+        """Whether rows that were made fit for use still are, when they are looked up."""
         ...
 
     def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
@@ -60,6 +65,10 @@ class Stale:
 
     def use(self, rows: RowsAhead) -> None:
         """Do nothing."""
+
+    def fit(self, rows: RowsAhead) -> bool:
+        """They are."""
+        return True
 
     def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
         """Register nothing."""
@@ -109,43 +118,54 @@ class Exact(Stale):
 
     Args:
         cluster: pulls.
-        state: of the steps: even between two of them, odd from before a push until its release; never the same again.
+        state: of the steps: even between two of them, odd from before a push until its release.
+        changes: what this connection has done to rows, counted: a push is two, one when it begins and one when it is applied.
     """
 
-    def __init__(self, cluster: Puller, state: Callable[[], int]) -> None:
+    def __init__(self, cluster: Puller, state: Callable[[], int], changes: Callable[[], int]) -> None:
         super().__init__(cluster)
-        self._state = state
+        self._state, self._changes = state, changes
         self._held: Sequence[RowsAhead] = ()
+        self._held_at = 0
         self._n_used = self._n_again = self._n_held = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
         """Look a batch's rows up, and note when that began."""
-        rows.as_of = self._state()
+        rows.as_of = self._now()
         rows.pull(self._cluster)
 
     def use(self, rows: RowsAhead) -> None:
-        """Pull again what was neither pulled nor brought up to date since the last release."""
+        """Pull again what was neither pulled nor brought up to date since rows changed last."""
         self._n_used += 1
-        if rows.as_of != self._state() or rows.as_of % 2:
+        if not self.fit(rows):
             self._n_again += 1
             self.pull(rows)
 
+    def fit(self, rows: RowsAhead) -> bool:
+        """Whether no row has changed since, as far as this connection knows."""
+        now = self._now()
+        return rows.as_of == now and now[0] % 2 == 0
+
     def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
         """Register the rows of the batches that come next."""
-        self._held = coming
+        self._held, self._held_at = coming, self._changes()
         held = held_of_all(coming)
         self._n_held += sum(len(ids) for ids, _ in held.values())
         return held
 
     def released(self, fresh: Changed | None) -> None:
-        """Bring the rows that were registered up to date."""
+        """Bring the rows that were registered up to date, if nothing but the step's own push has changed rows meanwhile."""
         held, self._held = self._held, ()
-        if fresh is None:
+        now = self._now()
+        if fresh is None or now[1] != self._held_at + _PUSH:
             return
         self._n_changed += sum(len(ids) for ids, _, _ in fresh.values())
         for rows in held:
             rows.change(fresh)
-            rows.as_of = self._state()
+            rows.as_of = now
+
+    def _now(self) -> tuple[int, int]:
+        return self._state(), self._changes()
 
     def __str__(self) -> str:
         changed = f"{self._n_changed / max(1, self._n_held):.2%} of the rows held over a step changed in it"

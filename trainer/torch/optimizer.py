@@ -7,7 +7,7 @@ thread; it does not survive fork().
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvemb.segment import group as group_ids
 from trainer.report import current_report
 from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort, Held
+from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
 
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
@@ -78,7 +79,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         defaults = {key: value for key, value in next(iter(values.values())).items() if key in common}
         super().__init__([{"params": [], "table": name, **values[name]} for name in values], defaults)
         self._share_leaves()
-        self.shared = share_lookups(self._modules_of)
+        share_lookups(self._modules_of)
         for name, modules in self._modules_of.items():
             for module in modules:
                 module.pending = self._pending[name]
@@ -118,7 +119,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_owned()
-        held = self.shared.begin_step()  # may wait for rows, which counts as that
+        sharing = self._sharing()
+        held, holding = _begin_step(sharing)  # may wait for rows, which counts as that
         began_s = time.perf_counter()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = self._empty_parts() if self._overflowed() else self._parts()
@@ -127,18 +129,28 @@ class SparseOptimizer(torch.optim.Optimizer):
             parts = {name: part for name, part in parts.items() if len(part[0])}
         if parts:
             self._push(parts, {name: hyper[name] for name in parts}, held)
-            if self.shared.lookahead is not None and self.last_ack is not None:
-                self.shared.lookahead.pushed(self.last_ack)
+            _tell(sharing, self.last_ack)
         for pending in self._pending.values():
             pending.clear()
         pushed_s = time.perf_counter()
         if sync and self.last_ack is not None:
             self.last_ack.wait_applied(self._timeout_s)
-        self.shared.end_step(None if held is None or self.last_ack is None else self.last_ack.fresh)
+        fresh = None if held is None or self.last_ack is None else self.last_ack.fresh
+        for shared in sharing:
+            shared.end_step(fresh if shared in holding else None)
         if (report := current_report()) is not None:
             released_s = time.perf_counter()
             report.step(self.last_ack if parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
         return loss
+
+    @property
+    def shared(self) -> SharedLookups:
+        """The lookups of the model's modules, as they are shared now; of the first, where parts of the model share them apart."""
+        return self._sharing()[0]
+
+    def _sharing(self) -> list[SharedLookups]:
+        """Asked anew for each step: whoever prepares a loader for a part of the model, or for more, gives its modules others."""
+        return list({id(module.shared): module.shared for modules in self._modules_of.values() for module in modules}.values())
 
     @property
     def staleness(self) -> Any:
@@ -208,6 +220,30 @@ class SparseOptimizer(torch.optim.Optimizer):
         versions = {name: part[2] for name, part in parts.items()}
         more = {} if held is None else {"held": held}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
+
+
+def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Held | None, list[SharedLookups]]:
+    """Begin a step of all of them.
+
+    Returns:
+        What to register, and for whom: of those that hold rows of one table the first; the others pull again.
+    """
+    held: dict[str, Any] = {}
+    holding = []
+    for shared in sharing:
+        mine = shared.begin_step()
+        if mine is not None and not held.keys() & mine.keys():
+            held.update(mine)
+            holding.append(shared)
+    return held if holding else None, holding
+
+
+def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
+    """Tell each of those that pull ahead of a push, once."""
+    ahead = {id(shared.lookahead): shared.lookahead for shared in sharing}
+    for lookahead in ahead.values():
+        if lookahead is not None and ack is not None:
+            lookahead.pushed(ack)
 
 
 def _unscale_factor(optimizer: torch.optim.Optimizer) -> float:

@@ -43,6 +43,10 @@ class LookaheadPort(Protocol):
         """Take note of a lookup, and whether its rows had been pulled ahead."""
         ...
 
+    def fit(self) -> bool:
+        """Return whether the rows that were installed may still be used."""
+        ...
+
     def held(self) -> Held | None:
         """Return ids and versions, by table, of the rows of the batches to come that a step's push is to register; None for none."""
         ...
@@ -62,6 +66,11 @@ class ClusterPort(Protocol):
     @property
     def mode(self) -> str:
         """Either "sync" or "async"."""
+        ...
+
+    @property
+    def changes(self) -> int:
+        """How often this connection has changed rows, see `Cluster.changes`."""
         ...
 
     def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:

@@ -52,7 +52,7 @@ class Mode:
         """Make what keeps it for these modules."""
         cluster = modules[0].table.cluster
         if self.consistency == "exact":
-            return Exact(cluster, lambda: modules[0].shared.state)
+            return Exact(cluster, lambda: modules[0].shared.state, lambda: cluster.changes)
         return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
 
 
@@ -76,6 +76,7 @@ class Prepared:
         self._modules = [module for ones in modules_by_table(model).values() for module in ones]
         self._consistency = mode.of(self._modules)
         self._pipeline: Pipeline[Any, RowsAhead] | None = None
+        self._installed: RowsAhead | None = None
         self._n_since_step = 0
         self._foreseen: Counter[tuple[str, bool]] = Counter()
         self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
@@ -141,6 +142,10 @@ class Prepared:
     def looked_up(self, table: str, foreseen: bool) -> None:
         """Count a lookup. Called by the model's modules."""
         self._foreseen[table, foreseen] += 1
+
+    def fit(self) -> bool:
+        """Return whether the rows that were installed may still be used. Called by the model's modules."""
+        return self._installed is None or self._consistency.fit(self._installed)
 
     def held(self) -> Held | None:
         """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
@@ -217,6 +222,7 @@ class Prepared:
             )
         began_s = time.perf_counter()
         self._consistency.use(rows)
+        self._installed = rows if isinstance(self._consistency, Exact) else None
         self.waited.waited(time.perf_counter() - began_s)
         self._n_since_step += 1
         for shared in sharing:
@@ -225,7 +231,7 @@ class Prepared:
 
     def _release(self) -> None:
         """Leave nothing of a run that is over."""
-        self._pipeline = None
+        self._pipeline = self._installed = None
         for shared in self._shared():
             if shared.lookahead is self:
                 shared.install({})

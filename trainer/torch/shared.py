@@ -104,6 +104,8 @@ class SharedLookups:
             times.rows_looked_up += sum(len(found.ids) for found in pulled)
 
     def _find_installed(self, table: TablePort, ids: NDArray[np.uint64]) -> Found | None:
+        if self._installed and self.lookahead is not None and not self.lookahead.fit():
+            self._installed = {}
         for ahead in self._installed.get(table.name, ()):
             if np.array_equal(ahead.asked, ids):
                 return ahead.found
