@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -210,11 +211,26 @@ def in_place(m: Styled, x: Tensor) -> Tensor:
     return m.one(filled).sum(dim=(1, 2))
 
 
+def filled_behind_torch(m: Styled, x: Tensor) -> Tensor:
+    filled = torch.empty_like(x)
+    filled.numpy()[:] = x.numpy()
+    return m.one(filled).sum(dim=(1, 2))
+
+
+@torch.library.custom_op("kvemb_tests::exchanged", mutates_args=())
+def exchanged(x: Tensor) -> Tensor:
+    """Stand for a collective: pure as far as its schema says."""
+    assert threading.current_thread() is threading.main_thread()
+    return x.clone()
+
+
 CANNOT_TELL: dict[str, tuple[Callable[[Styled, Tensor], Tensor], str]] = {
     "numbers": (by_numbers, "not made from the batch by torch functions .parts of it were read out by tolist."),
     "in place": (in_place, "changed in place by __setitem__"),
     "random": (lambda m, x: m.one(x + torch.randint(0, 2, (4, 3))).sum(dim=(1, 2)), "randint draws random numbers"),
     "of the model": (lambda m, x: m.one(m.dense(x[:, :2].float()).repeat(1, 3).topk(2).indices).sum(dim=(1, 2)), "computed by the model"),
+    "without values": (filled_behind_torch, "empty_like makes them without values"),
+    "of others": (lambda m, x: m.one(exchanged(x)).sum(dim=(1, 2)), "exchanged.* is no function of torch's own"),
     "constant": (lambda m, x: m.one(torch.tensor([1, 2])).sum() + 0 * x.float().sum(dim=1), "not made from the batch"),
 }
 
@@ -263,6 +279,37 @@ def test_a_wrong_forecast_costs_time_and_no_rows() -> None:
     n = model.one.shared.n_pulled - 1
     assert 0 < n < 11
     assert f"table 'one': {n} of 11 lookups were not foreseen, and pulled when they were made (one)" in loader.report
+
+
+def test_a_forecast_that_never_comes_true_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    def style(m: Styled, batch: Any) -> Tensor:
+        x = torch.zeros_like(batch["x"])
+        x.numpy()[:] = batch["x"].numpy()  # behind torch's back
+        return m.one(x).sum(dim=(1, 2)) + m.bag(batch["x"]).sum(dim=1)
+
+    cluster = MemoryCluster()
+    model = Styled(cluster, style)
+    loader = prepare(model, draw(n=30), capacity=1)
+    with caplog.at_level(logging.WARNING, "kvemb"):
+        losses = train(model, loader)
+    assert len(losses) == 30
+    assert "table 'one' are no longer looked up ahead: 16 batches in a row" in caplog.text
+    assert "looked up ahead: one" not in loader.report
+    assert "pulled when called: one: what it was asked for was not what the first batch made expect" in loader.report
+    assert model.one.shared.n_ahead == 29, "of the bag"
+    assert cluster.tables["one"].n_pulls < 2 * 30 - 10
+
+
+def test_validation_in_the_middle_of_the_watched_batch_is_told_as_what_it_is() -> None:
+    model = Styled(MemoryCluster(), lambda m, batch: m.one(batch["x"]).sum(dim=(1, 2)))
+    loader = prepare(model, draw())
+    for i, batch in enumerate(loader):
+        if i == 0:
+            with torch.no_grad():
+                model({"x": torch.tensor([[1, 2, 3]])})
+        model(batch).sum().backward()
+    assert "looked up ahead: one: batch['x']" in loader.report
+    assert "pulled when called: one: only in some calls: cannot tell" in loader.report
 
 
 def test_a_batch_that_does_not_fit_the_plan_is_pulled_when_it_is_used() -> None:

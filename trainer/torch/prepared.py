@@ -39,6 +39,8 @@ from trainer.torch.trace import Trace, TracedPlan
 log = logging.getLogger("kvemb")
 _WATCHED = 8
 """Batches without a call of a lookup module after which a log line says so; a loop may skip any number of batches when it resumes."""
+_MISSES = 16
+"""Batches in a row none of whose lookups in a table was foreseen, after which the watched plan leaves the table out."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Prepared:
         self._installed: RowsAhead | None = None
         self._n_since_step = 0
         self._foreseen: Counter[tuple[str, bool]] = Counter()
+        self._served: dict[str, bool] = {}  # tables asked in this batch: whether any of that was foreseen
+        self._misses_in_a_row: Counter[str] = Counter()
         self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
         self._log = StalenessLog()
         self.waited = Waited()
@@ -142,6 +146,7 @@ class Prepared:
     def looked_up(self, table: str, foreseen: bool) -> None:
         """Count a lookup. Called by the model's modules."""
         self._foreseen[table, foreseen] += 1
+        self._served[table] = self._served.get(table, False) or foreseen
 
     def fit(self) -> bool:
         """Return whether the rows that were installed may still be used. Called by the model's modules."""
@@ -214,7 +219,17 @@ class Prepared:
         for path, why in plan.unforeseen.items():
             log.warning("rows of %s are pulled when it is called: %s", path or "the model", why)
 
+    def _drop_what_misses(self) -> None:
+        """Give up forecasts that never come true: they cost pulls, of ids that may never have been asked for."""
+        for table, served in self._served.items():
+            self._misses_in_a_row[table] = 0 if served else self._misses_in_a_row[table] + 1
+            if self._misses_in_a_row[table] == _MISSES and isinstance(self._plan, TracedPlan):
+                self._plan.drop(table)
+                log.warning("rows of table %r are no longer looked up ahead: %d batches in a row asked for others", table, _MISSES)
+        self._served.clear()
+
     def _install(self, rows: RowsAhead) -> None:
+        self._drop_what_misses()
         sharing = self._shared()
         if len(sharing) > 1 and isinstance(self._consistency, Exact):
             raise InvalidInputError(

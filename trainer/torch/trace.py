@@ -24,10 +24,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.torch.expressions import NODES, Call, Leaf, Node, Pick, Template, Values, name_of, parts_of, template_of, without_move
 from trainer.torch.feeds import callable_modules
-from trainer.torch.lookup import LookupModule
+from trainer.torch.lookup import LookupModule, TableModule
 from trainer.torch.shared import Asked
 
 _READ_OUT = {"numpy", "tolist", "item", "__array__", "__int__", "__index__", "__float__", "__bool__", "__contains__"}
+
+_UNFILLED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize"}
+_PURE_OPS = ("aten", "prims")
+"""Namespaces of torch.ops; others hold collectives, which every rank must call equally often, and what others have registered."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class TracedPlan:
 
     def __init__(self, foreseen: Sequence[Foreseen], unforeseen: Mapping[str, str]) -> None:
         self.foreseen, self.unforeseen = list(foreseen), dict(unforeseen)
+        self._dropped: set[str] = set()
 
     def asked(self, batch: Any) -> list[Asked]:
         """Return the lookups of a batch; those that this batch does not allow to work out will be made when they come."""
@@ -68,6 +73,17 @@ class TracedPlan:
                 args, kwargs = values.arguments(call.arguments)
                 asked.extend(call.module.asked(*args, **kwargs))
         return asked
+
+    def drop(self, table: str) -> None:
+        """Foresee the calls of modules no more that look up in no other table than this and those that were dropped before."""
+        self._dropped.add(table)
+        kept, left_out = [], []
+        for call in self.foreseen:
+            tables = {module.table.name for module in call.module.modules() if isinstance(module, TableModule)}
+            (left_out if tables <= self._dropped else kept).append(call)
+        self.foreseen = kept  # as a whole: threads may be reading the old one
+        for call in left_out:
+            self.unforeseen[call.path] = "what it was asked for was not what the first batch made expect; name it with prepare(features=…)"
 
     def __str__(self) -> str:
         ahead = [f"looked up ahead: {call}" for call in self.foreseen]
@@ -101,8 +117,10 @@ class Trace(TorchFunctionMode):
     def plan(self) -> TracedPlan:
         """Return what was found."""
         seen = {call.path for call in self._calls} | set(self._reasons)
+        some = {call.path for call in self._calls}
+        reasons = {path: f"only in some calls: {why}" if path in some else why for path, why in self._reasons.items()}
         silent = {path: "it was not called with the first batch" for path in self._modules if path not in seen}
-        return TracedPlan(self._calls, {**self._reasons, **silent})
+        return TracedPlan(self._calls, {**reasons, **silent})
 
     def __enter__(self) -> "Trace":
         self._active = True
@@ -183,6 +201,10 @@ class Trace(TorchFunctionMode):
             return Unknown(f"{name_of(func)} draws random numbers")
         if not origins:
             return None
+        if name_of(func) in _UNFILLED:
+            return Unknown(f"{name_of(func)} makes them without values, and how they are filled is not seen")
+        if not _is_pure(func):
+            return Unknown(f"{name_of(func)} is no function of torch's own that may be called again in another thread")
         kept = without_move(func, args, kwargs)
         return origins[0] if kept is None else Call(func, _on_cpu(template_of(*kept, self._origin)))
 
@@ -236,6 +258,16 @@ def _is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
     if name.startswith("__"):
         return name in ("__setitem__", "__set__") or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
     return name.endswith("_") or kwargs.get("out") is not None
+
+
+def _is_pure(func: Any) -> bool:
+    """Whether it can be called again, in any thread: torch's own functions that compute, and its operators that change nothing."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return all(_is_pure(getattr(func, overload)) for overload in func.overloads() if not overload.endswith("out"))
+    if isinstance(func, torch._ops.OpOverload):
+        return func.namespace in _PURE_OPS and not func._schema.is_mutable
+    home = getattr(func, "__module__", None) or "torch"
+    return home.split(".")[0] == "torch" and not home.startswith("torch.distributed")
 
 
 _random: dict[str, bool] = {}  # not functools.cache: torch.compile, which may trace this, warns of it
