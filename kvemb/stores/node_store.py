@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.errors import InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
@@ -223,6 +223,9 @@ class NodeStore(NodeRepair, Store):
                 run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
             except UnexpectedValueError as error:
                 raise unexpected_value([share for _, share in plan], error) from error
+            except DeadlineExceededError:
+                raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes its time: why says more than how long
+                raise
             for address, reply in markers.items():
                 if _value(address, reply) != expected[address].encode():
                     raise diagnose(address, expected[address], reply.value)
