@@ -259,7 +259,8 @@ def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
     ids = np.sort(np.concatenate(arrays))  # np.union1d and np.setdiff1d take 4 µs an id (NumPy 2.4)
     ids = ids[np.append(True, ids[1:] != ids[:-1])[: len(ids)]]
     at = np.searchsorted(loaded, ids)
-    return ids[~((at < len(loaded)) & (np.append(loaded, np.uint64(0))[at] == ids))]
+    there: NDArray[np.bool_] = (at < len(loaded)) & (np.append(loaded, np.uint64(0))[at] == ids)
+    return ids[~there]
 
 
 def _ids(runs: Runs, definition: TableDef) -> Ids:
