@@ -1,6 +1,7 @@
 """The question `dlrm`: does a step with rows across a network take as long as one with rows in memory? Turns: dlrm_rounds."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -39,8 +40,8 @@ def dlrm(options: argparse.Namespace) -> Report:
     (trainer.torch.prepare, consistency "stale", everything "auto"); on one in sync mode the same, with "exact". Read: ms/step is the mean
     of a turn's steps after the first 3, which fill the pipelines; "/ local" is taken within a round; rows and push are milliseconds in
     which a step waited for rows, and in which it handed over its push and waited for the one before the last (sync: until it was
-    applied); cpu columns are milliseconds of CPU per step of each party; drain is the wait for what was on its way at the end of a
-    turn. Losses in sync mode must be those of rows in memory bit for bit, in async mode within 3 % in the last turn.
+    applied); cpu columns are milliseconds of CPU per step of each party, and "cpu / cores" all of them spread evenly over this machine's cores: no
+    step can be shorter, where all "hosts" share them; drain is the wait for what was on its way at the end of a turn. Losses in sync mode must be those of rows in memory bit for bit, in async mode within 3 % in the last turn.
     """
     torch = import_torch()
     plain, raw = network.measure(NetworkSpec(options.rtt_ms, options.gbit)), network.measure(NetworkSpec(0, 0))
@@ -86,7 +87,7 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         "repeats": repeats,
     }
     targets = [target.line(rounds) for target in TARGETS]
-    return Section(settings, lines=[*lines_of(rounds, LOCAL), *targets], notes=notes)
+    return Section(settings, lines=[*lines_of(rounds, LOCAL, len(os.sched_getaffinity(0))), *targets], notes=notes)
 
 
 def _stored(

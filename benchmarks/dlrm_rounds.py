@@ -135,14 +135,19 @@ def require_same_losses(trainers: Sequence[Trainer], rounds: Mapping[str, Sequen
             raise WrongLossError(f"{one.name}: mean loss {losses[-1].mean():.4f} in the last turn, expected {expected[-1].mean():.4f}")
 
 
-def lines_of(rounds: Mapping[str, Sequence[Turn]], local: str) -> list[Line]:
-    """Lay the rounds out, in milliseconds per step; "/ local" is this one's step over that of rows in this process, within a round."""
+def lines_of(rounds: Mapping[str, Sequence[Turn]], local: str, n_cores: int) -> list[Line]:
+    """Lay the rounds out, in milliseconds per step; "/ local" is this one's step over that of rows in this process, within a round.
+
+    "cpu / cores" is what a step cannot fall below on a machine of so many cores: everybody's CPU time, spread evenly.
+    """
     lines = []
     for name, turns in rounds.items():
+        cpu_s = [sum(seconds for what, seconds in turn.spent_s.items() if what.endswith("cpu")) for turn in turns]
         ms = {what: Spread.of([turn.spent_s.get(what, 0.0) * 1e3 for turn in turns]) for what in turns[0].spent_s}
         ratios = [turn.step_s / its.step_s for turn, its in zip(turns, rounds[local], strict=True)]
         figures: dict[str, Spread | float | str] = {"ms/step": ms["step"], "/ local": Spread.of(ratios)}
         figures |= {what: f"{ms[what].median:.1f}" for what in ("rows", "push", *(what for what in ms if what.endswith("cpu")))}
+        figures |= {"cpu / cores": f"{np.median(cpu_s) * 1e3 / n_cores:.1f}"}
         figures |= {"drain ms": f"{np.median([turn.settle_s for turn in turns]) * 1e3:.0f}", "loss": f"{np.mean(turns[-1].losses):.4f}"}
         lines.append(Line(name, figures))
     return lines

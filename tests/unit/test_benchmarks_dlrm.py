@@ -67,10 +67,11 @@ def test_ratios_are_taken_within_a_round_and_told_beside_what_was_to_be_reached(
     assert line.figures["ratio"].high == pytest.approx(1.10)
     assert line.figures[""] == "reached"
     assert Target("ahead", "memory", 1.19, at_least=True).line(rounds).figures[""] == "missed"
-    memory, ahead = lines_of(rounds, "memory")
+    memory, ahead = lines_of(rounds, "memory", n_cores=2)
     assert memory.figures["/ local"].median == 1.0
     assert ahead.figures["ms/step"].median == pytest.approx(200)
     assert ahead.figures["rows"] == "1.0"
+    assert ahead.figures["cpu / cores"] == "100.0"
 
 
 def scripted(name: str, losses: Sequence[float], exact: bool = False) -> Trainer:
