@@ -147,7 +147,8 @@ def lines_of(rounds: Mapping[str, Sequence[Turn]], local: str, n_cores: int) -> 
         ratios = [turn.step_s / its.step_s for turn, its in zip(turns, rounds[local], strict=True)]
         figures: dict[str, Spread | float | str] = {"ms/step": ms["step"], "/ local": Spread.of(ratios)}
         figures |= {what: f"{ms[what].median:.1f}" for what in ("rows", "push", *(what for what in ms if what.endswith("cpu")))}
-        figures |= {"cpu / cores": f"{np.median(cpu_s) * 1e3 / n_cores:.1f}"}
+        alone = not any(what.endswith("cpu") and what != "trainer cpu" for what in ms)  # and its step is one thread
+        figures |= {"cpu / cores": "–" if alone else f"{np.median(cpu_s) * 1e3 / n_cores:.1f}"}
         figures |= {"drain ms": f"{np.median([turn.settle_s for turn in turns]) * 1e3:.0f}", "loss": f"{np.mean(turns[-1].losses):.4f}"}
         lines.append(Line(name, figures))
     return lines

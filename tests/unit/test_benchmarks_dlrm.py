@@ -71,7 +71,10 @@ def test_ratios_are_taken_within_a_round_and_told_beside_what_was_to_be_reached(
     assert memory.figures["/ local"].median == 1.0
     assert ahead.figures["ms/step"].median == pytest.approx(200)
     assert ahead.figures["rows"] == "1.0"
-    assert ahead.figures["cpu / cores"] == "100.0"
+    assert ahead.figures["cpu / cores"] == "–", "nobody works beside it"
+    with_shards = [Turn({**turn.spent_s, "shards cpu": 0.3}, 0.1, turn.losses) for turn in rounds["ahead"]]
+    (line,) = lines_of({"memory": with_shards}, "memory", n_cores=2)
+    assert line.figures["cpu / cores"] == "250.0", "half of 200 ms and 300 ms"
 
 
 def scripted(name: str, losses: Sequence[float], exact: bool = False) -> Trainer:
