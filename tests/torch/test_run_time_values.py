@@ -83,7 +83,7 @@ def test_after_an_overflow_nothing_is_pushed_but_a_sync_trainer_takes_part(mode:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 512.0
-    assert [len(push["t"][0]) for push in cluster.pushes] == ([0] if mode == "sync" else [])
+    assert cluster.pushes == ([{}] if mode == "sync" else [])
     scaler.scale(module(torch.tensor([3])).sum()).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -99,8 +99,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Push the gradients of all backward passes since the last step, all tables in one push.
 
         The gradients are used up. In a sync job the call returns after the step was released, that is applied; a
-        trainer without gradients takes part with an empty push. In an async job it returns once the push was handed
-        over, and pushes nothing if there are no gradients; see `last_ack`.
+        trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async
+        job it returns once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -123,11 +123,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         held, holding = _begin_step(sharing)  # may wait for rows, which counts as that
         began_s = time.perf_counter()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
-        parts = self._empty_parts() if self._overflowed() else self._parts()
+        parts = {} if self._overflowed() else self._parts()  # no table at all: even an empty one would count a step of it
         sync = self._cluster.mode == "sync"
         if not sync:
             parts = {name: part for name, part in parts.items() if len(part[0])}
-        if parts:
+        if sync or parts:
             self._push(parts, {name: hyper[name] for name in parts}, held)
             _tell(sharing, self.last_ack)
         for pending in self._pending.values():
@@ -140,7 +140,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             shared.end_step(fresh if shared in holding else None)
         if (report := current_report()) is not None:
             released_s = time.perf_counter()
-            report.step(self.last_ack if parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
+            report.step(self.last_ack if sync or parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
         return loss
 
     @property
@@ -211,9 +211,6 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _parts(self) -> dict[str, Part]:
         return {name: _merge(pending, _unscale_factor(self)) for name, pending in self._pending.items()}
 
-    def _empty_parts(self) -> dict[str, Part]:
-        return {name: _empty(pending.table.dim) for name, pending in self._pending.items()}
-
     def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]], held: Held | None) -> None:
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
@@ -265,7 +262,8 @@ def _merge(pending: Pending, factor: float) -> Part:
     columns = zip(*pushed, strict=True)
     ids, grads, versions = (np.concatenate(arrays) for arrays in columns)
     groups = group_ids(ids)
-    summed = groups.sum(grads)
+    with np.errstate(invalid="ignore"):  # infinities of both signs: the push refuses what comes of them, and says where
+        summed = groups.sum(grads)
     # Out of place: without duplicates `summed` is still the leaf's own gradient.
     return groups.ids, summed * np.float32(factor) if factor != 1.0 else summed, groups.minimum(versions)
 
