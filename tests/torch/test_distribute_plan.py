@@ -96,6 +96,42 @@ def half(model: Model) -> None:
     model.user = nn.Embedding(100, 4, dtype=torch.bfloat16)
 
 
+def weight_hook(model: Model) -> None:
+    model.user.weight.register_hook(lambda grad: grad * 0)
+
+
+def post_accumulate_hook(model: Model) -> None:
+    model.user.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def state_dict_hook(model: Model) -> None:
+    model.user.register_state_dict_post_hook(lambda *args: None)
+
+
+def in_a_list(model: Model) -> None:
+    model.towers["item"].every = [model.user]
+
+
+def in_a_dict(model: Model) -> None:
+    model.by_name = {"user": model.user}
+
+
+def in_a_set(model: Model) -> None:
+    model.known = {model.user.weight}
+
+
+def weight_in_a_tuple(model: Model) -> None:
+    model.pair = (1, model.user.weight.data)
+
+
+def weight_beside(model: Model) -> None:
+    model.__dict__["rows"] = model.user.weight
+
+
+def view_beside(model: Model) -> None:
+    model.first = model.user.weight.detach()[:10]
+
+
 REFUSED: dict[Callable[[Model], None], str] = {
     tied: "'user': its weight is tied to 'decoder.weight' \\(Linear\\)",
     tied_by_memory: "tied to 'decoder.weight'",
@@ -105,6 +141,15 @@ REFUSED: dict[Callable[[Model], None], str] = {
     by_frequency: "'user': scale_grad_by_freq",
     parametrized: "'user': its weight is computed from others",
     half: "'user': its weight is torch.bfloat16",
+    weight_hook: "'user': its weight has hooks",
+    post_accumulate_hook: "'user': its weight has hooks",
+    state_dict_hook: "'user': it has hooks",
+    in_a_list: "'user': attribute 'towers.item.every' \\(list\\) holds it, too",
+    in_a_dict: "'user': attribute 'by_name' \\(dict\\) holds it, too",
+    in_a_set: "'user': attribute 'known' \\(set\\) holds its weight, too",
+    weight_in_a_tuple: "'user': attribute 'pair' \\(tuple\\) holds its weight, too",
+    weight_beside: "'user': attribute 'rows' \\(Parameter\\) holds its weight, too",
+    view_beside: "'user': attribute 'first' \\(Tensor\\) holds its weight, too",
 }
 
 

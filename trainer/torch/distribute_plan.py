@@ -5,7 +5,7 @@ all reasons at once; it is left behind only where that is said: too few rows, fr
 modules hold it, and whoever holds it must be an embedding that is replaced, too.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,12 @@ Names = Mapping[str, str] | Callable[[str], str]
 Kept = torch.nn.Embedding | torch.nn.EmbeddingBag
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SUBMODULES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +163,32 @@ def _problems(model: nn.Module, holders: list[tuple[str, Kept]]) -> Iterator[str
                     f"{holders[0][0]!r}: its weight is tied to {(path + '.' + name).lstrip('.')!r} ({type(other).__name__}), which needs "
                     "all of its rows at once"
                 )
+    for path, other in model.named_modules():
+        if id(other) not in replaced:
+            yield from _held_beside(path, other, holders)
+
+
+def _held_beside(path: str, other: nn.Module, holders: list[tuple[str, Kept]]) -> Iterator[str]:
+    """Attributes that are no submodules or parameters, and would go on with the module that is replaced, or with its weight."""
+    weight = holders[0][1].weight
+    for name, value in vars(other).items():
+        if name in _SUBMODULES:
+            continue
+        for one in _contents(value):
+            what = "its weight" if isinstance(one, torch.Tensor) and _same_memory(one, weight) else ""
+            what = "it" if any(one is module for _, module in holders) else what
+            if what:
+                yield (
+                    f"{holders[0][0]!r}: attribute {(path + '.' + name).lstrip('.')!r} ({type(value).__name__}) holds {what}, too, and "
+                    "would go on with the rows of now; hold modules in a ModuleList or ModuleDict, weights not at all"
+                )
+                break
+
+
+def _contents(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    return value if isinstance(value, list | tuple | set | frozenset) else (value,)
 
 
 def _problems_of(module: Kept) -> Iterator[str]:
@@ -172,6 +203,8 @@ def _problems_of(module: Kept) -> Iterator[str]:
         yield "scale_grad_by_freq: the counts of other trainers' batches would be needed"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         yield "it has hooks, which would be lost"
+    if any(getattr(module._parameters.get("weight"), hooks, None) for hooks in _WEIGHT_HOOKS):
+        yield "its weight has hooks, which would be lost"
 
 
 def _same_memory(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
