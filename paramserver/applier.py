@@ -83,6 +83,7 @@ class Applier:
                     self._intake.written()
                 if self.chores is not None:
                     busy = self.chores.step(self.pause)
+                self._intake.last_error = ""  # whatever was tried again is done
             except AbandonedError:
                 return
             except Exception as error:

@@ -22,6 +22,7 @@ from kvemb.errors import (
     PushRejectedError,
     ShardFailedError,
     ShardUnavailableError,
+    StorageError,
     from_wire,
 )
 from kvemb.messages import PushPart, PushReply
@@ -94,9 +95,9 @@ class Rig:
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
         self.intake = Intake(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
-        failed, handover, ledger = (lambda error: self.failed.set()), Handover(), Ledger(None, lambda: None)
-        self.applier = Applier(self.intake, self.engine, self.tables, handover, failed=failed)
-        self.committer = Committer(self.intake, self.tables, ledger, handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
+        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), Ledger(None, lambda: None)
+        self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=failed)
+        self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.start()
         self.committer.start()
         self.sequences: dict[int, int] = {}
@@ -291,6 +292,25 @@ def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) 
     rig.intake.flush(Deadline.after(30))
     assert outcome.wait().state == "applied"
     assert rig.intake.last_error == ""
+
+
+def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make: Callable[..., Rig]) -> None:
+    rig, errors, done = make(), [], threading.Event()
+
+    class OneRetry:
+        def step(self, pause: Callable[[StorageError, float], None]) -> bool:
+            errors.append(rig.intake.last_error)
+            if len(errors) == 1:
+                pause(StorageError("a node is away"), 0.0)
+                errors.append(rig.intake.last_error)
+                return True
+            done.set()
+            return False
+
+    rig.applier.chores = OneRetry()  # type: ignore[assignment]
+    rig.handover.wake()
+    assert done.wait(30)
+    assert errors == ["", "StorageError: a node is away", ""]
 
 
 def test_a_failed_shard_refuses_everything_with_the_cause(make: Callable[..., Rig]) -> None:
