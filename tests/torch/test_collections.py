@@ -165,6 +165,38 @@ def test_evaluation_records_nothing() -> None:
     assert collection(random_features(0)).values().requires_grad
 
 
+def test_a_frozen_collection_or_table_of_it_records_nothing() -> None:
+    collection = EmbeddingBagCollection(configs(), CreatingCluster())
+    assert not collection.requires_grad_(False)(random_features(0)).values().requires_grad
+    collection.requires_grad_(True).tables[0].requires_grad_(False)
+    collection(random_features(0)).values().sum().backward()
+    assert [len(module.pending.leaves) for module in collection.tables] == [0, 1, 1]
+
+
+def test_a_state_names_the_tables_and_is_for_no_others() -> None:
+    state = EmbeddingBagCollection(configs(), CreatingCluster()).state_dict()
+    assert sorted(state) == [f"tables.{at}._extra_state" for at in range(3)]
+    EmbeddingBagCollection(configs(), CreatingCluster()).load_state_dict(state)
+    with pytest.raises(InvalidInputError, match=r"the state is of table 'page'.*this module is over table 'word'"):
+        EmbeddingBagCollection(configs()[::-1], CreatingCluster()).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_a_compiled_model_looks_up_as_it_is(kind: str) -> None:
+    if kind == "bags":
+        collection = EmbeddingBagCollection(configs(), CreatingCluster())
+    else:
+        collection = EmbeddingCollection(configs(), CreatingCluster())
+
+    def score(features: KeyedJaggedTensor) -> torch.Tensor:
+        found = collection(features)
+        return torch.relu(found["ad"] if kind == "bags" else found["ad"].values()).sum()
+
+    expected = score(random_features(0))
+    torch.testing.assert_close(torch.compile(score, backend="eager")(random_features(0)), expected)
+
+
 def test_lookups_that_nobody_collects_are_refused_at_a_bound() -> None:
     cluster = CreatingCluster()
     collection = EmbeddingCollection([EmbeddingConfig(name="t", embedding_dim=1, num_embeddings=None)], cluster)

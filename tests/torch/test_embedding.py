@@ -162,6 +162,16 @@ def test_nothing_is_recorded_outside_training(table: MemoryTable, quiet: str) ->
     assert module.pending.lookups == []
 
 
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_a_frozen_module_is_not_trained_until_it_is_unfrozen(table: MemoryTable, kind: type) -> None:
+    module, ids = kind(table), torch.tensor([[1, 2]])
+    assert module.requires_grad_(False) is module
+    assert not module(ids).requires_grad
+    module.requires_grad_(True)
+    module(ids).sum().backward()
+    assert len(module.pending.leaves) == 1
+
+
 def test_a_forward_pass_that_is_thrown_away_leaves_nothing_behind(table: MemoryTable) -> None:
     module = Embedding(table)
     for _ in range(1100):

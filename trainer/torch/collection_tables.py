@@ -5,6 +5,7 @@ features are (`jagged`, `columns`), and what results look like.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,12 @@ class TableCollection(LookupModule):
         if tables:
             share_lookups(modules_by_table(self))
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze all tables for lookups by this module, or train them again."""
+        for module in self._by_name.values():
+            module.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     def _asked(self, ids: Mapping[str, Tensor]) -> list[Asked]:
         """Return what a lookup of these ids, for every table, asks for."""
         return [(self._by_name[name].table, self._by_name[name].asked_of(of)) for name, of in ids.items()]
@@ -43,13 +50,13 @@ class TableCollection(LookupModule):
         """Look ids [m] up, for every table. Raises as `TableModule.asked_of`; nothing was sent then."""
         asked = dict(zip(ids, self._asked(ids), strict=True))
         modules = [self._by_name[name] for name in ids]
-        if any(module.recording for module in modules):
-            for module in modules:
+        for module in modules:
+            if module.recording:
                 module.pending.check_room()
         taken: dict[str, LookedUp] = {}
         for group in self._groups:
-            first = self._by_name[group[0]]
-            found = first.shared.look_up([asked[name] for name in group], recording=first.recording)
+            shared, recording = self._by_name[group[0]].shared, any(self._by_name[name].recording for name in group)
+            found = shared.look_up([asked[name] for name in group], recording=recording)
             for name, one in zip(group, found, strict=True):
                 taken[name] = self._by_name[name].take(one, ids[name])[:2]
         return taken

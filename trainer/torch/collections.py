@@ -17,6 +17,7 @@ from torch import Tensor
 from kvemb.errors import InvalidInputError
 from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig, TableCreator
 from trainer.torch.collection_tables import TableCollection, pool
+from trainer.torch.eager import eager
 from trainer.torch.jagged import JaggedTensor
 from trainer.torch.keyed_tensor import KeyedTensor
 from trainer.torch.shared import Asked
@@ -148,6 +149,7 @@ class EmbeddingBagCollection(_Collection):
         """The configs."""
         return list(self._bag_configs)
 
+    @eager
     def forward(self, features: KeyedJagged) -> KeyedTensor:
         """Look up and pool.
 
@@ -200,6 +202,7 @@ class EmbeddingCollection(_Collection):
         """The configs."""
         return list(self._configs)
 
+    @eager
     def forward(self, features: KeyedJagged) -> dict[str, JaggedTensor]:
         """Look up.
 

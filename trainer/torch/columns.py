@@ -24,6 +24,7 @@ from trainer.columns.columns import NO_ROW, CategoricalColumn, DenseColumn, Embe
 from trainer.torch.collection_configs import TableCreator
 from trainer.torch.collection_tables import LookedUp, TableCollection, pool
 from trainer.torch.column_options import ColumnTable, Options, tables_of
+from trainer.torch.eager import eager
 from trainer.torch.feature_reading import Feature, device_of, numbers, read_bags
 from trainer.torch.shared import Asked
 
@@ -103,6 +104,7 @@ class DenseFeatures(TableCollection):
         """Return what forward would look up."""
         return self._asked({name: of.ids for name, of in self._table_ids(features).items()})
 
+    @eager
     def forward(self, features: Mapping[str, Feature]) -> Tensor:
         """Put together the blocks of all columns.
 

@@ -11,7 +11,6 @@ would write rows, which only parameter servers do), scale_grad_by_freq (other tr
 always travel by row), device and dtype (results are float32 on the device of `input`).
 """
 
-import json
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ MODES = ("sum", "mean", "max")
 
 
 class _TorchModule(TableModule):
-    """What stands for a module of torch's: its sizes under torch's names, and a state_dict that says which table it is over."""
+    """What stands for a module of torch's: its sizes under torch's names."""
 
     @property
     def num_embeddings(self) -> int | None:
@@ -43,31 +42,6 @@ class _TorchModule(TableModule):
                 "table.pull(ids), all with trainer.torch.materialize(model)"
             )
         return super().__getattr__(name)
-
-    def get_extra_state(self) -> Tensor:
-        """Return what state_dict keeps of this module: which table it is over. Rows are kept by the cluster.
-
-        Returns:
-            uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster. A tensor, because much that
-            saves a state_dict takes nothing else.
-        """
-        return torch.frombuffer(bytearray(json.dumps(self._reference()).encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first.
-
-        Raises:
-            InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
-        """
-        given, mine = json.loads(bytes(state.cpu().numpy())), self._reference()
-        if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
-            raise InvalidInputError(
-                f"the state is of {_described(given)}, this module is over {_described(mine)}; load a state of this table"
-            )
-
-    def _reference(self) -> dict[str, Any]:
-        config = getattr(self.table.cluster, "config", None)
-        return {"table": self.table.name, "dim": self.table.dim, "cluster": getattr(config, "cluster", "")}
 
 
 class Embedding(_TorchModule):
@@ -210,10 +184,6 @@ class EmbeddingBag(_TorchModule):
         if not given or per_sample_weights.shape != input.shape or per_sample_weights.dtype != torch.float32:
             raise InvalidInputError(f"per_sample_weights must be float32 of shape {tuple(input.shape)}, got {_shape(per_sample_weights)}")
         return per_sample_weights.reshape(-1)
-
-
-def _described(reference: dict[str, Any]) -> str:
-    return f"table {reference['table']!r} (dim {reference['dim']}, cluster {reference['cluster']!r})"
 
 
 def _shape(value: object) -> str:

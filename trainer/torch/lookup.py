@@ -9,8 +9,9 @@ leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Ba
 `Pending`, where the optimizer finds it. One thread per model.
 """
 
+import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -132,6 +133,7 @@ class TableModule(LookupModule):
         self.padding_idx = padding_idx
         self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
         self.pending = Pending(table)
+        self._trained = True
         self.shared = SharedLookups({table.name: table}, table.cluster)
 
     @property
@@ -153,8 +155,40 @@ class TableModule(LookupModule):
 
     @property
     def recording(self) -> bool:
-        """Whether a lookup made now would be trained: training mode, and gradients enabled."""
-        return self.training and torch.is_grad_enabled()
+        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen."""
+        return self.training and self._trained and torch.is_grad_enabled()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the table for lookups by this module, or train it again. Call it on this module itself: a parent's call does not come
+        here, and a loop over parameters() finds no rows.
+        """
+        self._trained = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def get_extra_state(self) -> Tensor:
+        """Return what state_dict keeps of this module: which table it is over. Rows are kept by the cluster.
+
+        Returns:
+            uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster. A tensor, because much that
+            saves a state_dict takes nothing else.
+        """
+        return torch.frombuffer(bytearray(json.dumps(self._reference()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first.
+
+        Raises:
+            InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
+        """
+        given, mine = json.loads(bytes(state.cpu().numpy())), self._reference()
+        if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
+            raise InvalidInputError(
+                f"the state is of {_described(given)}, this module is over {_described(mine)}; load a state of this table"
+            )
+
+    def _reference(self) -> dict[str, Any]:
+        config = getattr(self.table.cluster, "config", None)
+        return {"table": self.table.name, "dim": self.table.dim, "cluster": getattr(config, "cluster", "")}
 
     def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
         """Return what a lookup of `input` asks the table for: its ids uint64 [m], flat, then the padding id if there is one.
@@ -204,5 +238,10 @@ class TableModule(LookupModule):
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidInputError(
             f"{type(self).__name__}({self.table.name!r}) holds a connection and cannot be pickled or deep-copied. Save "
-            "the model's state_dict() (dense weights); rows are kept by the cluster."
+            "the model's state_dict() (dense weights); rows are kept by the cluster. trainer.torch.materialize(model) makes a copy of "
+            "plain torch modules."
         )
+
+
+def _described(reference: dict[str, Any]) -> str:
+    return f"table {reference['table']!r} (dim {reference['dim']}, cluster {reference['cluster']!r})"
