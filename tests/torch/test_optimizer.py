@@ -289,3 +289,12 @@ def test_rows_are_recomputed_under_checkpointing() -> None:
     out.sum().backward()
     optimizer.step()
     assert cluster.pushes[0]["t"][1].tolist() == [[1.0, 1.0]]
+
+
+def test_infinities_of_both_signs_in_one_row_are_refused_without_a_warning() -> None:
+    module = Embedding(MemoryCluster().table("one", 2))
+    optimizer = SparseOptimizer(module)
+    for sign in (1.0, -1.0):
+        (module(torch.tensor([3])) * sign * math.inf).sum().backward()
+    with pytest.raises(InvalidInputError, match="NaN or Inf"):
+        optimizer.step()

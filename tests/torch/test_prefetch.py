@@ -157,7 +157,9 @@ def test_a_worker_process_that_dies_is_the_data_loaders_own_error(local: LocalCl
     with kvemb.connect(local.url) as cluster:
         model = Model(cluster, "dying")
         optimizer = SparseOptimizer(model)
-        loader = prepare(model, ((ids.flatten(),) for ids in DataLoader(Dying(), 10, num_workers=1, multiprocessing_context="fork")))
+        # One batch at a time: with batches of it on their way, a process that dies may show as their broken connection instead.
+        lines = DataLoader(Dying(), 10, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
+        loader = prepare(model, ((ids.flatten(),) for ids in lines))
         with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\)"):
             train(model, optimizer, loader)
         assert ours() == []

@@ -1,6 +1,7 @@
 """trainer.prefetch: batches in order with what was fetched for them, errors at the batch concerned, nothing left behind."""
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -12,8 +13,9 @@ import pytest
 
 from kvemb.errors import DeadlineExceededError, InvalidInputError
 from trainer import prefetch
+from trainer.lookahead.prefetch import size_of
 from trainer.lookahead.sizes import CHOICE_EVERY, FIRST_CHOICE_AFTER, Sizes
-from trainer.lookahead.threads import NAME
+from trainer.lookahead.threads import NAME, PullThreads
 
 WAIT_S = 30.0
 
@@ -99,6 +101,90 @@ def test_leaving_early_ends_threads_and_the_loader() -> None:
             break
     assert ours() == []
     assert ended == [True]
+
+
+def test_an_iterator_of_the_callers_own_is_left_open_and_can_be_gone_on_with() -> None:
+    mine = (batch for batch in range(1000))
+    for batch, _ in prefetch(mine, same, same, threads_num=1, capacity=2):
+        if batch == 4:
+            break
+    assert 5 < next(mine) <= 8, "what was read ahead is gone"
+    assert next(mine) < 20
+
+
+def test_a_run_that_was_replaced_by_another_says_so() -> None:
+    batches = prefetch(range(10), same, same, threads_num=1, capacity=2)
+    first = iter(batches)
+    next(first)
+    assert len(list(batches)) == 10
+    with pytest.raises(InvalidInputError, match="iterated again"):
+        next(first)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 2), (4, 2, 3, 1), (1, 8, 1)])
+def test_threads_remain_however_their_number_changes(sizes: tuple[int, ...]) -> None:
+    threads, gate = PullThreads(sizes[0]), threading.Event()
+    busy = [threads.submit(gate.wait, 30) for _ in range(8)]
+    for n in sizes[1:]:
+        threads.resize(n)
+    gate.set()
+    for one in busy:
+        one.result(30)
+    tasks = [threads.submit(time.sleep, 0.01) for _ in range(8)]
+    for task in tasks:
+        task.result(30)
+    deadline = time.monotonic() + 30
+    while len(ours()) > sizes[-1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(ours()) == sizes[-1]
+    threads.close(30)
+    assert ours() == []
+
+
+def test_an_interrupt_while_rows_are_awaited_does_not_wait_for_them() -> None:
+    gate, ended = threading.Event(), threading.Event()
+    interrupt = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+
+    def pull(batch: int) -> None:
+        gate.wait(60)
+        ended.set()
+
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(prefetch(range(10), same, pull, threads_num=1, capacity=3)))
+    assert not ended.is_set(), "it was not waited for"
+    gate.set()
+    assert ended.wait(30)
+    while ours():
+        time.sleep(0.01)
+
+
+class Lazy:
+    @property
+    def nbytes(self) -> int:
+        raise ValueError("not loaded yet")
+
+
+def test_the_size_of_what_has_none_is_no_error_and_long_lists_are_estimated() -> None:
+    array = np.zeros(10)
+    assert size_of([Lazy(), array]) == 80
+    assert size_of([array] * 100_000) == 8_000_000
+    assert size_of(["text"] * 100_000) == 0
+
+
+def test_an_executors_threads_are_not_told() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        batches = prefetch(range(3), same, same, executor=executor)
+        list(batches)
+    assert batches.report.startswith("threads of the executor, capacity")
+
+
+def test_one_long_pause_is_no_long_step() -> None:
+    sizes = Sizes("auto", "auto")
+    for step_s in [0.009] * 320 + [60.0] + [0.009] * 63:
+        sizes.add(read_s=0.001, pull_s=0.025, step_s=step_s, size_bytes=1000)
+    assert sizes.threads_num == 3
+    assert sizes.averages.step_s < 0.01
 
 
 def test_close_and_the_context_manager_end_a_run_that_is_kept() -> None:

@@ -31,6 +31,7 @@ from trainer.report_times import counted
 
 B = TypeVar("B")
 R = TypeVar("R")
+_BRIEF_S = 0.5
 
 
 @dataclass(eq=False)
@@ -88,6 +89,7 @@ class Pipeline(Generic[B, R]):
     ) -> None:
         self._batches: Iterator[B] | None = batches
         self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
+        self._patience_s = timeout_s  # of the end, with what is being done
         self._own = PullThreads(sizes.threads_num) if executor is None else None
         self._executor: Executor = executor or self._own  # type: ignore[assignment]
         self.ahead: deque[Entry[B, R]] = deque()
@@ -135,16 +137,18 @@ class Pipeline(Generic[B, R]):
         return results
 
     def close(self) -> None:
-        """End the run: nothing more is begun, and what is being done is waited for. Idempotent."""
+        """End the run: nothing more is begun, and what is being done is waited for; briefly if the wait for rows was interrupted.
+        Idempotent.
+        """
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()
         for entry in entries:
             entry.done.cancel()
         if self._own is not None:
-            self._own.close(self._timeout_s)
+            self._own.close(self._patience_s)
         for entry in entries:  # of a foreign executor: its threads must not be at it any more when this returns
             if not entry.done.cancelled():
-                _settle(entry.done, self._timeout_s)
+                _settle(entry.done, self._patience_s)
         close = getattr(batches, "close", None)  # of a generator; a DataLoader's iterator ends when nobody refers to it
         if close is not None:
             close()
@@ -174,6 +178,9 @@ class Pipeline(Generic[B, R]):
         began_s = time.perf_counter()
         try:
             return entry.done.result(self._timeout_s)[0]
+        except (KeyboardInterrupt, SystemExit):
+            self._patience_s = _BRIEF_S
+            raise
         except TimeoutError:
             if entry.done.done():
                 raise  # the work's own

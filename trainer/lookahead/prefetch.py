@@ -5,18 +5,21 @@ What must not live here: what a framework makes of it (`trainer.torch.prepare` f
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import checked_timeout
 from trainer.lookahead.pipeline import Pipeline, Waited
+from trainer.lookahead.run import Run, iterator_of
 from trainer.lookahead.sizes import AUTO, Sizes
 from trainer.lookahead.threads import Executor
 
 B = TypeVar("B")
 N = TypeVar("N")
 R = TypeVar("R")
+_LONG = 256  # elements of a list
 
 
 class Prefetch(Generic[B, R]):
@@ -32,13 +35,14 @@ class Prefetch(Generic[B, R]):
     ) -> None:
         self._loader, self._work, self._sizes, self._executor = batches, work, sizes, executor
         self._timeout_s = checked_timeout(timeout_s)
-        self._run: weakref.ref[Generator[tuple[B, R], None, None]] | None = None  # weak: a loop that is left ends its run
+        self._run: weakref.ref[Run[tuple[B, R]]] | None = None  # weak: a loop that is left ends its run
         self.waited = Waited()
 
     def __iter__(self) -> Iterator[tuple[B, R]]:
-        self.close()
+        if (before := None if self._run is None else self._run()) is not None:
+            before.replace()
         # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        run = self._batches(iter(self._loader))
+        run = Run(self._batches(iterator_of(self._loader)))
         self._run = weakref.ref(run)
         return run
 
@@ -138,7 +142,7 @@ def prefetch(
         found = pull(need(batch))
         return found, size_of(batch) + size_of(found)
 
-    return Prefetch(batches, work, Sizes(threads_num, capacity), executor, timeout_s)
+    return Prefetch(batches, work, Sizes(threads_num, capacity, own_threads=executor is None), executor, timeout_s)
 
 
 def check_executor(executor: object, threads_num: object) -> None:
@@ -156,7 +160,8 @@ def check_executor(executor: object, threads_num: object) -> None:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes.
+    """Bytes of the arrays and tensors in a batch: itself, or in mappings, sequences and objects with attributes. Of a long list some are
+    looked at.
 
     Example:
         >>> import numpy as np
@@ -167,13 +172,18 @@ def size_of(value: Any) -> int:
 
 
 def _size_of(value: Any, depth: int) -> int:
-    size = getattr(value, "nbytes", None)
+    size = None
+    with suppress(Exception):  # a sparse tensor has none, and says so by raising
+        size = value.nbytes
     if isinstance(size, int):
         return size
     if depth == 0 or isinstance(value, str | bytes):
         return 0
     if isinstance(value, Mapping):
         return sum(_size_of(one, depth - 1) for one in value.values())
+    if isinstance(value, list | tuple) and len(value) > _LONG:
+        some = value[:: len(value) // _LONG + 1]
+        return len(value) * _size_of(some, depth) // len(some)
     if isinstance(value, list | tuple):
         return sum(_size_of(one, depth - 1) for one in value)
     return sum(_size_of(one, depth - 1) for one in vars(value).values()) if hasattr(value, "__dict__") else 0

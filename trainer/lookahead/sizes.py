@@ -20,6 +20,7 @@ LIMIT_BYTES = 256 << 20
 """Of all batches ahead with their rows, where "auto" chooses the capacity; one batch is always allowed."""
 FIRST_CHOICE_AFTER, CHOICE_EVERY = 4, 32
 _FORGET = 0.1  # share of the newest batch in an average
+_MOST_TIMES = 10  # the average, as which one batch counts at most
 _START_THREADS = 2
 
 
@@ -36,6 +37,8 @@ class Averages:
     def add(self, read_s: float, pull_s: float, step_s: float, size_bytes: int) -> None:
         """Take in one batch."""
         share = max(_FORGET, 1 / (self.n + 1))
+        if self.n >= FIRST_CHOICE_AFTER:  # an evaluation between two batches is no step
+            step_s, read_s = min(step_s, _MOST_TIMES * self.step_s), min(read_s, _MOST_TIMES * self.read_s)
         self.read_s += share * (read_s - self.read_s)
         self.pull_s += share * (pull_s - self.pull_s)
         self.step_s += share * (step_s - self.step_s)
@@ -49,6 +52,7 @@ class Sizes:
     Args:
         threads_num: 1 to 8 threads, or "auto".
         capacity: 1 to 1024 batches ahead of the one in use, or "auto".
+        own_threads: False where an executor's threads pull: how many those are is not known here.
 
     Raises:
         InvalidInputError: neither.
@@ -61,7 +65,8 @@ class Sizes:
         (2, 3)
     """
 
-    def __init__(self, threads_num: int | str, capacity: int | str) -> None:
+    def __init__(self, threads_num: int | str, capacity: int | str, *, own_threads: bool = True) -> None:
+        self._own_threads = own_threads
         self._auto_threads = _is_auto("threads_num", threads_num, MAX_THREADS)
         self._auto_capacity = _is_auto("capacity", capacity, MAX_CAPACITY)
         self.threads_num = _START_THREADS if isinstance(threads_num, str) else threads_num
@@ -92,10 +97,8 @@ class Sizes:
 
     def __str__(self) -> str:
         seen = self.averages
-        chosen = [
-            f"threads_num {self.threads_num}{' (auto)' * self._auto_threads}",
-            f"capacity {self.capacity}{' (auto)' * self._auto_capacity}",
-        ]
+        threads = f"threads_num {self.threads_num}{' (auto)' * self._auto_threads}" if self._own_threads else "threads of the executor"
+        chosen = [threads, f"capacity {self.capacity}{' (auto)' * self._auto_capacity}"]
         if not seen.n:
             return ", ".join(chosen)
         times = f"a pull takes {1e3 * seen.pull_s:.3g} ms, a step {1e3 * seen.step_s:.3g} ms, reading a batch {1e3 * seen.read_s:.3g} ms"

@@ -41,6 +41,7 @@ class PullThreads:
         self._n, self._closed = n, False
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._n_staying = 0  # of them, those that no end is queued for
         self._lock = threading.Lock()
         self._end = weakref.finalize(self, _end, self._tasks, self._threads)
 
@@ -55,7 +56,7 @@ class PullThreads:
             if self._closed:
                 raise ClosedError("the threads that pull ahead were closed")
             self._tasks.put((future, task, args))
-            while len(self._threads) < self._n:
+            while self._n_staying < self._n:
                 self._start_one()
         return future
 
@@ -66,8 +67,9 @@ class PullThreads:
         with self._lock:
             self._n = n
             self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
-            for _ in range(len(self._threads) - n):
+            while self._n_staying > n:
                 self._tasks.put(None)
+                self._n_staying -= 1
 
     def close(self, timeout_s: float) -> None:
         """End the threads once they have done what they are at and what is queued; cancel what shall not be done first. Idempotent.
@@ -84,6 +86,7 @@ class PullThreads:
         name = f"{NAME}-{len(self._threads)}"
         thread = threading.Thread(target=_serve, args=(self._tasks,), name=name, daemon=True)  # daemon: ended at exit by `_end`
         self._threads.append(thread)
+        self._n_staying += 1
         thread.start()
 
 

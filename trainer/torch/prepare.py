@@ -75,4 +75,4 @@ def prepare(
     if report is not None and not isinstance(report, StepReport):
         raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
     plan = None if features is None else named_plan(model, features)
-    return Prepared(loader, model, plan, Mode(consistency, k), Sizes(threads_num, capacity), executor, report)
+    return Prepared(loader, model, plan, Mode(consistency, k), Sizes(threads_num, capacity, own_threads=executor is None), executor, report)

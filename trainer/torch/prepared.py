@@ -25,6 +25,7 @@ from trainer.lookahead.consistency import Bounded, Consistency, Exact, Stale
 from trainer.lookahead.pipeline import Pipeline, Waited
 from trainer.lookahead.prefetch import size_of
 from trainer.lookahead.rows import RowsAhead
+from trainer.lookahead.run import Run, iterator_of
 from trainer.lookahead.sizes import Sizes
 from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
@@ -83,16 +84,17 @@ class Prepared:
         self._foreseen: Counter[tuple[str, bool]] = Counter()
         self._served: dict[str, bool] = {}  # tables asked in this batch: whether any of that was foreseen
         self._misses_in_a_row: Counter[str] = Counter()
-        self._run: weakref.ref[Generator[Any, None, None]] | None = None  # weak: a loop that is left ends its run
+        self._run: weakref.ref[Run[Any]] | None = None  # weak: a loop that is left ends its run
         self._log = StalenessLog()
         self.waited = Waited()
 
     def __iter__(self) -> Iterator[Any]:
-        self.close()
+        if (before := None if self._run is None else self._run()) is not None:
+            before.replace()
         # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        run = self._batches(iter(self._loader))
-        if self._steps is not None:
-            run = _reported(run, self._steps)
+        batches = self._batches(iterator_of(self._loader))
+        run = Run(batches if self._steps is None else _reported(batches, self._steps))
+        del batches
         self._run = weakref.ref(run)
         return run
 

@@ -77,7 +77,8 @@ class TracedPlan:
     def drop(self, table: str) -> None:
         """Foresee the calls of modules no more that look up in no other table than this and those that were dropped before."""
         self._dropped.add(table)
-        kept, left_out = [], []
+        kept: list[Foreseen] = []
+        left_out: list[Foreseen] = []
         for call in self.foreseen:
             tables = {module.table.name for module in call.module.modules() if isinstance(module, TableModule)}
             (left_out if tables <= self._dropped else kept).append(call)
@@ -263,7 +264,8 @@ def _is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
 def _is_pure(func: Any) -> bool:
     """Whether it can be called again, in any thread: torch's own functions that compute, and its operators that change nothing."""
     if isinstance(func, torch._ops.OpOverloadPacket):
-        return all(_is_pure(getattr(func, overload)) for overload in func.overloads() if not overload.endswith("out"))
+        overloads = func.overloads()  # type: ignore[no-untyped-call]
+        return all(_is_pure(getattr(func, overload)) for overload in overloads if not overload.endswith("out"))
     if isinstance(func, torch._ops.OpOverload):
         return func.namespace in _PURE_OPS and not func._schema.is_mutable
     home = getattr(func, "__module__", None) or "torch"
