@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import kvemb
 from benchmarks import network
-from benchmarks.dlrm_rounds import N_FILL, Target, Trainer, lines_of, take_turns
+from benchmarks.dlrm_rounds import N_FILL, N_TAIL, Target, Trainer, lines_of, take_turns
 from benchmarks.dlrm_trainers import DIM, N_TABLES, Job, import_torch, local, stored
 from benchmarks.network import NetworkSpec
 from benchmarks.network_cluster import NetworkedCluster
@@ -21,7 +21,7 @@ _MEMORY_MB = 4096
 LOCAL, IN_STEP, STALE, IN_SYNC_STEP, EXACT = "rows in memory", "in the step", "ahead, stale", "in the step, sync", "ahead, exact, sync"
 TARGETS = (Target(IN_STEP, STALE, 1.19, at_least=True), Target(STALE, LOCAL, 1.05), Target(EXACT, STALE, 1.10))
 # By batch size: steps of a turn that count, rounds that count, batches in all: what takes about two minutes in all.
-_PLANS = {512: (8, 2, 22), 2048: (6, 3, 18), 8192: (2, 1, 5)}
+_PLANS = {512: (8, 2, 28), 2048: (6, 2, 24), 8192: (3, 1, 9)}
 
 
 def dlrm(options: argparse.Namespace) -> Report:
@@ -38,11 +38,11 @@ def dlrm(options: argparse.Namespace) -> Report:
     Contenders take turns on the same batches: rows in this process's memory behind the interface of a cluster, updated in the step by the
     shards' own rules ("local"); on a cluster in async mode, at most 2 pushes unapplied, rows pulled in the step, or ahead of it
     (trainer.torch.prepare, consistency "stale", everything "auto"); on one in sync mode the same, with "exact". Read: ms/step is the mean
-    of a turn's steps after the first 3, which fill the pipelines; "/ local" is taken within a round; rows and push are milliseconds in
-    which a step waited for rows, and in which it handed over its push and waited for the one before the last (sync: until it was
-    applied); cpu columns are milliseconds of CPU per step of each party, and "cpu / cores" all of them spread evenly over this machine's
-    cores: no step can be shorter, where all "hosts" share them; drain is the wait for what was on its way at the end of a turn. Losses in
-    sync mode must be those of rows in memory bit for bit, in async mode within 3 % in the last turn.
+    of a turn's steps without the first 3, which fill the pipelines, and the last 3; "/ local" is taken within a round; rows and push are
+    milliseconds in which a step waited for rows, and in which it handed over its push and waited for the one before the last (sync: until
+    it was applied); cpu columns are milliseconds of CPU per step of each party, and "cpu / cores" all of them spread evenly over this
+    machine's cores: no step can be shorter, where all "hosts" share them; drain is the wait for what was on its way at the end of a turn.
+    Losses in sync mode must be those of rows in memory bit for bit, in async mode within 3 % in the last turn.
     """
     torch = import_torch()
     plain, raw = network.measure(NetworkSpec(options.rtt_ms, options.gbit)), network.measure(NetworkSpec(0, 0))
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rtt-ms", type=positive, default=1.0, metavar="MS", help="round trip between two hosts (1)")
     parser.add_argument("--gbit", type=positive, default=1.0, metavar="G", help="Gbit/s of each host's link, each direction (1)")
     parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none)")
-    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (8, 6, 2)")
-    parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (2, 3, 1)")
+    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (8, 6, 3)")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (2, 2, 1)")
 
 
 def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str], notes: Sequence[str]) -> Section:
@@ -73,7 +73,7 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         trainers = [local(LOCAL, job)]
         for mode, names in (("async", {IN_STEP: None, STALE: "stale"}), ("sync", {IN_SYNC_STEP: None, EXACT: "exact"})):
             trainers += _stored(stack, mode, names, job, options, versions)
-        rounds = take_turns(trainers, lambda number: _indices(number, steps + N_FILL, n_batches), repeats)
+        rounds = take_turns(trainers, lambda number: _indices(number, N_FILL + steps + N_TAIL, n_batches), repeats)
     settings = {
         "store": options.store,
         "batch": batch_size,

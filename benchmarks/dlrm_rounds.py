@@ -11,7 +11,8 @@ from benchmarks.report import Line
 
 N_FILL = 3
 """Steps at the beginning of a turn that do not count: from then on pushes and prefetched batches are as many as there may ever be."""
-MOST_OVER_LOCAL, LEAST_SPEED_UP, MOST_OVER_STALE = 1.05, 1.19, 1.10
+N_TAIL = 3
+"""Steps at its end that do not count either: without them rows of the last ones would have been pulled before the clock ran."""
 _LOSS_TOLERANCE = 0.03
 
 
@@ -50,17 +51,17 @@ class Trainer:
     exact: bool = False
 
     def turn(self, indices: Sequence[int]) -> "Turn":
-        """Train on these batches, then settle. The clock runs from the end of step N_FILL to the end of the last step."""
-        losses = []
-        start = self._now()
-        for number, batch in enumerate(self.batches(indices), 1):
+        """Train on these batches, then settle. The clock runs from the end of step N_FILL until N_TAIL steps are left."""
+        losses: list[float] = []
+        times: dict[int, dict[str, float]] = {}
+        n_steps = len(indices) - N_FILL - N_TAIL
+        for batch in self.batches(indices):
             losses.append(self.step(batch))
-            if number == N_FILL:
-                start = self._now()
-        spent = {name: value - start[name] for name, value in self._now().items()}
+            if len(losses) in (N_FILL, N_FILL + n_steps):
+                times[len(losses)] = self._now()
+        spent = {name: value - times[N_FILL][name] for name, value in times[N_FILL + n_steps].items()}
         began_s = time.perf_counter()
         self.settle()
-        n_steps = len(indices) - N_FILL
         return Turn({name: value / n_steps for name, value in spent.items()}, time.perf_counter() - began_s, losses)
 
     def _now(self) -> dict[str, float]:

@@ -88,21 +88,22 @@ def scripted(name: str, losses: Sequence[float], exact: bool = False) -> Trainer
     return Trainer(name, lambda indices: list(indices), step, lambda: None, spent, exact=exact)
 
 
-def test_the_first_steps_of_a_turn_fill_the_pipelines_and_do_not_count() -> None:
+def test_the_first_steps_of_a_turn_fill_the_pipelines_and_do_not_count_nor_do_the_last() -> None:
     seen = []
     one = scripted("one", np.linspace(1, 0.1, 100).tolist())
     one.settle = lambda: seen.append("settled")
-    turn = one.turn(range(dlrm_rounds.N_FILL + 5))
+    n = dlrm_rounds.N_FILL + 5 + dlrm_rounds.N_TAIL
+    turn = one.turn(range(n))
     assert turn.spent_s["rows"] == pytest.approx(1.0), "5 steps of 1 s each"
-    assert len(turn.losses) == dlrm_rounds.N_FILL + 5
+    assert len(turn.losses) == n
     assert seen == ["settled"]
 
 
 def test_a_contender_that_learns_something_else_is_refused() -> None:
-    fine, n = np.linspace(0.7, 0.5, 3 * 4).tolist(), dlrm_rounds.N_FILL + 1
+    fine, n = np.linspace(0.7, 0.5, 3 * 7).tolist(), dlrm_rounds.N_FILL + 1 + dlrm_rounds.N_TAIL
     other = [*fine[:-1], float(np.nextafter(fine[-1], 1))]
     take_turns([scripted("memory", fine), scripted("exact", fine, exact=True), scripted("stale", other)], lambda number: range(n), 2)
-    with pytest.raises(WrongLossError, match=r"exact: loss .* in step 3 of turn 2, expected"):
+    with pytest.raises(WrongLossError, match=r"exact: loss .* in step 6 of turn 2, expected"):
         take_turns([scripted("memory", fine), scripted("exact", other, exact=True)], lambda number: range(n), 2)
     with pytest.raises(WrongLossError, match="stale: mean loss"):
         take_turns([scripted("memory", fine), scripted("stale", [x * 1.1 for x in fine])], lambda number: range(n), 2)
