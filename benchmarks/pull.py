@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
     parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
     parser.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="length of one turn (0.5)")
-    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="rounds, after one to warm up (5)")
+    parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
 
 
 def make_batches(target: Filled, kind: str, missing: float, n: int = _N_BATCHES, size: int = BATCH_IDS) -> list[Batch]:
