@@ -47,6 +47,24 @@ class Model(nn.Module):
 IDS = torch.tensor([[1, 4, 5], [5, 5, 9], [29, 0, 3]])
 
 
+def test_tables_of_one_name_in_two_clusters_are_two() -> None:
+    first, second = MakingCluster(), MakingCluster()
+    for at, one in enumerate((first, second)):
+        one.create_table("t", dim=DIM, optimizer=optim.sgd(), initializer=init.constant(at + 1.0), num_ids=5, exist_ok=False)
+    model = nn.ModuleList([Embedding(first.tables["t"], padding_idx=0), Embedding(second.tables["t"], padding_idx=1)])
+    plain = materialize(model)
+    assert [module(torch.tensor([2]))[0, 0].item() for module in plain] == [1.0, 2.0]
+    assert [module.ids.tolist() for module in materialize(model, {"t": [3]})] == [[0, 3], [1, 3]]
+    with pytest.raises(InvalidInputError, match=f"the rows are {2 * 4 * 5 * DIM} bytes"):
+        materialize(model, max_bytes=2 * 4 * 5 * DIM - 1)
+
+
+def test_the_rows_of_all_id_sets_of_a_table_count(cluster: kvemb.Cluster) -> None:
+    model = Model(cluster, "hashed")
+    with pytest.raises(InvalidInputError, match=f"the rows are {4 * DIM * (11 + 12)} bytes"):
+        materialize(model, {"row": range(10), "bag": range(11)}, max_bytes=4 * DIM * (11 + 12) - 1)
+
+
 def test_all_rows_of_a_dense_table_become_torchs_own_modules(cluster: kvemb.Cluster) -> None:
     model = Model(cluster, "dense").eval()
     plain = materialize(model)

@@ -21,6 +21,8 @@ from trainer.torch.embedding import Embedding, EmbeddingBag
 from trainer.torch.lookup import LookupModule
 
 CHUNK_BYTES = 16 << 20
+_Rows = tuple[int, str, bytes]
+"""Cluster, table, and which of its ids: modules for which these are the same share their rows."""
 
 
 def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *, max_bytes: int = 2 << 30) -> nn.Module:
@@ -62,11 +64,11 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
     for cluster in {id(module.table.cluster): module.table.cluster for module in found.values()}.values():
         if not cluster.read_only:
             cluster.flush()
-    weights: dict[tuple[str, bytes], nn.Parameter] = {}
+    weights: dict[_Rows, nn.Parameter] = {}
     memo: dict[int, Any] = {}
     for path, module in found.items():
         wanted = chosen.get(path)
-        key = (module.table.name, b"" if wanted is None else wanted.tobytes())
+        key = _rows_of(module, wanted)
         if key not in weights:  # modules that share a table share the weight
             weights[key] = nn.Parameter(_rows(module.table, wanted))
         memo[id(module)] = _plain(module, wanted, weights[key])
@@ -155,7 +157,8 @@ def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, Arr
                 raise InvalidInputError(f"module {path!r}: table {definition.name!r} has no num_ids; give ids={{{definition.name!r}: …}}")
             continue
         # All modules of a table keep the same rows, so that they share the weight.
-        padding = [m.padding_idx for m in found.values() if m.table.name == definition.name and m.padding_idx is not None]
+        table = _rows_of(module, None)
+        padding = [m.padding_idx for m in found.values() if _rows_of(m, None) == table and m.padding_idx is not None]
         flat, _ = normalize(ids[name], definition.id_dtype, definition.name, definition.num_ids)
         known = np.union1d(to_caller(flat, definition.id_dtype), np.array(padding, definition.id_dtype))
         if not len(known) or int(known[-1]) >= 1 << 63:
@@ -165,16 +168,20 @@ def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, Arr
 
 
 def _check_size(found: Mapping[str, Embedding | EmbeddingBag], chosen: Mapping[str, NDArray[np.int64]], max_bytes: int) -> None:
-    sizes: dict[str, int] = {}
+    sizes: dict[_Rows, int] = {}
     for path, module in found.items():
         n_rows = len(chosen[path]) + 1 if path in chosen else module.num_embeddings or 0
-        sizes[module.table.name] = max(sizes.get(module.table.name, 0), 4 * n_rows * module.embedding_dim)
+        sizes[_rows_of(module, chosen.get(path))] = 4 * n_rows * module.embedding_dim
     if sum(sizes.values()) > max_bytes:
-        largest = max(sizes, key=lambda name: sizes[name])
+        largest = max(sizes, key=lambda rows: sizes[rows])
         raise InvalidInputError(
-            f"the rows are {sum(sizes.values())} bytes, more than max_bytes={max_bytes}; the largest table is {largest!r} with "
-            f"{sizes[largest]}. Give ids={{{largest!r}: …}}, those that are served, or a larger max_bytes"
+            f"the rows are {sum(sizes.values())} bytes, more than max_bytes={max_bytes}; the largest table is {largest[1]!r} with "
+            f"{sizes[largest]}. Give ids={{{largest[1]!r}: …}}, those that are served, or a larger max_bytes"
         )
+
+
+def _rows_of(module: Embedding | EmbeddingBag, ids: NDArray[np.int64] | None) -> _Rows:
+    return id(module.table.cluster), module.table.name, b"" if ids is None else ids.tobytes()
 
 
 def _rows(table: Any, ids: NDArray[np.int64] | None) -> Tensor:
