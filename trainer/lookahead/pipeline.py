@@ -6,9 +6,10 @@ Who does what:
 
 * The caller's thread reads the loader, a batch for each batch that it asks for (two while the pipeline fills). A reader thread of ours
   would save time only where the loader computes in Python, and that is where it hurts: it takes the interpreter's lock from the thread that
-  trains, whose every operation then waits for it (docs/adr/0015). A loader that has to work should have worker processes. Also, random
-  numbers are drawn in the same order in every run, a loader's processes are forked while no thread of ours is in the middle of
-  something, and a loader's signals and exceptions come up where they always did.
+  trains, whose every operation then waits for it (docs/adr/0015). A loader that has to work should have worker processes. Also, a
+  loader's processes are forked while no thread of ours is in the middle of something, and its signals and exceptions come up where they
+  always did. A loader and a model that draw from one global generator draw in another order than without reading ahead, and in one
+  that depends on the capacity: docs/async-lookup.md says how to be repeatable.
 * Threads, ours or the caller's executor, do the work of a batch each, several at a time.
 * Batches are handed out in order. At most `capacity` of them, done or being done, lie ahead of the one in use.
 
