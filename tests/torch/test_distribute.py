@@ -16,7 +16,7 @@ from torch import nn
 
 import kvemb
 from kvemb import init, optim
-from kvemb.errors import DeadlineExceededError, InvalidInputError, TableMismatchError, UnknownTableError
+from kvemb.errors import DeadlineExceededError, InvalidInputError, ShardUnavailableError, TableMismatchError, UnknownTableError
 from trainer.torch import Embedding, SparseOptimizer, distribute
 
 
@@ -145,6 +145,53 @@ def test_a_table_that_nobody_fills_is_told_after_a_while(cluster: kvemb.Cluster,
     with pytest.raises(DeadlineExceededError, match=r'no row was added to its 0\..*carry_weights="overwrite"'):
         run(model, cluster, name, carry_weights=True)
     assert type(model[0]) is nn.Embedding
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "float32"), (float("inf"), "float32"), (65520.0, "float16")])
+def test_weights_that_no_row_can_be_are_refused_before_a_table_is_made(cluster: kvemb.Cluster, name: str, value: float, dtype: str) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model[0].weight[7, 1] = value
+    with pytest.raises(InvalidInputError, match=f"row 7 of its weight holds NaN, infinity or a value beyond {dtype}"):
+        run(model, cluster, name, carry_weights=True, dtype=dtype)
+    assert name not in cluster.tables()
+    run(model, cluster, name, dtype=dtype)
+
+
+def test_who_failed_to_fill_a_table_is_told_to_overwrite(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ShardUnavailableError("gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(kvemb.Table, "assign", fail)
+        with pytest.raises(ShardUnavailableError) as raised:
+            run(model_of(), cluster, name, carry_weights=True)
+    assert name in raised.value.__notes__[0]
+    assert 'carry_weights="overwrite"' in raised.value.__notes__[0]
+    model = model_of()
+    weight = model[0].weight.detach().numpy()
+    (table,) = run(model, cluster, name, carry_weights="overwrite").tables
+    np.testing.assert_array_equal(table.pull(np.arange(20)), weight)
+
+
+def test_the_last_chunk_is_awaited_whole_for_shards_do_not_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    carry = import_module("trainer.torch.distribute_carry")
+    monkeypatch.setattr(carry, "CHUNK_BYTES", 4 * 3 * 8)  # 16 to 19 are the last chunk
+    late = [{*range(17)}, {*range(20)} - {17}, {*range(20)} - {17}, {*range(20)}]
+
+    class Filling:
+        asked = 0
+
+        def pull(self, ids: np.ndarray, *, return_versions: bool) -> tuple[None, np.ndarray]:
+            return None, np.isin(ids, list(late[self.asked])).astype(np.uint64)
+
+        def __len__(self) -> int:
+            self.asked += 1
+            return len(late[self.asked])
+
+    table, site = Filling(), import_module("trainer.torch.distribute_plan").make_plan(model_of(), 10, {"0": "t"}).sites[0]
+    carry.wait_assigned(table, site)
+    assert table.asked == 3
 
 
 def test_a_row_that_pads_and_is_missing_is_assigned_by_whoever_comes_and_one_that_exists_is_kept(cluster: kvemb.Cluster, name: str) -> None:

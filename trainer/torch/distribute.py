@@ -18,6 +18,7 @@ from kvemb import init
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
+from trainer.torch.distribute_carry import check_range
 from trainer.torch.distribute_plan import Kept, Names, Plan, Site, make_plan
 from trainer.torch.distribute_report import lines
 from trainer.torch.distribute_step import Follows, JoinedStep
@@ -110,7 +111,7 @@ def distribute(
     """
     _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
     plan = make_plan(model, min_rows, names, leave)
-    _check_carry(plan, carry_weights)
+    _check_carry(plan, carry_weights, dtype)
     first = init.normal(mean=0.0, std=1.0) if initializer is None else initializer
     torchs = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     follows = {} if torchs is None else {site.table: _follow(site, torchs) for site in plan.sites}
@@ -120,9 +121,7 @@ def distribute(
     if optimizer is None:
         tables = [open_table(cluster, site) for site in plan.sites]
     else:
-        options = TableOptions(first, dtype, seed, reduce)
-        tables = [make_table(cluster, site, rule_of[site.table], options) for site in plan.sites]
-        fill(tables, carry_weights)
+        tables = _made_and_filled(cluster, plan, rule_of, TableOptions(first, dtype, seed, reduce), carry_weights)
     trained = [site for site in plan.sites if torchs is not None and _has_state(torchs, site)]
     sparse = _change(model, tables, torchs, follows)
     done = Distributed(tuple(one.table for one in tables), sparse, tuple(lines(plan, tables, carry_weights, first, follows, trained)))
@@ -142,10 +141,30 @@ def _check_arguments(optimizer: object, carry: object, initializer: Initializer 
         )
 
 
-def _check_carry(plan: Plan, carry: Carry) -> None:
-    for site in plan.sites:
-        if carry and site.weight.device.type == "meta":
+def _check_carry(plan: Plan, carry: Carry, dtype: str) -> None:
+    for site in plan.sites if carry else ():
+        if site.weight.device.type == "meta":
             raise InvalidInputError(f"{site}: its weight is on the meta device and holds nothing to carry; give initializer= instead")
+        check_range(site, dtype)
+
+
+def _made_and_filled(
+    cluster: "Cluster", plan: Plan, rule_of: Mapping[str, OptimizerSpec], options: TableOptions, carry: Carry
+) -> list[SiteTable]:
+    tables: list[SiteTable] = []
+    try:
+        for site in plan.sites:
+            tables.append(make_table(cluster, site, rule_of[site.table], options))
+        fill(tables, carry)
+    except BaseException as error:
+        made = [one.site.table for one in tables if one.made or carry == "overwrite"]
+        if carry and made:
+            error.add_note(
+                f"The table(s) {', '.join(made)} exist now, perhaps without all of their first rows; call distribute again with "
+                'carry_weights="overwrite", in one trainer'
+            )
+        raise
+    return tables
 
 
 def _follow(site: Site, optimizer: torch.optim.Optimizer) -> Follows:

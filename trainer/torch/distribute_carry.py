@@ -1,8 +1,9 @@
 """The first rows of tables that were a model's weights: exactly one trainer of a job assigns them, the others wait until it has.
 
 What must not live here: which weights become tables, and modules. Strategy: who made the table assigns its rows, in ascending order,
-in chunks. Another trainer that finds the table sees that this is done by the last of these rows, which comes into being last. So
-no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that joins or starts again.
+in chunks. Another trainer that finds the table sees that this is done by the last chunk, which comes into being last, though not in
+all shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that
+joins or starts again.
 """
 
 import time
@@ -12,13 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvemb.errors import DeadlineExceededError
+from kvemb.errors import DeadlineExceededError, InvalidInputError
 from trainer.torch.distribute_plan import Site
 
 CHUNK_BYTES = 4 << 20
 STALL_S = 120.0
 """How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
 _POLL_S = 0.2
+_NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AssignPort(Protocol):
@@ -37,6 +39,23 @@ class AssignPort(Protocol):
         ...
 
 
+def check_range(site: Site, dtype: str) -> None:
+    """Refuse weights that no row can be, before a table is made.
+
+    Raises:
+        InvalidInputError: NaN, infinity, or a value beyond the dtype's range.
+    """
+    largest = torch.finfo(_NARROW.get(dtype, torch.float32)).max
+    for at, part in enumerate(site.weight.detach().split(_chunk_rows(site))):
+        wrong = torch.nonzero(~(part.abs() <= largest).all(dim=1))
+        if len(wrong):
+            row = int(wrong[0]) + at * _chunk_rows(site)
+            raise InvalidInputError(
+                f"{site}: row {row} of its weight holds NaN, infinity or a value beyond {dtype} (above {largest:.4g}), and cannot be "
+                "carried; mend the weight, or carry nothing"
+            )
+
+
 def assign_padding(table: AssignPort, site: Site) -> None:
     """Set the rows that pad, and do not exist yet, to what the module has there: zeros, which no initializer gives.
 
@@ -50,7 +69,7 @@ def assign_padding(table: AssignPort, site: Site) -> None:
 
 def assign_weights(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
     """Set the rows of these ids to the module's weights; on the meta device, which holds none, to zeros."""
-    n_chunk = max(1, CHUNK_BYTES // (4 * site.dim))
+    n_chunk = _chunk_rows(site)
     for low in range(0, len(ids), n_chunk):
         chunk = ids[low : low + n_chunk]
         table.assign(chunk, _weights(site, chunk))
@@ -63,18 +82,26 @@ def wait_assigned(table: AssignPort, site: Site) -> None:
         DeadlineExceededError: no row came for STALL_S seconds.
     """
     n_rows, since = -1, time.monotonic()
-    last = np.array([site.n_rows - 1])
-    while not table.pull(last, return_versions=True)[1][0]:
+    last = np.arange((site.n_rows - 1) // _chunk_rows(site) * _chunk_rows(site), site.n_rows)
+    while not (_exist(table, last[-1:]) and _exist(table, last)):  # the whole chunk only when it has begun to come
         n_now, now = len(table), time.monotonic()
         if n_now != n_rows:
             n_rows, since = n_now, now
         if now - since > STALL_S:
             raise DeadlineExceededError(
-                f"{site}: it exists, the row of id {last[0]} does not, and for {STALL_S:g} s no row was added to its {n_now}. The trainer "
-                "that made the table assigns the first rows and may have ended before it was done, or the table was made without "
+                f"{site}: it exists, rows of the ids up to {last[-1]} do not, and for {STALL_S:g} s no row was added to its {n_now}. The "
+                "trainer that made the table assigns the first rows and may have ended before it was done, or the table was made without "
                 'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase what is not wanted'
             )
         time.sleep(_POLL_S)
+
+
+def _chunk_rows(site: Site) -> int:
+    return max(1, CHUNK_BYTES // (4 * site.dim))
+
+
+def _exist(table: AssignPort, ids: NDArray[np.int64]) -> bool:
+    return bool(table.pull(ids, return_versions=True)[1].all())
 
 
 def _weights(site: Site, ids: NDArray[np.int64]) -> NDArray[np.float32]:
