@@ -93,6 +93,11 @@ def test_gradients_that_are_not_finite_are_refused_when_asked_and_left_alone() -
     assert not clip_grad_norm_(ours, 1.0).isfinite()
 
 
+def test_parameters_in_place_of_the_model_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="give the model, not its parameters, got generator"):
+        clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     ours, _, _ = both()
     assert clip_grad_norm_(ours, 1.0) == 0.0

@@ -102,6 +102,12 @@ def test_who_comes_later_or_again_keeps_the_rows(cluster: kvemb.Cluster, name: s
     done = run(second, cluster, name, carry_weights=True)
     np.testing.assert_array_equal(table.pull(np.arange(20)), rows)
     assert "it existed and keeps its rows; the module's weights are not used" in str(done)
+    assert f"note: carry_weights=True did nothing where the table existed ({name}): its rows are those of the cluster" in str(done)
+
+
+def test_carried_weights_that_are_rounded_are_called_so(cluster: kvemb.Cluster, name: str) -> None:
+    done = run(model_of(), cluster, name, carry_weights=True, dtype="float16")
+    assert "made; its rows are the module's weights, rounded to float16; adagrad" in str(done)
 
 
 def test_overwrite_assigns_in_any_case(cluster: kvemb.Cluster, name: str) -> None:

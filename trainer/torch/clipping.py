@@ -30,7 +30,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         The norm before, float32 scalar.
 
     Raises:
-        InvalidInputError: `max_norm` or `norm_type` not above 0.
+        InvalidInputError: `max_norm` or `norm_type` not above 0, or parameters in place of the model.
         RuntimeError: as torch's own, with `error_if_nonfinite`; nothing was scaled.
 
     Source: torch.nn.utils.clip_grad_norm_.
@@ -41,6 +41,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
         >>> clip_grad_norm_(model, 1.0), model.weight.grad
         (tensor(5.), tensor([[0.6000, 0.8000]]))
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"give the model, not its parameters, got {type(model).__name__}: rows are no parameters of it")
     if not max_norm > 0 or not norm_type > 0:
         raise InvalidInputError(f"max_norm and norm_type must be above 0, got {max_norm!r} and {norm_type!r}")
     waiting = _waiting(model)

@@ -46,7 +46,7 @@ def check_range(site: Site, dtype: str) -> None:
         InvalidInputError: NaN, infinity, or a value beyond the dtype's range.
     """
     largest = torch.finfo(_NARROW.get(dtype, torch.float32)).max
-    for at, part in enumerate(site.weight.detach().split(_chunk_rows(site))):
+    for at, part in enumerate(torch.split(site.weight.detach(), _chunk_rows(site))):
         wrong = torch.nonzero(~(part.abs() <= largest).all(dim=1))
         if len(wrong):
             row = int(wrong[0]) + at * _chunk_rows(site)

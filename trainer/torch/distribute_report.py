@@ -32,6 +32,12 @@ def lines(
         )
     for path, why in plan.left:
         yield f"  {path!r} stays: {why}"
+    existed = [one.site.table for one in tables if carry is True and not one.made]
+    if existed:
+        yield (
+            f"  note: carry_weights=True did nothing where the table existed ({', '.join(existed)}): its rows are those of the cluster, "
+            "not the module's"
+        )
     lazy = sorted(name for name, one in follows.items() if one.mapped.lazy)
     if lazy:
         yield (
@@ -65,8 +71,10 @@ def _embeddings(n: int) -> str:
 
 def _origin(one: SiteTable, carry: Carry, first: Initializer) -> str:
     begun = f"{first.kind}({', '.join(f'{name}={value:g}' for name, value in dict(first.params).items())})"
+    dtype = one.table.definition.dtype
+    weights = "the module's weights" + ("" if dtype == "float32" else f", rounded to {dtype}")
     if carry == "overwrite":
-        return "all rows are the module's weights"
+        return f"all rows are {weights}"
     if one.made:
-        return "made; its rows are the module's weights" if carry else f"made; rows begin as {begun}"
+        return f"made; its rows are {weights}" if carry else f"made; rows begin as {begun}"
     return "it existed and keeps its rows; the module's weights are not used"
