@@ -342,6 +342,17 @@ def test_options_may_be_given_by_column() -> None:
     assert (b.dtype, b.optimizer, b.reduce) == ("float32", optim.adam(lr=0.5), "mean")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_looks_up_as_it_is() -> None:
+    layer = DenseFeatures([embedded("a"), numeric_column("x")], CreatingCluster())
+
+    def score(features: dict[str, Any]) -> torch.Tensor:
+        return torch.relu(layer(features)).sum()
+
+    features = {"a": torch.tensor([[1, 2], [3, 3]]), "x": torch.tensor([1.0, 2.0])}
+    torch.testing.assert_close(torch.compile(score, backend="eager")(features), score(features))
+
+
 def test_small_tables_are_dense_and_huge_ones_are_not() -> None:
     cluster = CreatingCluster()
     huge = embedding_column(categorical_column_with_identity("huge", 2**63 - 1), 2)
