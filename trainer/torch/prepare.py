@@ -41,8 +41,8 @@ def prepare(
             pulled when it is called. Without `features` it is found out by watching the first batch being used; `Prepared.report` says
             what was found, and why where nothing was.
         consistency: what rows may lack when their batch is used. "stale": what is pushed for the `capacity` batches before it, and what
-            else happens since. "bounded": k batches of any shard. "exact": nothing; training is what it is without `prepare`, bit for
-            bit. For clusters in sync mode.
+            else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do: given
+            the same draws, training is what it is without `prepare`, bit for bit. For clusters in sync mode.
         k: batches, with "bounded", where one more small call to each shard comes with every pull and every batch.
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
