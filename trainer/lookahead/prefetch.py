@@ -3,16 +3,14 @@
 What must not live here: what a framework makes of it (`trainer.torch.prepare` finds by itself what a model needs).
 """
 
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import checked_timeout
 from trainer.lookahead.pipeline import Pipeline, Waited
-from trainer.lookahead.run import Run, iterator_of
+from trainer.lookahead.run import LoaderRuns
 from trainer.lookahead.sizes import AUTO, Sizes
 from trainer.lookahead.threads import Executor
 
@@ -22,7 +20,7 @@ R = TypeVar("R")
 _LONG = 256  # elements of a list
 
 
-class Prefetch(Generic[B, R]):
+class Prefetch(LoaderRuns[tuple[B, R]], Generic[B, R]):
     """Batches with what was fetched for them; see `prefetch`. Each `iter` is a new run over the loader; close() ends the present one."""
 
     def __init__(
@@ -33,18 +31,9 @@ class Prefetch(Generic[B, R]):
         executor: Executor | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._loader, self._work, self._sizes, self._executor = batches, work, sizes, executor
-        self._timeout_s = checked_timeout(timeout_s)
-        self._run: weakref.ref[Run[tuple[B, R]]] | None = None  # weak: a loop that is left ends its run
+        super().__init__(batches, sizes)
+        self._work, self._executor, self._timeout_s = work, executor, checked_timeout(timeout_s)
         self.waited = Waited()
-
-    def __iter__(self) -> Iterator[tuple[B, R]]:
-        if (before := None if self._run is None else self._run()) is not None:
-            before.replace()
-        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        run = Run(self._batches(iterator_of(self._loader)))
-        self._run = weakref.ref(run)
-        return run
 
     def _batches(self, batches: Iterator[B]) -> Generator[tuple[B, R], None, None]:
         run = Pipeline(batches, self._work, self._sizes, waited=self.waited, executor=self._executor, timeout_s=self._timeout_s)
@@ -59,31 +48,6 @@ class Prefetch(Generic[B, R]):
                 del batch
         finally:
             run.close()
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._loader))
-
-    def close(self) -> None:
-        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
-        run = None if self._run is None else self._run()
-        if run is not None:
-            run.close()
-
-    def __enter__(self) -> "Prefetch[B, R]":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def threads_num(self) -> int:
-        """Threads in force."""
-        return self._sizes.threads_num
-
-    @property
-    def capacity(self) -> int:
-        """Batches ahead, in force."""
-        return self._sizes.capacity
 
     @property
     def report(self) -> str:

@@ -1,12 +1,15 @@
-"""What a run over a loader looks like from outside: its iterator, and the loader's.
+"""What runs over a loader look like from outside: their iterator, the loader's, and what stands in the loader's place.
 
 What must not live here: what happens in a run (`pipeline`).
 """
 
-from collections.abc import Generator, Iterable, Iterator
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
 
 from kvemb.errors import InvalidInputError
+from trainer.lookahead.sizes import Sizes
 
 T = TypeVar("T")
 
@@ -68,3 +71,53 @@ def iterator_of(loader: Iterable[T]) -> Iterator[T]:
     """
     made: Iterator[T] = iter(loader)
     return _Lent(made) if made is loader else made
+
+
+class LoaderRuns(Generic[T]):
+    """Stands in a loader's place: each `iter` is a new run over it (an epoch) and ends the run before. Use it from one thread.
+
+    Args:
+        loader: any iterable.
+        sizes: threads and capacity of its runs.
+    """
+
+    def __init__(self, loader: Iterable[Any], sizes: Sizes) -> None:
+        self._loader, self._sizes = loader, sizes
+        self._run: weakref.ref[Run[T]] | None = None  # weak: a loop that is left ends its run
+
+    def __iter__(self) -> Iterator[T]:
+        if (before := None if self._run is None else self._run()) is not None:
+            before.replace()
+        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
+        run = Run(self._batches(iterator_of(self._loader)))
+        self._run = weakref.ref(run)
+        return run
+
+    def _batches(self, batches: Iterator[Any]) -> Generator[T, None, None]:
+        """Say what happens in a run; must not refer to `batches` any longer than it needs them."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
+
+    def close(self) -> None:
+        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
+        run = None if self._run is None else self._run()
+        if run is not None:
+            run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def threads_num(self) -> int:
+        """Threads in force."""
+        return self._sizes.threads_num
+
+    @property
+    def capacity(self) -> int:
+        """Batches ahead, in force."""
+        return self._sizes.capacity

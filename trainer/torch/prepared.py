@@ -10,12 +10,10 @@ foreseen is pulled when it is made, as without `prepare`: a wrong forecast costs
 
 import logging
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +23,7 @@ from trainer.lookahead.consistency import Bounded, Consistency, Exact, Stale
 from trainer.lookahead.pipeline import Pipeline, Waited
 from trainer.lookahead.prefetch import size_of
 from trainer.lookahead.rows import RowsAhead
-from trainer.lookahead.run import Run, iterator_of
+from trainer.lookahead.run import LoaderRuns
 from trainer.lookahead.sizes import Sizes
 from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
@@ -59,10 +57,8 @@ class Mode:
         return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
 
 
-class Prepared:
-    """A prepared loader; see `prepare`. Each `iter` is a new run over the loader (an epoch) and ends the run before. Use it from one
-    thread.
-    """
+class Prepared(LoaderRuns[Any]):
+    """A prepared loader; see `prepare`."""
 
     def __init__(
         self,
@@ -74,8 +70,8 @@ class Prepared:
         executor: Executor | None,
         steps: StepReport | None = None,
     ) -> None:
-        self._steps = steps
-        self._loader, self._model, self._plan, self._sizes, self._executor = loader, model, plan, sizes, executor
+        super().__init__(loader, sizes)
+        self._model, self._plan, self._executor, self._steps = model, plan, executor, steps
         self._modules = [module for ones in modules_by_table(model).values() for module in ones]
         self._consistency = mode.of(self._modules)
         self._pipeline: Pipeline[Any, RowsAhead] | None = None
@@ -84,44 +80,8 @@ class Prepared:
         self._foreseen: Counter[tuple[str, bool]] = Counter()
         self._served: dict[str, bool] = {}  # tables asked in this batch: whether any of that was foreseen
         self._misses_in_a_row: Counter[str] = Counter()
-        self._run: weakref.ref[Run[Any]] | None = None  # weak: a loop that is left ends its run
         self._log = StalenessLog()
         self.waited = Waited()
-
-    def __iter__(self) -> Iterator[Any]:
-        if (before := None if self._run is None else self._run()) is not None:
-            before.replace()
-        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
-        batches = self._batches(iterator_of(self._loader))
-        run = Run(batches if self._steps is None else _reported(batches, self._steps))
-        del batches
-        self._run = weakref.ref(run)
-        return run
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._loader))
-
-    def close(self) -> None:
-        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
-        run = None if self._run is None else self._run()
-        if run is not None:
-            run.close()
-
-    def __enter__(self) -> "Prepared":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def threads_num(self) -> int:
-        """Threads in force."""
-        return self._sizes.threads_num
-
-    @property
-    def capacity(self) -> int:
-        """Batches ahead, in force."""
-        return self._sizes.capacity
 
     @property
     def staleness(self) -> Any:
@@ -182,6 +142,10 @@ class Prepared:
         ]
 
     def _batches(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        run = self._unreported(batches)
+        return run if self._steps is None else _reported(run, self._steps)
+
+    def _unreported(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
         for n, batch in enumerate(batches if self._plan is None else (), start=1):
             trace = Trace(self._model, batch)
             self._n_since_step += 1
