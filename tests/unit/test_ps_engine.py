@@ -1,7 +1,6 @@
 """The engine against storage in memory: what it writes, what it refuses, and that every half-written batch can be completed."""
 
 from collections.abc import Callable, Sequence
-from itertools import count
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine, Pause
 from paramserver.tables import Tables
+from tests.unit.memory_nodes import unused_nodes
 
-_NUMBERS = count()
 SGD = TableDef("sgd", 3, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0), seed=4)
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
 HALF = TableDef("half", 4, kvemb.optim.adagrad(), kvemb.init.normal(std=1.0), dtype="bfloat16")
@@ -40,8 +39,7 @@ class Storage(MemoryStore):
 
 
 def make_store() -> Storage:
-    number = next(_NUMBERS)
-    store = Storage(StorageConfig("memory", (f"engine-{number}-a:1", f"engine-{number}-b:1")), role="shard:0")
+    store = Storage(StorageConfig("memory", unused_nodes()), role="shard:0")
     store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
     store.open(Deadline.after(5))
     return store
@@ -366,8 +364,7 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
                     node.put(key, node.values[key][0])
             return super().erase(parts, deadline)
 
-    number = next(_NUMBERS)
-    store = Busy(StorageConfig("memory", (f"engine-{number}-a:1", f"engine-{number}-b:1")), role="shard:0")
+    store = Busy(StorageConfig("memory", unused_nodes()), role="shard:0")
     store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
     store.open(Deadline.after(5))
     engine = engine_on(store)

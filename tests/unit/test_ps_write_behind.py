@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from paramserver.snapshot.snapshotter import from_storage
 from paramserver.tables import Tables, TableState
 from paramserver.verbs import ShardParts
 from paramserver.write_behind import Bound, WriteBehind
+from tests.unit.memory_nodes import unused_nodes
 from tests.unit.test_ps_replay import (
     BATCHES,
     EPOCH,
@@ -64,7 +64,6 @@ from tests.unit.test_ps_replay import (
     stored,
 )
 
-_NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
 FOREVER = Bound(10**6, 1e6)
 Ids = Sequence[int]
@@ -84,8 +83,7 @@ def provisioned(store: MemoryStore) -> None:
 
 
 def nodes() -> StorageConfig:
-    number = next(_NUMBERS)
-    return StorageConfig("memory", (f"behind-{number}-a:1", f"behind-{number}-b:1"))
+    return StorageConfig("memory", unused_nodes())
 
 
 def make_store() -> MortalStore:
