@@ -17,7 +17,39 @@ from torch.utils import _pytree as pytree
 from kvemb.errors import InvalidInputError
 
 
-class JaggedTensor:
+class _Jagged:
+    """What both have: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
+
+    def __init__(self, values: Tensor, lengths: Tensor | None, weights: Tensor | None, offsets: Tensor | None) -> None:
+        self._values, self._weights = values, weights
+        self._lengths = _lengths_of(lengths, offsets)
+        if weights is not None and weights.shape != values.shape[:1]:
+            raise InvalidInputError(f"there are {_shape(weights)} weights for {_shape(values)} values")
+
+    def values(self) -> Tensor:
+        """All values, bag after bag."""
+        return self._values
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has: [b]; of several features [len(keys) * b]."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag begins, and the end: one more than `lengths`."""
+        return torch.cat([self._lengths.new_zeros(1), self._lengths.cumsum(0, dtype=self._lengths.dtype)])
+
+    def weights_or_none(self) -> Tensor | None:
+        """A weight per value, or None."""
+        return self._weights
+
+    def weights(self) -> Tensor:
+        """A weight per value; refused where there is none."""
+        if self._weights is None:
+            raise InvalidInputError("these features have no weights")
+        return self._weights
+
+
+class JaggedTensor(_Jagged):
     """One feature: values of b bags, one bag after another.
 
     Args:
@@ -36,9 +68,7 @@ class JaggedTensor:
     """
 
     def __init__(self, values: Tensor, lengths: Tensor | None = None, weights: Tensor | None = None, offsets: Tensor | None = None) -> None:
-        self._values, self._weights = values, weights
-        self._lengths = _lengths_of(lengths, offsets)
-        _check_weights(values, weights)
+        super().__init__(values, lengths, weights, offsets)
 
     @classmethod
     def from_lists(cls, bags: Iterable[Sequence[Any]], dtype: torch.dtype = torch.int64) -> "JaggedTensor":
@@ -64,26 +94,6 @@ class JaggedTensor:
             raise InvalidInputError(f"from_padded takes a tensor [b, l], got the shape {tuple(dense.shape)}")
         present = dense != missing
         return cls(dense[present], present.sum(1))
-
-    def values(self) -> Tensor:
-        """All values, bag after bag."""
-        return self._values
-
-    def lengths(self) -> Tensor:
-        """How many values each bag has: [b]."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag begins, and the end: [b + 1]."""
-        return _offsets(self._lengths)
-
-    def weights_or_none(self) -> Tensor | None:
-        """A weight per value, or None."""
-        return self._weights
-
-    def weights(self) -> Tensor:
-        """A weight per value; refused where there is none."""
-        return _require_weights(self._weights)
 
     def to_dense(self) -> list[Tensor]:
         """The bags, a tensor each."""
@@ -120,7 +130,7 @@ class JaggedTensor:
         return f"JaggedTensor({_shape(self._values)} values in {_shape(self._lengths)} bags)"
 
 
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(_Jagged):
     """Several features with b bags each: all bags of the first key, then all of the second, ….
 
     Args:
@@ -150,9 +160,7 @@ class KeyedJaggedTensor:
         offsets: Tensor | None = None,
     ) -> None:
         self._keys = list(keys)
-        self._values, self._weights = values, weights
-        self._lengths = _lengths_of(lengths, offsets)
-        _check_weights(values, weights)
+        super().__init__(values, lengths, weights, offsets)
         if len(set(self._keys)) < len(self._keys):
             raise InvalidInputError(f"keys must be distinct, got {self._keys}")
         if len(self._lengths) % max(1, len(self._keys)):
@@ -185,26 +193,6 @@ class KeyedJaggedTensor:
     def keys(self) -> list[str]:
         """The features' names."""
         return self._keys
-
-    def values(self) -> Tensor:
-        """All values: [m]."""
-        return self._values
-
-    def lengths(self) -> Tensor:
-        """How many values each bag has: [len(keys) * b]."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag begins, and the end: [len(keys) * b + 1]."""
-        return _offsets(self._lengths)
-
-    def weights_or_none(self) -> Tensor | None:
-        """A weight per value, or None."""
-        return self._weights
-
-    def weights(self) -> Tensor:
-        """A weight per value; refused where there is none."""
-        return _require_weights(self._weights)
 
     def stride(self) -> int:
         """The number of bags of each key, b."""
@@ -253,21 +241,6 @@ def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     if not len(given) or int(given[0]) != 0:
         raise InvalidInputError(f"offsets must begin with 0, got {given[:8].tolist()} …")
     return given.diff()
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
-
-
-def _check_weights(values: Tensor, weights: Tensor | None) -> None:
-    if weights is not None and weights.shape != values.shape[:1]:
-        raise InvalidInputError(f"there are {_shape(weights)} weights for {_shape(values)} values")
-
-
-def _require_weights(weights: Tensor | None) -> Tensor:
-    if weights is None:
-        raise InvalidInputError("these features have no weights")
-    return weights
 
 
 def _shape(tensor: Tensor) -> str:
