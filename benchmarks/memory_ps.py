@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import KvembError, to_wire
-from kvemb.messages import MAX_MESSAGE_BYTES, CreateTableRequest, Empty, Message, Reply, TableRows
+from kvemb.message_format import MAX_MESSAGE_BYTES, Message, TableRows
 from kvemb.messages import SERVICE as PATH
+from kvemb.messages import CreateTableRequest, Empty, Reply
 from kvemb.pull import initial_rows
 from kvemb.row_index import RowIndex
 from kvemb.table_def import TableDef

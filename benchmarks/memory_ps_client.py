@@ -16,7 +16,8 @@ from kvemb.client.parts import route
 from kvemb.hashing import shard_of
 from kvemb.ids import normalize
 from kvemb.init import Initializer
-from kvemb.messages import CreateTableRequest, Empty, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import CreateTableRequest, Empty
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.table_def import TableDef

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.errors import InvalidInputError, MessageError
 from kvemb.hashing import shard_of
 from kvemb.ids import normalize, to_caller
-from kvemb.messages import MAX_PART_BYTES, FreshRows, TableRows
+from kvemb.message_format import FreshRows, TableRows
+from kvemb.messages import MAX_PART_BYTES
 from kvemb.pull import initial_rows
 from kvemb.rounding import storage_dtype, to_float32
 from kvemb.segment import group

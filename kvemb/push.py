@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize, to_caller
-from kvemb.messages import TableRows
+from kvemb.message_format import TableRows
 from kvemb.rounding import LARGEST, round_nearest
 from kvemb.segment import Groups, group
 from kvemb.table_def import TableDef

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, MessageError
-from kvemb.messages import PushReply, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import PushReply
 from kvemb.record import MAX_EPOCH, MAX_K, make_version
 from kvemb.record_cache import CacheBudget, RecordCache
 from kvemb.rounding import storage_dtype, to_float32

@@ -15,7 +15,7 @@ from kvemb.change_count import ChangeCount
 from kvemb.errors import ReadOnlyError
 from kvemb.held import Held
 from kvemb.ids import to_caller
-from kvemb.messages import TableRows
+from kvemb.message_format import TableRows
 from kvemb.net.deadline import Deadline
 from kvemb.pull import prepare_pull, pull
 from kvemb.push import prepare_assign, prepare_erase, prepare_push

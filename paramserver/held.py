@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import KvembError, LostRowError
-from kvemb.messages import FreshRows
+from kvemb.message_format import FreshRows
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
 from kvemb.stores.base import ReadPart, Store

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvemb.errors import KvembError, ParameterServerError, ShardUnavailableError, to_wire
+from kvemb.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.messages import (
-    MAX_MESSAGE_BYTES,
     SERVICE,
     ByeRequest,
     CreateTableRequest,
@@ -23,7 +23,6 @@ from kvemb.messages import (
     HelloRequest,
     IdsRequest,
     LoadRequest,
-    Message,
     RepairRequest,
     Reply,
     RowsRequest,

@@ -7,7 +7,8 @@ import numpy as np
 from kvemb.errors import InvalidInputError, PushRejectedError, UnknownTableError
 from kvemb.hashing import shard_of
 from kvemb.ids import first_outside
-from kvemb.messages import PushPart, TableRows, digest_tables
+from kvemb.message_format import TableRows
+from kvemb.messages import PushPart, digest_tables
 from kvemb.rounding import to_float32
 from kvemb.table_def import TableDef
 from paramserver.batch import ERASE, CheckedRows

@@ -28,7 +28,7 @@ FACADES = {"kvemb.torch": "trainer.torch", "kvemb.tensorflow": "trainer.tensorfl
 # here may import it.
 LAYERS = (
     {"errors", "hashing", "rounding", "normal", "init", "transforms", "optim", "keys", "pages", "record"},
-    {"wire", "net", "table_def", "messages", "config"},
+    {"wire", "net", "table_def", "message_format", "messages", "config"},
     {"stores"},
 )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvemb.client.servers import DEFAULT_TIMEOUT_S
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.held import Fresh, Held, fresh_rows, join
-from kvemb.messages import FreshRows
+from kvemb.message_format import FreshRows
 from kvemb.net.deadline import checked_timeout
 from kvemb.row_cache import Wanted
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import grpc
 
 from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
-from kvemb.messages import MAX_MESSAGE_BYTES, SERVICE, Message, Reply
+from kvemb.message_format import MAX_MESSAGE_BYTES, Message
+from kvemb.messages import SERVICE, Reply
 from kvemb.net.deadline import Deadline
 
 _OPTIONS = (

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.hashing import shard_of
-from kvemb.messages import MAX_PART_BYTES, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import MAX_PART_BYTES
 
 _FEW_SHARDS = 4  # up to here a look at all owners for each shard is faster than sorting them
 

@@ -24,7 +24,8 @@ from kvemb.errors import (
     from_wire,
 )
 from kvemb.held import check_fresh
-from kvemb.messages import FreshRows, HelloReply, PushReply
+from kvemb.message_format import FreshRows
+from kvemb.messages import HelloReply, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.row_cache import RowCache
 

@@ -10,7 +10,8 @@ from typing import TypeVar
 from kvemb.client.channel import ShardChannel
 from kvemb.config import Config
 from kvemb.errors import ClosedError, ConfigError, ParameterServerError
-from kvemb.messages import DescribeReply, Empty, Message
+from kvemb.message_format import Message
+from kvemb.messages import DescribeReply, Empty
 from kvemb.net.deadline import Deadline
 
 DEFAULT_TIMEOUT_S = 30.0

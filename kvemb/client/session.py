@@ -18,7 +18,8 @@ from kvemb.client.push_stream import PushStream
 from kvemb.client.servers import Servers
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
 from kvemb.held import Held, route_held
-from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, TableRows, digest_tables
+from kvemb.message_format import TableRows
+from kvemb.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
 from kvemb.net.deadline import Deadline
 from kvemb.row_cache import RowCache
 

@@ -15,6 +15,7 @@ from kvemb.client.parts import pieces, route
 from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers
 from kvemb.client.session import Session
 from kvemb.held import Held
+from kvemb.message_format import Message, TableRows
 from kvemb.messages import (
     CountReply,
     CreateTableRequest,
@@ -22,13 +23,11 @@ from kvemb.messages import (
     FlushRequest,
     IdsReply,
     IdsRequest,
-    Message,
     ProgressReply,
     RowsRequest,
     StatusReply,
     TableReply,
     TableRequest,
-    TableRows,
 )
 from kvemb.net.deadline import Deadline
 from kvemb.row_cache import RowCache

@@ -12,18 +12,17 @@ from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, from_wire
 from kvemb.hashing import shard_of
 from kvemb.keys import N_SLOTS, RowKeys
+from kvemb.message_format import Message, TableRows
 from kvemb.messages import (
     SERVICE,
     DescribeReply,
     Empty,
     HelloReply,
     HelloRequest,
-    Message,
     PushPart,
     PushReply,
     Reply,
     StatusReply,
-    TableRows,
     digest_tables,
 )
 from kvemb.net.deadline import Deadline

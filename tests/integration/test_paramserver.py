@@ -33,8 +33,8 @@ from kvemb.errors import (
 )
 from kvemb.hashing import shard_of
 from kvemb.keys import RowKeys
+from kvemb.message_format import MAX_MESSAGE_BYTES, Message, TableRows
 from kvemb.messages import (
-    MAX_MESSAGE_BYTES,
     SERVICE,
     ByeRequest,
     CountReply,
@@ -46,7 +46,6 @@ from kvemb.messages import (
     HelloRequest,
     IdsReply,
     IdsRequest,
-    Message,
     PushPart,
     PushReply,
     Reply,
@@ -54,7 +53,6 @@ from kvemb.messages import (
     StatusReply,
     TableReply,
     TableRequest,
-    TableRows,
     digest_tables,
 )
 from kvemb.net.deadline import Deadline

@@ -11,7 +11,8 @@ from kvemb.client.servers import Servers
 from kvemb.client.session import Session
 from kvemb.errors import KvembError, PushRejectedError, to_wire
 from kvemb.hashing import shard_of
-from kvemb.messages import SERVICE, ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import SERVICE, ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply
 from kvemb.net.deadline import Deadline
 
 CLUSTER = b"c" * 16

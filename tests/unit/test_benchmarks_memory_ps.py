@@ -10,7 +10,7 @@ from benchmarks.memory_ps import MemoryPs, MemoryRows, serve
 from benchmarks.memory_ps_client import MemoryPsCluster, MemoryPsTable
 from kvemb import init, optim
 from kvemb.errors import ParameterServerError
-from kvemb.messages import TableRows
+from kvemb.message_format import TableRows
 from kvemb.pull import initial_rows
 from kvemb.table_def import TableDef
 from paramserver.optim import build

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvemb.client.parts import pieces, route, split
 from kvemb.hashing import shard_of
-from kvemb.messages import TableRows
+from kvemb.message_format import TableRows
 
 
 def rows_of(n: int, dim: int = 3, versions: bool = True) -> TableRows:

@@ -10,7 +10,8 @@ from kvemb import init, optim
 from kvemb.errors import MessageError
 from kvemb.hashing import shard_of
 from kvemb.held import Held, check_fresh, fresh_rows, join, prepare_held, route_held
-from kvemb.messages import FreshRows, PushPart, PushReply, digest_tables
+from kvemb.message_format import FreshRows
+from kvemb.messages import PushPart, PushReply, digest_tables
 from kvemb.pull import initial_rows
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.table_def import TableDef

@@ -17,27 +17,28 @@ from hypothesis import strategies as st
 
 from kvemb import messages as m
 from kvemb.errors import MessageError
+from kvemb.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, FreshRows, Message, TableRows
 from kvemb.rounding import round_nearest
 
 F32 = "float32"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())
 
 
-def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, float] | None = None, dtype: str = "float32") -> m.TableRows:
+def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, float] | None = None, dtype: str = "float32") -> TableRows:
     ids = np.arange(n, dtype=np.uint64) + np.uint64(2**63)
     values = round_nearest(np.arange(n * dim, dtype=np.float32).reshape(n, dim) / 4, dtype)
-    return m.TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
+    return TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
 
 
-def fresh(at: list[int], versions: list[int], data: bytes) -> m.FreshRows:
-    return m.FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), data)
+def fresh(at: list[int], versions: list[int], data: bytes) -> FreshRows:
+    return FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), data)
 
 
-def part(tables: list[m.TableRows]) -> m.PushPart:
+def part(tables: list[TableRows]) -> m.PushPart:
     return m.PushPart("trainer-0", 3, 17, 5, False, tables, 2**64 - 1)
 
 
-EXAMPLES: dict[str, m.Message] = {
+EXAMPLES: dict[str, Message] = {
     "Empty": m.Empty(),
     "HelloRequest": m.HelloRequest("trainer-0", 0, b"0123456789abcdef", 2),
     "HelloReply": m.HelloReply(1, 0, "async"),
@@ -76,30 +77,30 @@ def plain(value: Any) -> Any:
     """A message as comparable values."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, m.TableRows | m.FreshRows | m.Message):
+    if isinstance(value, TableRows | FreshRows | Message):
         return type(value).__name__, [plain(item) for item in vars(value).values()]
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-def packed(kind: str, *values: Any, magic: Any = m.MAGIC, version: Any = m.PROTOCOL_VERSION) -> bytes:
+def packed(kind: str, *values: Any, magic: Any = MAGIC, version: Any = PROTOCOL_VERSION) -> bytes:
     return msgpack.packb([magic, version, kind, *values])  # type: ignore[no-any-return]
 
 
-def refused(kind: type[m.Message], data: bytes) -> None:
+def refused(kind: type[Message], data: bytes) -> None:
     with pytest.raises(MessageError):
         kind.decode(data)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_golden_bytes_of_protocol_version_1(name: str) -> None:
-    assert m.PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 1
     assert EXAMPLES[name].encode().hex() == GOLDEN[name]
     assert plain(type(EXAMPLES[name]).decode(bytes.fromhex(GOLDEN[name]))) == plain(EXAMPLES[name])
 
 
 def test_every_message_type_has_a_golden() -> None:
     assert {type(example).__name__ for example in EXAMPLES.values()} == {
-        name for name, kind in vars(m).items() if isinstance(kind, type) and issubclass(kind, m.Message) and kind is not m.Message
+        name for name, kind in vars(m).items() if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }
     assert set(GOLDEN) == set(EXAMPLES)
 
@@ -165,7 +166,7 @@ def test_another_protocol_magic_or_type_is_refused_by_name() -> None:
         (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, [None]]),
     ],
 )
-def test_a_field_of_another_type_is_refused(kind: type[m.Message], values: list[Any]) -> None:
+def test_a_field_of_another_type_is_refused(kind: type[Message], values: list[Any]) -> None:
     refused(kind, packed(kind.__name__, *values))
 
 
@@ -266,8 +267,8 @@ def test_a_few_bytes_cannot_claim_much_memory(name: str) -> None:
 
 
 def test_a_message_above_the_limit_is_refused_unread() -> None:
-    with pytest.raises(MessageError, match=f"at most {m.MAX_MESSAGE_BYTES}"):
-        m.Reply.decode(bytes(m.MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(MessageError, match=f"at most {MAX_MESSAGE_BYTES}"):
+        m.Reply.decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 def test_the_digest_tells_other_data() -> None:
@@ -287,8 +288,8 @@ def test_the_digest_tells_other_data() -> None:
 def test_the_digest_tells_ids_from_versions() -> None:
     ids = np.array([1, 2], dtype=np.uint64)
     none, nothing = np.empty(0, dtype=np.uint64), np.empty((2, 0), dtype=np.float32)
-    first = m.TableRows("t", 0, ids, nothing, none)
-    second = m.TableRows("t", 0, none, nothing[:0], ids)
+    first = TableRows("t", 0, ids, nothing, none)
+    second = TableRows("t", 0, none, nothing[:0], ids)
     assert m.digest_tables([first]) != m.digest_tables([second])
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvemb.errors import PushRejectedError
-from kvemb.messages import FreshRows, PushReply, digest_tables
+from kvemb.message_format import FreshRows
+from kvemb.messages import PushReply, digest_tables
 from kvemb.record import make_version
 from kvemb.rounding import to_float32
 from kvemb.stores.memory import memory_node

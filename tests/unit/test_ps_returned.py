@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.messages import MAX_MESSAGE_BYTES, MAX_PART_BYTES, PushReply
+from kvemb.message_format import MAX_MESSAGE_BYTES
+from kvemb.messages import MAX_PART_BYTES, PushReply
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.table_def import TableDef
 from paramserver import returned, stream

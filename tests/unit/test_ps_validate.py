@@ -9,7 +9,8 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import PushRejectedError, UnknownTableError
 from kvemb.hashing import shard_of
-from kvemb.messages import PushPart, TableRows, digest_tables
+from kvemb.message_format import TableRows
+from kvemb.messages import PushPart, digest_tables
 from kvemb.table_def import TableDef
 from paramserver.batch import ASSIGN, ERASE
 from paramserver.validate import check_part, check_rows

@@ -5,7 +5,8 @@ import pytest
 
 from kvemb.errors import NodeUnavailableError, RecordError
 from kvemb.keys import RowKeys
-from kvemb.messages import PushReply, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import PushReply
 from kvemb.pull import initial_rows, prepare_pull, pull
 from kvemb.record import make_version
 from kvemb.rounding import round_nearest

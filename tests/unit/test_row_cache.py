@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, MessageError
-from kvemb.messages import PushReply, TableRows
+from kvemb.message_format import TableRows
+from kvemb.messages import PushReply
 from kvemb.record import make_version
 from kvemb.rounding import round_nearest
 from kvemb.row_cache import HEARD_WITHIN_S, RowCache, Wanted, check_options
