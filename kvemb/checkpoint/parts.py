@@ -114,7 +114,10 @@ def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, wher
         file = parquet.ParquetFile(pa.BufferReader(data), thrift_string_size_limit=_FOOTER_BYTES, thrift_container_size_limit=_FOOTER_BYTES)
         _check_shape(file, schema, entry, min_row_bytes, where)
         for group in range(file.num_row_groups):
-            yield _arrays(file.read_row_group(group, use_threads=False), schema, where)
+            table = file.read_row_group(group, use_threads=False)
+            if table.num_rows != (expected := file.metadata.row_group(group).num_rows):
+                raise CheckpointError(f"{where}: damaged: row group {group} has {table.num_rows} rows, its footer says {expected}")
+            yield _arrays(table, schema, where)
     except (pa.ArrowException, OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         if isinstance(error, CheckpointError):
             raise
@@ -132,6 +135,9 @@ def _check_shape(file: Any, schema: Any, entry: FileEntry, min_row_bytes: int, w
         raise CheckpointError(
             f"{where}: {metadata.num_rows} rows in {metadata.num_row_groups} groups do not fit its {entry.size_bytes} bytes"
         )
+    in_groups = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if in_groups != metadata.num_rows:
+        raise CheckpointError(f"{where}: damaged: its row groups have {in_groups} rows, its footer says {metadata.num_rows}")
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for column in (group.column(index) for index in range(group.num_columns)):
