@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.torch.bags import embedding_bag
 from trainer.torch.lookup import LookupModule, TableModule
 from trainer.torch.ports import TablePort
 from trainer.torch.shared import Asked
@@ -83,12 +83,12 @@ def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None 
     lengths = lengths.to(device=at.device, dtype=torch.int64)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     if combiner == "mean" and weights is None:
-        return F.embedding_bag(at, leaf, offsets, mode="mean", include_last_offset=True)
+        return embedding_bag(at, leaf, offsets, mode="mean", include_last_offset=True)
     factors = weights
     if combiner != "sum":
         weights = torch.ones(len(at), device=at.device) if weights is None else weights
         factors = weights / _norms(weights, lengths, combiner)
-    return F.embedding_bag(at, leaf, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True)
+    return embedding_bag(at, leaf, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True)
 
 
 def _norms(weights: Tensor, lengths: Tensor, combiner: str) -> Tensor:

@@ -1,9 +1,9 @@
 """Embedding and EmbeddingBag: torch's modules of the same names over a kvemb table.
 
-What must not live here: pulling (`lookup`) and pushing (`optimizer`). Rows are combined by torch on the rows pulled, so
-results and gradients are torch's own. On a CPU plain lookups are an index_select: the same bits, gradients included,
-and forward and backward took 0.27 of the time of torch.nn.functional.embedding in the same run (81,920 ids of 2,000
-rows, one thread, dim 8; 0.57 at dim 16, 0.87 at dim 64).
+What must not live here: pulling (`lookup`), pushing (`optimizer`), and combining bags (`bags`). Rows are combined by torch on the rows
+pulled, so results and gradients are torch's own; gradients of averages and weighted sums of thousands of ids to rounding. On a CPU plain
+lookups are an index_select: the same bits, gradients included, and forward and backward took 0.27 of the time of
+torch.nn.functional.embedding in the same run (81,920 ids of 2,000 rows, one thread, dim 8; 0.57 at dim 16, 0.87 at dim 64).
 
 Of torch's arguments there are padding_idx, and for bags mode and include_last_offset; forward takes input, and for bags
 offsets and per_sample_weights. Not offered, since nothing here could honour them: max_norm and norm_type (a forward pass
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvemb.errors import InvalidInputError
+from trainer.torch.bags import embedding_bag
 from trainer.torch.eager import eager
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import TablePort
@@ -134,7 +135,7 @@ class EmbeddingBag(_TorchModule):
         flat, starts, with_end = self._bags(input, offsets)
         factors = self._factors(input, per_sample_weights)
         leaf, at, padding = self._look_up(flat)
-        return F.embedding_bag(
+        return embedding_bag(
             at,
             leaf,
             starts.to(dtype=torch.int64, device=at.device),
