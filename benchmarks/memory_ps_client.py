@@ -38,6 +38,10 @@ class MemoryAck:
         while self._parts:
             self._parts.popleft().result(Empty)
 
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """The same."""
+        self.wait_applied(timeout_s)
+
 
 class MemoryPsTable:
     """One table; `trainer.torch.ports.TablePort`."""

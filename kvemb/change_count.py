@@ -1,11 +1,12 @@
 """How often a connection has changed rows: a number that tells whether rows pulled earlier may be others by its own doing.
 
 What must not live here: what a change is, and what other processes do. Thread-safe; in a fork's child, which
-can change nothing, the number stands still and no lock is taken that another thread may have held.
+can change nothing, the number stands still, nothing is waited for, and no lock is taken that another thread may have held.
 
 Strategy: each change counts twice, when it begins and when it is over, so that two equal numbers mean that no change began, was under way
 or ended in between, unless one was under way all the time: then rows may change after the second number only, and a third one tells.
-Pushes are over when they are applied, which is looked up when somebody asks for the number.
+Pushes are over when they are released, which is looked up when somebody asks for the number. Some are released before storage has them;
+`wait_stored` waits for those, and pulls call it first.
 """
 
 import os
@@ -14,13 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvemb.net.deadline import Deadline
+
 
 class SettlingAck(Protocol):
     """What is needed of an ack."""
 
     @property
+    def released(self) -> bool:
+        """Whether the push was released, or failed."""
+        ...
+
+    @property
     def settled(self) -> bool:
         """Whether the push was applied, or failed."""
+        ...
+
+    def wait_settled(self, timeout_s: float) -> None:
+        """Wait for that."""
         ...
 
 
@@ -40,6 +52,7 @@ class ChangeCount:
         self._lock, self._process = threading.Lock(), os.getpid()
         self._n = 0
         self._pushes: list[SettlingAck] = []  # as many as may be on their way
+        self._unstored: list[SettlingAck] = []  # released, and on their way to storage when that was looked up last
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -72,6 +85,27 @@ class ChangeCount:
             self._settle()
             return self._n
 
+    def all_stored(self) -> bool:
+        """Whether storage has everything that was released: then rows that are pulled from now on have all that the number counts."""
+        return not self._still_unstored()
+
+    def wait_stored(self, deadline: Deadline) -> None:
+        """Wait until storage has everything that was released before the call, or it has failed.
+
+        Raises:
+            ShardUnavailableError: it had not within the deadline.
+        """
+        for ack in self._still_unstored():
+            ack.wait_settled(deadline.remaining_s())
+
+    def _still_unstored(self) -> list[SettlingAck]:
+        if not (self._pushes or self._unstored) or os.getpid() != self._process:
+            return []
+        with self._lock:
+            self._settle()
+            self._unstored = [ack for ack in self._unstored if not ack.settled]
+            return list(self._unstored)
+
     def _count(self) -> None:
         if os.getpid() == self._process:
             with self._lock:
@@ -79,6 +113,7 @@ class ChangeCount:
 
     def _settle(self) -> None:
         if self._pushes:
-            waiting = [ack for ack in self._pushes if not ack.settled]
-            self._n += len(self._pushes) - len(waiting)
-            self._pushes = waiting
+            released = [ack for ack in self._pushes if ack.released]
+            self._n += len(released)
+            self._pushes = [ack for ack in self._pushes if ack not in released]
+            self._unstored = [ack for ack in (*self._unstored, *released) if not ack.settled]

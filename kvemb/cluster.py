@@ -20,7 +20,7 @@ from kvemb.held import Held, prepare_held
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.pull import Pulled, prepare_pull, pull
+from kvemb.pull import Pulled, prepare_pull
 from kvemb.push import prepare_push
 from kvemb.row_cache import RowCache, RowCacheStats, check_options
 from kvemb.stores.base import Store
@@ -129,10 +129,15 @@ class Cluster:
     def changes(self) -> int:
         """How often this connection has changed rows, by pushes, assigns, erases and loads: one more when each begins, and when it is over.
 
-        A push is over when it is applied, or has failed. Rows that were pulled at one number are others at the same number only by
-        what other processes do, or by a push that is on its way.
+        A push is over when it is released (`Ack.wait_released`), or has failed. Rows that were pulled at one number are others at the same
+        number only by what other processes do, or by a push that is on its way.
         """
         return self._access.changes.now()
+
+    @property
+    def all_stored(self) -> bool:
+        """Whether storage has everything that was released to this connection; pulls wait for that, unless told not to."""
+        return self._access.changes.all_stored()
 
     @property
     def row_cache(self) -> RowCacheStats | None:
@@ -223,9 +228,18 @@ class Cluster:
         *,
         out: Mapping[str, NDArray[np.float32]] | None = None,
         timeout_s: float | None = None,
+        stored: bool = True,
     ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """The same, with the versions of the rows (uint64 [*ids.shape], 0 = does not exist), into `out` where given."""
-        return {name: (got.rows, got.versions) for name, got in self._pull(ids, out, timeout_s, versions=True).items()}
+        """The same, with the versions of the rows (uint64 [*ids.shape], 0 = does not exist), into `out` where given.
+
+        Args:
+            ids, timeout_s: as `pull`.
+            out: arrays to fill, by table name.
+            stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`). Without,
+                rows may lack the last of them: their versions tell, and `push(held=...)` brings what they lack.
+        """
+        pulled = self._pull(ids, out, timeout_s, versions=True, stored=stored)
+        return {name: (got.rows, got.versions) for name, got in pulled.items()}
 
     def push(
         self,
@@ -244,7 +258,8 @@ class Cluster:
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
             held: sync mode only: (ids, versions) by table name of rows that this trainer has pulled for steps to come, ids distinct,
                 versions as pulled; any tables. `Ack.fresh` then tells which of them are others after this step, and how they are.
-                Rows assigned or erased behind this step are told by the next one.
+                Rows assigned or erased behind this step are told by the next one. The step is then released as soon as it is computed
+                and safe in the journals; see `Ack.wait_released`.
         """
         self._access.require_shards("push")
         _check_names("versions", versions, tables)
@@ -365,14 +380,18 @@ class Cluster:
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
 
     def _pull(
-        self, ids: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None, timeout_s: float | None, *, versions: bool
+        self,
+        ids: Mapping[str, ArrayLike],
+        out: Mapping[str, NDArray[np.float32]] | None,
+        timeout_s: float | None,
+        *,
+        versions: bool,
+        stored: bool = True,
     ) -> dict[str, Pulled]:
         definitions = {name: self.table(name).definition for name in ids}
         _check_names("out", out, ids)
         requests = [prepare_pull(definitions[name], ids[name], (out or {}).get(name)) for name in ids]
-        access = self._access
-        pulled = pull(access.store, requests, access.pull_deadline(timeout_s), versions=versions, cache=access.row_cache)
-        return dict(zip(ids, pulled, strict=True))
+        return dict(zip(ids, self._access.pull(requests, timeout_s, versions=versions, stored=stored), strict=True))
 
     def _held(self, held: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[Held]:
         if held and self.mode != "sync":

@@ -74,8 +74,11 @@ class PushPart(Message):
 class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
+    A part that holds rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet. What the
+    outcome says of it is said then, but for `others` and `rows`; the outcome has no `fresh` rows any more.
+
     Args:
-        k: the shard's batch that applied it (state "applied").
+        k: the shard's batch that applied it (states "released" and "applied").
         changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
         elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply; 0 where
             none of them changed.

@@ -17,7 +17,7 @@ from kvemb.held import Held
 from kvemb.ids import to_caller
 from kvemb.message_format import TableRows
 from kvemb.net.deadline import Deadline
-from kvemb.pull import prepare_pull, pull
+from kvemb.pull import Pulled, PullRequest, prepare_pull, pull
 from kvemb.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.rounding import storage_dtype
 from kvemb.row_cache import RowCache
@@ -69,6 +69,13 @@ class Access:
     def pull_deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a pull."""
         return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
+
+    def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
+        """Pull, once storage has what this connection has pushed and was released; without `stored` at once."""
+        deadline = self.pull_deadline(timeout_s)
+        if stored:
+            self.changes.wait_stored(deadline)
+        return pull(self.store, requests, deadline, versions=versions, cache=self.row_cache)
 
 
 class Table:
@@ -147,8 +154,7 @@ class Table:
             StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
         """
         request = prepare_pull(self._definition, ids, out)
-        access = self._access
-        pulled = pull(access.store, [request], access.pull_deadline(timeout_s), versions=return_versions, cache=access.row_cache)[0]
+        (pulled,) = self._access.pull([request], timeout_s, versions=return_versions)
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> "Ack":

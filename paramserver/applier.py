@@ -2,9 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvemb.errors import KvembError, StorageError
+from kvemb.message_format import FreshRows
 from kvemb.messages import PushReply
 from kvemb.record import split_version
 from paramserver.batch import Part, RefusedStep, RowsWork
@@ -14,6 +16,7 @@ from paramserver.engine import Engine
 from paramserver.held import HeldRows
 from paramserver.intake import Intake
 from paramserver.journal import START, Position
+from paramserver.prepared import Prepared
 from paramserver.returned import OthersCount, returned_rows
 from paramserver.staleness import staleness
 from paramserver.tables import Tables
@@ -108,18 +111,28 @@ class Applier:
         parts = [(push, part) for push in pushes for part in push.parts]
         stale = [self._staleness(part) for _, part in parts]
         keep_rows = any(part.ticket.return_rows for _, part in parts)
-        applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows)
+        k_and_epoch = split_version(batch.version)[::-1]
+        asked = [(part, of) for (_, part), of in zip(parts, stale, strict=True) if part.held]
+
+        def release(computed: Sequence[Prepared]) -> None:
+            self._intake.release([(part.ticket, self._released(part, of, k_and_epoch, computed)) for part, of in asked])
+
+        applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows, computed=release if asked else None)
         self._others.add(pushes)
         if isinstance(work, RefusedStep):
             return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
-        epoch = split_version(batch.version)[0]
         replies = {}
-        for (push, part), (changed, elapsed) in zip(parts, stale, strict=True):
+        for (push, part), of in zip(parts, stale, strict=True):
             rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
-            fresh = self._held.answer(part.held, applied.written) if part.held and self._held is not None else []
-            ticket, others = part.ticket, self._others.of(push)
-            replies[id(ticket)] = PushReply(ticket.sequence, "applied", applied.k, changed, elapsed, {}, epoch, others, rows, fresh)
+            told = self._released(part, of, k_and_epoch, applied.written) if part.held and not part.ticket.released else None
+            reply = _reply(part, "applied", of, k_and_epoch, [] if told is None else told.fresh)
+            replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
         return replies
+
+    def _released(self, part: Part, stale: tuple[float, int], k_and_epoch: tuple[int, int], batch: Sequence[Prepared]) -> PushReply:
+        """What a trainer that holds rows needs of a batch to go on."""
+        fresh = [] if self._held is None else self._held.answer(part.held, batch)
+        return _reply(part, "released", stale, k_and_epoch, fresh)
 
     def _staleness(self, part: Part) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]
@@ -137,3 +150,8 @@ class Applier:
         self._intake.last_error = text
         if self._abandon.wait(pause_s):
             raise AbandonedError from error
+
+
+def _reply(part: Part, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], fresh: list[FreshRows]) -> PushReply:
+    (changed, elapsed), (k, epoch) = stale, k_and_epoch
+    return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, fresh=fresh)

@@ -54,6 +54,7 @@ class Ticket:
         accepted: whether its push is in the journal.
         sinks: who waits for the outcome.
         return_rows: whether the trainer wants the updated rows with the outcome.
+        released: whether its trainer may go on, because it was told what it needs of a batch that is computed and not stored yet.
     """
 
     sequence: int
@@ -63,6 +64,7 @@ class Ticket:
     accepted: bool = False
     sinks: list[Sink] = field(default_factory=list)
     return_rows: bool = False
+    released: bool = False
 
     def answer(self, sink: Sink) -> None:
         """Say what is known now, and the rest as it comes: "accepted" when the push is in the journal, then the outcome."""
@@ -78,6 +80,12 @@ class Ticket:
         self.accepted = True
         for sink in self.sinks:
             sink(PushReply(self.sequence, "accepted"))
+
+    def release(self, reply: PushReply) -> None:
+        """Tell everybody who asked that the batch is computed. Who asks again, after a lost answer, waits for the outcome."""
+        self.released = True
+        for sink in self.sinks:
+            sink(reply)
 
     def finish(self, reply: PushReply) -> None:
         """Record the outcome and tell everybody who asked."""

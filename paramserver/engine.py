@@ -5,7 +5,7 @@ retryable storage error is answered by the same batch again, and a batch that wa
 only when all of it is stored. Replay after a crash is the same code with the batches' old versions and the rules of `rewrite.Replay`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,9 @@ _MAX_MENDED = 8  # times in a row that rows of one batch may be found lost
 # Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
 # optimizers take blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
+
+Computed = Callable[[Sequence[Prepared]], None]
+"""Takes a whole batch's rows and new records, none of which is stored yet; good until the next batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._scratch = Scratch()
         self._prepared: list[Prepared] = []  # in the last round
+        self._computed: Computed | None = None  # still to be called for the batch at work
         self.epoch = epoch
         self.k = k
         self.rows_applied = 0
@@ -81,7 +85,16 @@ class Engine:
         self.rescue: Rescue | None = None
         self.behind: WriteBehind | None = None  # None: every row is written at every apply
 
-    def run(self, batch: Batch, version: int, pause: Pause, replay: Replay | None = None, *, keep_rows: bool = False) -> Applied:
+    def run(
+        self,
+        batch: Batch,
+        version: int,
+        pause: Pause,
+        replay: Replay | None = None,
+        *,
+        keep_rows: bool = False,
+        computed: Computed | None = None,
+    ) -> Applied:
         """Apply one batch: returns when every row of it is stored, or held back by write-behind within its bound.
 
         Args:
@@ -90,12 +103,14 @@ class Engine:
             pause: called between tries.
             replay: when the batch was journaled by an earlier process, which may have stored it and others behind it.
             keep_rows: whether the updated weights are wanted.
+            computed: called once before anything is written; not where that is too late, because an earlier try wrote some of it, nor where
+                the batch has no rows.
 
         Raises:
             StorageError: not retryable, or `pause` raised; rows of the batch may have been written, the index has not changed.
         """
         with self.gate.batch():
-            self._prepared = []
+            self._prepared, self._computed = [], computed
             if self.behind is not None and batch.kind != APPLY and batch.tables:
                 self.behind.write(pause, self.rescue)
             applied = self._run(batch, version, pause, replay)
@@ -185,6 +200,7 @@ class Engine:
         self._prepared = []
         fetched = self._fetch(todo)
         prepared = [self._prepare(kind, rows, got, version, newest) for rows, got in zip(todo, fetched, strict=True)]
+        self._tell_computed(todo, prepared)
         now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
         written = self._store.write([one.part for one in now], Deadline.after(self._timeout_s)) if now else []
         conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
@@ -192,6 +208,12 @@ class Engine:
             self._keep_done(todo, fetched, version)
         self._prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
+
+    def _tell_computed(self, todo: Sequence[CheckedRows], prepared: Sequence[Prepared]) -> None:
+        """Say once what will be written, if that is every row of the batch: only its first round begins with all of them."""
+        computed, self._computed = self._computed, None
+        if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
+            computed(prepared)
 
     def _rows(self, batch: Batch) -> dict[str, NDArray[np.uint8]]:
         """The updated weights of the tables that the last round made whole: copies, uint8 [n, row bytes] in the batch's order."""

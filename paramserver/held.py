@@ -1,9 +1,9 @@
 """What the release of a sync step says of rows that a trainer holds for later steps: which are others now, and how they are.
 
-Versions are compared with the index, which is the truth; the rows come from the shard's cache, from the batch that was just applied, and
-only what neither has from storage. When storage does not give them, nothing is said, and the trainer pulls: a release does not wait for a
-node to come back. What must not live here: how rows become a batch, and what travels (`kvemb.messages`). Apply thread only, between
-batches: no row changes while it is at work, so all rows that it names are of the same moment.
+Versions are compared with those of the step's batch, which need not be stored yet, and with the index, which is the truth about all other
+rows. The rows come from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing
+is said, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what
+travels (`kvemb.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same moment.
 """
 
 import logging
@@ -39,33 +39,45 @@ class HeldRows:
     def __init__(self, store: Store, tables: Tables, timeout_s: float) -> None:
         self._store, self._tables, self._timeout_s = store, tables, timeout_s
 
-    def answer(self, held: Sequence[CheckedRows], written: Sequence[Prepared]) -> list[FreshRows]:
+    def answer(self, held: Sequence[CheckedRows], batch: Sequence[Prepared]) -> list[FreshRows]:
         """Say what changed.
 
         Args:
             held: ids and versions of each table.
-            written: what the engine wrote last.
+            batch: rows of the step's batch, each table once, with their new records, stored or about to be.
 
         Returns:
             One entry per table; [] when storage did not give a row.
         """
         try:
-            return [self._fresh(rows, written) for rows in held]
+            changed = {one.rows.definition.name: one for one in batch if len(one.rows.ids)}
+            return [self._fresh(rows, changed.get(rows.definition.name)) for rows in held]
         except KvembError as error:
             log.warning("a trainer has to pull rows that it holds again: %s: %s", type(error).__name__, error)
             return []
 
-    def _fresh(self, held: CheckedRows, written: Sequence[Prepared]) -> FreshRows:
-        versions = self._tables.state(held.definition).versions(held.ids)
+    def _fresh(self, held: CheckedRows, changed: Prepared | None) -> FreshRows:
+        definition = held.definition
+        versions = self._tables.state(definition).versions(held.ids)
+        places = np.full(len(held.ids), -1, np.intp) if changed is None else _places(held.ids, changed.rows.ids)
+        if changed is not None:
+            here = np.flatnonzero(places >= 0)
+            versions[here] = definition.record.versions(changed.part.records)[places[here]]
         at = np.flatnonzero(versions != held.versions)
         versions = versions[at]
-        exist = versions != 0
-        ids = held.ids[at[exist]]
-        rows = self._weights(held.definition, ids, versions[exist], written) if len(ids) else np.empty((0, 0), np.uint8)
+        there = at[versions != 0]
+        rows = np.empty((len(there), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
+        places = places[there]
+        new = np.flatnonzero(places >= 0)
+        if changed is not None:
+            rows[new] = _weights_of(changed.part.records, definition, places[new])
+        if len(new) < len(there):
+            left = np.flatnonzero(places < 0)
+            rows[left] = self._weights(definition, held.ids[there[left]], versions[versions != 0][left])
         return FreshRows(at.astype(np.uint32), versions, rows.tobytes())
 
-    def _weights(self, definition: TableDef, ids: Ids, versions: Ids, written: Sequence[Prepared]) -> Bytes:
-        """The weights of n existing rows as they are stored: uint8 [n, row bytes]."""
+    def _weights(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
+        """The weights of n existing rows, which the batch does not change, as they are stored: uint8 [n, row bytes]."""
         cache = self._tables.state(definition).cache
         at = cache.find(ids)
         kept = at >= 0
@@ -73,23 +85,8 @@ class HeldRows:
             return _weights_of(cache.records, definition, at)
         rows = np.empty((len(ids), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
         rows[kept] = _weights_of(cache.records, definition, at[kept])
-        left = np.flatnonzero(~kept)
-        for one in written:
-            if one.rows.definition.name == definition.name and len(one.rows.ids):
-                left = self._from_batch(one, ids, versions, left, rows)
-        if len(left):
-            rows[left] = self._read(definition, ids[left], versions[left])
+        rows[~kept] = self._read(definition, ids[~kept], versions[~kept])
         return rows
-
-    def _from_batch(self, written: Prepared, ids: Ids, versions: Ids, left: NDArray[np.intp], rows: Bytes) -> NDArray[np.intp]:
-        """Fill in rows of the last batch; return those still missing."""
-        definition, known = written.rows.definition, written.rows.ids  # ascending, as those of every batch
-        at = np.minimum(np.searchsorted(known, ids[left]), len(known) - 1)
-        found = known[at] == ids[left]
-        found &= definition.record.versions(written.part.records[at]) == versions[left]
-        rows[left[found]] = _weights_of(written.part.records, definition, at[found])
-        missing: NDArray[np.intp] = left[~found]
-        return missing
 
     def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
         record = definition.record
@@ -100,6 +97,12 @@ class HeldRows:
         if not (got.found & (record.versions(got.records) == versions)).all():
             raise LostRowError(f"table {definition.name!r}: rows in storage are not those that the shard's index knows")
         return got.records[:, HEADER_SIZE : record.prefix_bytes]
+
+
+def _places(ids: Ids, known: Ids) -> NDArray[np.intp]:
+    """Where each id stands in `known`, ascending as those of every batch; -1 where it does not: intp [n]."""
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[at] == ids, at, -1)
 
 
 def _weights_of(records: Bytes, definition: TableDef, at: NDArray[np.intp] | NDArray[np.int64]) -> Bytes:

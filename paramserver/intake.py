@@ -267,6 +267,13 @@ class Intake:
             self._lost = error
             self._changed.notify_all()
 
+    def release(self, replies: Sequence[tuple[Ticket, PushReply]]) -> None:
+        """Tell trainers of parts of a batch that is computed what they need to go on; its outcome follows."""
+        with self._changed:
+            if self._failure is None:
+                for ticket, reply in replies:
+                    ticket.release(reply)
+
     def settle(self, work: Work, replies: dict[int, PushReply]) -> None:
         """Record that work was applied.
 

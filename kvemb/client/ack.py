@@ -41,6 +41,7 @@ class Part:
         wanted: the rows that its answer is to bring back, where the trainer keeps rows.
         held: the rows that it asked about, which the trainer holds for later steps.
         fresh: what its answer says of those; empty while and where that is not known.
+        released: whether its batch is computed; always so once it is applied.
     """
 
     where: str
@@ -50,6 +51,7 @@ class Part:
     held: Sequence[Held] = ()
     fresh: Sequence[FreshRows] = ()
     accepted: bool = False
+    released: bool = False
     applied: bool = False
 
 
@@ -93,6 +95,27 @@ class Ack:
         """
         self._wait(lambda part: part.applied, "applied", timeout_s)
 
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """Return when `fresh` and `staleness` are known. Raises as `wait` does.
+
+        For a push that holds rows (`Cluster.push(held=...)`) that is as soon as every shard has computed its part, which is in its journal;
+        storage may not have it yet. This connection's pulls wait until it has; those of others see it a little later. For any other push
+        it is when the push is applied.
+        """
+        self._wait(lambda part: part.released, "released", timeout_s)
+
+    def wait_settled(self, timeout_s: float) -> None:
+        """Return when it is applied, or has failed: whoever pushed hears of that elsewhere.
+
+        Raises:
+            ShardUnavailableError: neither within the time.
+        """
+        with self._changed:
+            if self._changed.wait_for(lambda: self._error is not None or all(part.applied for part in self._parts), timeout_s):
+                return
+            late = [part for part in self._parts if not part.applied]
+        raise self._late(late, "applied", timeout_s)
+
     @property
     def n_rows(self) -> int:
         """Rows pushed, over all tables."""
@@ -111,6 +134,12 @@ class Ack:
             return all(part.applied for part in self._parts)
 
     @property
+    def released(self) -> bool:
+        """Whether every shard has computed its part (see `wait_released`), or the push has failed."""
+        with self._changed:
+            return self._error is not None or all(part.released for part in self._parts)
+
+    @property
     def settled(self) -> bool:
         """Whether every shard has applied its part, or the push has failed."""
         with self._changed:
@@ -118,9 +147,9 @@ class Ack:
 
     @property
     def staleness(self) -> Staleness | None:
-        """How stale the push was; None until it is applied, and when it carried no versions."""
+        """How stale the push was; None until it is released, and when it carried no versions."""
         with self._changed:
-            if self._versioned_rows == 0 or not all(part.applied for part in self._parts):
+            if self._versioned_rows == 0 or not all(part.released for part in self._parts):
                 return None
             return Staleness(self._moved_rows / self._versioned_rows, self._elapsed)
 
@@ -130,11 +159,11 @@ class Ack:
 
         A table of which nothing changed is there with no rows; `{}` for a push that holds none. The arrays may be read-only.
 
-        None until the push is applied; and where a shard could not say, because the connection broke before its answer came, or storage
+        None until the push is released; and where a shard could not say, because the connection broke before its answer came, or storage
         did not give it the rows: then pull what you hold again, before the next push.
         """
         with self._changed:
-            if not all(part.applied for part in self._parts):
+            if not all(part.released for part in self._parts):
                 return None
             parts = [(part.held, part.fresh) for part in self._parts if part.held]
         if not all(fresh for _, fresh in parts):
@@ -165,15 +194,17 @@ class Ack:
             part.accepted = True
             self._changed.notify_all()
 
-    def part_applied(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
-        """A shard has applied a part; `changed` is -1 when it carried no versions. Called by its push stream."""
+    def part_released(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
+        """A shard has computed a part; `changed` is -1 when it carried no versions. Called by its push stream."""
         with self._changed:
-            part.accepted = part.applied = True
-            part.fresh = fresh
-            if changed >= 0 and part.n_rows:
-                self._moved_rows += changed * part.n_rows
-                self._versioned_rows += part.n_rows
-                self._elapsed = max(self._elapsed, elapsed)
+            self._release(part, changed, elapsed, fresh)
+            self._changed.notify_all()
+
+    def part_applied(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
+        """A shard has applied a part; arguments as for `part_released`, which may have told them. Called by its push stream."""
+        with self._changed:
+            self._release(part, changed, elapsed, fresh)
+            part.applied = True
             self._changed.notify_all()
 
     def part_failed(self, error: KvembError) -> None:
@@ -184,6 +215,16 @@ class Ack:
         if first and self._on_failure is not None:
             self._on_failure(self)
 
+    def _release(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows]) -> None:
+        if part.released:  # what is told later does not have the rows any more
+            return
+        part.accepted = part.released = True
+        part.fresh = fresh
+        if changed >= 0 and part.n_rows:
+            self._moved_rows += changed * part.n_rows
+            self._versioned_rows += part.n_rows
+            self._elapsed = max(self._elapsed, elapsed)
+
     def _wait(self, done: Callable[[Part], bool], state: str, timeout_s: float | None) -> None:
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else checked_timeout(timeout_s)
         with self._changed:
@@ -191,14 +232,28 @@ class Ack:
             if self._error is not None:
                 self._seen = True
                 raise copied(self._error)
-            late_parts = {part.where: part for part in self._parts if not done(part)}
+            late = [part for part in self._parts if not done(part)]
         if not finished:
-            late = {where: part.trouble() for where, part in late_parts.items()}  # may ask the shard: not under the lock
-            shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in late.items())
-            raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:g} s by {shards}")
+            raise self._late(late, state, timeout_s)
+
+    def _late(self, parts: Sequence[Part], state: str, timeout_s: float) -> ShardUnavailableError:
+        """The error that says who is late and why; asks the shards, so it is not made under the lock."""
+        troubles = {where: part.trouble() for where, part in {part.where: part for part in parts}.items()}
+        shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in troubles.items())
+        return ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s by {shards}")
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "applied" if self.applied else "accepted" if self.accepted else "sent"
+        state = (
+            "failed"
+            if self._error
+            else "applied"
+            if self.applied
+            else "released"
+            if self.released
+            else "accepted"
+            if self.accepted
+            else "sent"
+        )
         return f"<Ack of {self._what}: {state}>"
 
 

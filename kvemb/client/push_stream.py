@@ -221,21 +221,23 @@ class PushStream:
             sent.ack.part_failed(error)
             if isinstance(error, _FINAL):
                 raise error
-        elif reply.state == "applied":
-            self._applied(sent, reply)
+        elif reply.state in ("released", "applied"):
+            self._computed(sent, reply)
         else:
             sent.ack.part_accepted(sent.part)
 
-    def _applied(self, sent: Sent, reply: PushReply) -> None:
+    def _computed(self, sent: Sent, reply: PushReply) -> None:
+        """Take over what an answer says of a part's batch, which is in storage or about to be."""
         fresh: list[FreshRows] = []
+        tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
-            if self._row_cache is not None and sent.part.wanted is not None:
+            if reply.state == "applied" and self._row_cache is not None and sent.part.wanted is not None:
                 self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
             if reply.fresh:
                 check_fresh(sent.part.held, reply.fresh)
                 fresh = reply.fresh
         finally:
-            sent.ack.part_applied(sent.part, reply.changed, reply.elapsed, fresh)
+            tell(sent.part, reply.changed, reply.elapsed, fresh)
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""

@@ -1,5 +1,7 @@
 """Rows that trainers of a sync job hold for later steps: the release brings exactly those that changed, as storage has them."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +16,7 @@ from kvemb.client import session as session_module
 from kvemb.client.ack import Ack
 from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
-from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.errors import InvalidInputError, ShardUnavailableError, UnknownTableError
 from kvemb.held import route_held
 from kvemb.local_cluster import LocalCluster
 from kvemb.messages import digest_tables
@@ -79,6 +81,38 @@ def test_the_release_brings_exactly_the_rows_that_changed(alone: LocalCluster, d
             n_fresh.append(check_fresh(reader, held, ack))
             assert all(got[name] == len(np.intersect1d(ids[name], held[name][0])) for got in n_fresh[-1:] for name in names)
         assert all(0 < got[name] < 60 for got in n_fresh for name in names)
+
+
+def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> None:
+    rng = np.random.default_rng(3)
+    with (
+        LocalCluster("redis", shards=2, mode="sync", trainers=1) as local,
+        kvemb.connect(local.url, trainer="a") as trainer,
+        kvemb.connect(local.url, read_only=True) as reader,
+    ):
+        create(trainer, "t")
+        push(trainer, {"t": IDS[:100]}, rng).wait_applied()  # from here on the shards have these rows at hand
+        before, held = pull(trainer, {"t": IDS[:50]})
+        storage = local.servers[0].process.pid
+        os.kill(storage, signal.SIGSTOP)
+        try:
+            ack = push(trainer, {"t": IDS[:100]}, rng, held)
+            ack.wait_released(PATIENCE_S)
+            assert (ack.released, ack.applied, trainer.all_stored) == (True, False, False)
+            assert ack.staleness is None, "this push said nothing of the versions that it was computed from"
+            fresh = ack.fresh
+            assert fresh is not None
+            assert len(fresh["t"].ids) == 50
+            with pytest.raises(ShardUnavailableError, match=r"push 2 of trainer 'a': not applied within 0\.2 s by shard 0"):
+                trainer.pull({"t": IDS[:50]}, timeout_s=0.2)
+        finally:
+            os.kill(storage, signal.SIGCONT)
+        rows = trainer.pull({"t": IDS[:50]}, timeout_s=PATIENCE_S)["t"]
+        assert ack.applied
+        assert trainer.all_stored
+        np.testing.assert_array_equal(rows[fresh["t"].ids.astype(int)], fresh["t"].rows)
+        assert (rows != before["t"]).any(axis=1).all()
+        assert check_fresh(reader, held, ack) == {"t": 50}
 
 
 def test_rows_held_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:

@@ -26,7 +26,7 @@ class CreatingCluster(MemoryCluster):
             self.tables[name].definition.require_same(definition)
         return self.tables.setdefault(name, MemoryTable(self, definition))
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> dict[str, Any]:
         self.asked.append(dict(ids))
         return super().pull_versions(ids)
 

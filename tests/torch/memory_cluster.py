@@ -27,6 +27,8 @@ class MemoryAck:
     def wait_applied(self, timeout_s: float | None = None) -> None:
         self.waited_s = timeout_s
 
+    wait_released = wait_applied
+
 
 class MemoryTable:
     def __init__(self, cluster: "MemoryCluster", definition: TableDef) -> None:
@@ -80,12 +82,13 @@ class MemoryCluster:
         self.hyper: list[Mapping[str, Mapping[str, float]]] = []
         self.failure: Exception | None = None
         self.n_pulls = self.changes = 0
+        self.all_stored = True
 
     def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, id_dtype: str = "int64") -> MemoryTable:
         definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), id_dtype=id_dtype)
         return self.tables.setdefault(name, MemoryTable(self, definition))
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> dict[str, Any]:
         self.n_pulls += 1
         return {name: self.tables[name].pull(of, return_versions=True) for name, of in ids.items()}
 

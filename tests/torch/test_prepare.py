@@ -155,7 +155,7 @@ def test_a_batch_that_the_loop_changes_is_not_served_what_it_was() -> None:
 
 def test_an_error_of_a_pull_comes_up_at_its_batch() -> None:
     class Failing(MemoryCluster):
-        def pull_versions(self, ids: Any) -> Any:
+        def pull_versions(self, ids: Any, *, stored: bool = True) -> Any:
             if self.n_pulls == 3:
                 raise OSError("storage")
             return super().pull_versions(ids)

@@ -3,21 +3,28 @@
 import pytest
 
 from kvemb.change_count import ChangeCount
+from kvemb.net.deadline import Deadline
 
 
 class Ack:
-    settled = False
+    """A push that the test releases, and that is in storage when somebody waits for it."""
+
+    released = settled = False
+
+    def wait_settled(self, timeout_s: float) -> None:
+        assert 0 < timeout_s <= 5
+        self.settled = True
 
 
-def test_a_push_is_over_when_it_is_applied_whatever_the_order() -> None:
+def test_a_push_is_over_when_it_is_released_whatever_the_order() -> None:
     changes, first, second = ChangeCount(), Ack(), Ack()
     for ack in (first, second):
         changes.begin_push()
         changes.pushed(ack)
     assert changes.now() == 2
-    second.settled = True
+    second.released = True
     assert changes.now() == 3
-    first.settled = True
+    first.released = True
     assert changes.now() == changes.now() == 4
 
 
@@ -28,3 +35,22 @@ def test_what_fails_may_have_changed_rows_too() -> None:
     changes.begin_push()
     changes.failed()
     assert changes.now() == 4
+
+
+def test_what_was_released_before_storage_has_it_is_waited_for() -> None:
+    changes, pushed, released, stored = ChangeCount(), Ack(), Ack(), Ack()
+    stored.released = stored.settled = True
+    for ack in (pushed, stored):
+        changes.begin_push()
+        changes.pushed(ack)
+    assert changes.all_stored()
+    changes.begin_push()
+    changes.pushed(released)
+    assert changes.all_stored(), "nothing was released to this connection that storage lacks"
+    released.released = True
+    assert not changes.all_stored()
+    changes.wait_stored(Deadline.after(5))
+    assert released.settled
+    assert not pushed.settled, "a push that is not released is not waited for: its rows need not be seen"
+    assert changes.all_stored()
+    assert changes.now() == 5

@@ -28,11 +28,13 @@ class Storage:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.waited: list[bool] = []
         self.version = 1
         self.progress_now = [(1, 0)]
 
-    def pull_versions(self, ids: Mapping[str, Any]) -> dict[str, Any]:
+    def pull_versions(self, ids: Mapping[str, Any], *, stored: bool = True) -> dict[str, Any]:
         self.asked.append(dict(ids))
+        self.waited.append(stored)
         return {
             name: (np.repeat(of.astype(np.float32)[:, None], 2, axis=1), np.full(len(of), self.version, np.uint64))
             for name, of in ids.items()
@@ -126,7 +128,8 @@ class Job:
     def __init__(self) -> None:
         self.state = self.changes = 0
         self.storage = Storage()
-        self.exact = Exact(self.storage, lambda: self.state, lambda: self.changes)
+        self.all_stored = True
+        self.exact = Exact(self.storage, lambda: self.state, lambda: self.changes, lambda: self.all_stored)
 
     def begin_step(self, *coming: RowsAhead) -> Any:
         self.state += 1 + self.state % 2
@@ -199,6 +202,24 @@ def test_exact_pulls_again_when_this_connection_changed_rows_otherwise() -> None
     job.end_step(FRESH)
     job.exact.use(rows)
     assert job.n_pulls == 3
+
+
+def test_rows_pulled_while_storage_lacks_a_step_are_exact_only_once_they_were_registered() -> None:
+    job = Job()
+    registered, unregistered = batch(), batch()
+    job.all_stored = False  # a step was released and is on its way to storage
+    for rows in (registered, unregistered):
+        job.exact.pull(rows)
+        assert not job.exact.fit(rows)
+    assert job.storage.waited == [False, False], "pulls ahead do not wait for it"
+    job.begin_step(registered)
+    job.end_step(FRESH)
+    job.exact.use(registered)
+    assert job.n_pulls == 2
+    assert registered.by_table["a"][0].found.rows[:, 0].tolist() == [1, 8]
+    job.exact.use(unregistered)
+    assert job.storage.waited[2:] == [True], "what is used at once waits for storage"
+    assert job.exact.fit(unregistered)
 
 
 def test_staleness_is_told_as_acks_settle() -> None:

@@ -19,6 +19,7 @@ from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine, Pause
+from paramserver.prepared import Prepared
 from paramserver.tables import Tables
 from tests.unit.memory_nodes import unused_nodes
 
@@ -189,6 +190,36 @@ def test_a_conflict_with_the_same_version_is_retried_with_a_fresh_token() -> Non
     store.spoil = touch
     run(engine, Batch(APPLY, (rows(SGD, [1, 2]),)), never)
     np.testing.assert_array_equal(read(store, SGD, [1, 2])[2], first_rows(SGD, [1, 2]) - np.float32(0.5) - np.float32(0.5))
+
+
+def test_a_batch_is_told_once_when_all_of_it_is_computed_and_none_stored() -> None:
+    store = make_store()
+    engine, told = engine_on(store), list[list[list[int]]]()
+    batch = Batch(APPLY, (rows(SGD, [1, 2, 3]), rows(ADAM, []), rows(HALF, [4])))
+
+    def computed(prepared: Sequence[Prepared]) -> None:
+        told.append([one.rows.ids.tolist() for one in prepared])
+        assert not read(store, SGD, [1, 2, 3])[0].any()
+
+    def dropped(parts: Sequence[WritePart]) -> list[WriteResult]:
+        raise NodeUnavailableError("the connection broke")
+
+    store.spoil = dropped
+    engine.run(batch, make_version(1, 1), lambda error, pause_s: None, computed=computed)
+    assert told == [[[1, 2, 3], [4]]], "not once more for the second try"
+    assert read(store, SGD, [1, 2, 3])[0].all()
+    engine.run(Batch(APPLY, ()), make_version(1, 2), never, computed=computed)
+    engine.run(Batch(APPLY, (rows(SGD, [1]),)), make_version(1, 3), never)
+    assert len(told) == 1
+
+
+def test_a_batch_that_an_earlier_try_stored_in_part_is_not_told() -> None:
+    store = make_store()
+    run(engine_on(store), Batch(APPLY, (rows(SGD, [1]),)), never)  # what a process wrote that was killed then
+    again, told = engine_on(store), list[Sequence[Prepared]]()
+    again.run(Batch(APPLY, (rows(SGD, [1, 2]),)), make_version(1, 1), never, computed=told.append)
+    assert told == []
+    assert read(store, SGD, [1, 2])[0].all()
 
 
 def test_rows_that_change_under_every_try_are_given_up() -> None:

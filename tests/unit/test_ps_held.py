@@ -1,5 +1,7 @@
 """What a shard says of rows that a trainer holds: by the index, from cache, last batch or storage, and nothing when it does not know."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
 from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine
 from paramserver.held import HeldRows
+from paramserver.prepared import Prepared
 from paramserver.stream import _Outbox
 from paramserver.tables import Tables
 from paramserver.validate import check_held
@@ -89,6 +92,24 @@ def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
     (fresh,) = shard.answer(holds([3, 2], [0, 1]))
     assert fresh.rows == expected[::-1].tobytes()
     assert shard.answer(holds([3, 1], [0, 0])) == []  # row 1 would have to be read: nothing is said, and the trainer pulls
+
+
+@pytest.mark.parametrize("cache_rows", [0, 10_000])
+def test_before_a_batch_is_stored_the_answer_is_what_it_is_afterwards(cache_rows: int) -> None:
+    shard = Shard(cache_rows)
+    shard.run(APPLY, *range(6))
+    held = holds([9, 5, 0, 4, 77, 3], [0, 1, 1, 1, 0, 0])
+    before: list[FreshRows] = []
+
+    def computed(batch: Sequence[Prepared]) -> None:
+        assert read(shard.store, ADAM, [4, 77])[1].tolist() == [make_version(1, 1), 0]
+        before.extend(shard.held.answer([held], batch))
+
+    batch = Batch(APPLY, (rows(ADAM, [4, 5, 77], 0.25),))
+    shard.last = shard.engine.run(batch, make_version(1, 2), never, computed=computed)
+    (after,) = shard.answer(held)
+    check(shard, held, before[0], [1, 3, 4, 5], [2, 2, 2, 1])
+    assert (before[0].at.tolist(), before[0].versions.tolist(), before[0].rows) == (after.at.tolist(), after.versions.tolist(), after.rows)
 
 
 def test_erased_and_assigned_rows() -> None:

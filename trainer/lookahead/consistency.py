@@ -10,6 +10,8 @@ What must not live here: threads, pipelines, and when a step happens; those call
   model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and
   versions; with the release come back those that are others now, and take the place of what was held. Whatever of earlier changes a
   pull has seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later.
+  So a release need not wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were
+  registered.
 
 `pull` is called in any thread, the others in the one that trains.
 """
@@ -119,27 +121,30 @@ class Exact(Stale):
     Args:
         cluster: pulls.
         state: of the steps: even between two of them, odd from before a push until its release.
-        changes: what this connection has done to rows, counted: a push is two, one when it begins and one when it is applied.
+        changes: what this connection has done to rows, counted: a push is two, one when it begins and one when it is released.
+        all_stored: whether storage has everything that was released to this connection.
     """
 
-    def __init__(self, cluster: Puller, state: Callable[[], int], changes: Callable[[], int]) -> None:
+    def __init__(self, cluster: Puller, state: Callable[[], int], changes: Callable[[], int], all_stored: Callable[[], bool]) -> None:
         super().__init__(cluster)
-        self._state, self._changes = state, changes
+        self._state, self._changes, self._all_stored = state, changes, all_stored
         self._held: Sequence[RowsAhead] = ()
         self._held_at = 0
         self._n_used = self._n_again = self._n_held = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up, and note when that began."""
-        rows.as_of = self._now()
-        rows.pull(self._cluster)
+        """Look a batch's rows up, and note when that began, if storage had then all that had changed."""
+        now = self._now()
+        rows.as_of = now if self._all_stored() else None
+        rows.pull(self._cluster, stored=False)
 
     def use(self, rows: RowsAhead) -> None:
-        """Pull again what was neither pulled nor brought up to date since rows changed last."""
+        """Pull again what was neither pulled nor brought up to date since rows changed last; that pull waits for storage to have all."""
         self._n_used += 1
         if not self.fit(rows):
             self._n_again += 1
-            self.pull(rows)
+            rows.as_of = self._now()
+            rows.pull(self._cluster)
 
     def fit(self, rows: RowsAhead) -> bool:
         """Whether no row has changed since, as far as this connection knows."""

@@ -45,8 +45,8 @@ class AskedTable(Protocol):
 class Puller(Protocol):
     """What is needed of a cluster."""
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> Mapping[str, Pulled]:
-        """Fetch rows and versions of several tables at once."""
+    def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> Mapping[str, Pulled]:
+        """Fetch rows and versions of several tables at once; see `Cluster.pull_versions`."""
         ...
 
 
@@ -108,15 +108,19 @@ class RowsAhead:
         self.as_of: Any = None
         """When that was, in the words of whoever had it pulled."""
 
-    def pull(self, cluster: Puller) -> None:
+    def pull(self, cluster: Puller, *, stored: bool = True) -> None:
         """Look everything up, in one pull; again if it was pulled before.
+
+        Args:
+            cluster: to look in.
+            stored: wait first until storage has all that was released to this connection.
 
         Raises:
             StorageError: as `Cluster.pull`; what was found before stays.
         """
         if self._wanted:
             ids = {name: to_caller(wanted.ids, self._id_dtype[name]) for name, wanted in self._wanted.items()}
-            pulled = cluster.pull_versions(ids)
+            pulled = cluster.pull_versions(ids, stored=stored)
             self._whole = {name: found_of(wanted, pulled[name]) for name, wanted in self._wanted.items()}
             self.by_table = {name: _share_out(lookups, self._whole[name]) for name, lookups in self._asked.items()}
 

@@ -98,7 +98,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients of all backward passes since the last step, all tables in one push.
 
-        The gradients are used up. In a sync job the call returns after the step was released, that is applied; a
+        The gradients are used up. In a sync job the call returns after the step was released: applied, or, where the next batch's
+        rows were pulled ahead as "exact", computed and on its way to storage (this connection's pulls wait for that). A
         trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async
         job it returns once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
 
@@ -134,7 +135,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             pending.clear()
         pushed_s = time.perf_counter()
         if sync and self.last_ack is not None:
-            self.last_ack.wait_applied(self._timeout_s)
+            self.last_ack.wait_released(self._timeout_s)
         fresh = None if held is None or self.last_ack is None else self.last_ack.fresh
         for shared in sharing:
             shared.end_step(fresh if shared in holding else None)
@@ -154,7 +155,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def staleness(self) -> Any:
-        """How stale the last push was, as its ack says; None before the first push and until it was applied."""
+        """How stale the last push was, as its ack says; None before the first push and until it was released."""
         return None if self.last_ack is None else self.last_ack.staleness
 
     def state_dict(self) -> dict[str, Any]:

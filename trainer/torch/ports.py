@@ -19,15 +19,19 @@ Pushes = Mapping[str, tuple[NDArray[Any], NDArray[np.float32]]]
 
 
 class AckPort(Protocol):
-    """What became of a push. `staleness` is known once the push was applied."""
+    """What became of a push. `staleness` is known once the push was released."""
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
-        """Wait until the push was applied; in a sync job: until the step was released."""
+        """Wait until the push was applied."""
+        ...
+
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """Wait until `staleness` and `fresh` are known: of a push that says what is held, before storage has it."""
         ...
 
     @property
     def staleness(self) -> Any:
-        """How far the rows pulled lagged behind those the push met; None until it was applied."""
+        """How far the rows pulled lagged behind those the push met; None until it was released."""
         ...
 
     @property
@@ -73,7 +77,14 @@ class ClusterPort(Protocol):
         """How often this connection has changed rows, see `Cluster.changes`."""
         ...
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+    @property
+    def all_stored(self) -> bool:
+        """Whether storage has every step that was released, see `Cluster.all_stored`."""
+        ...
+
+    def pull_versions(
+        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
+    ) -> Mapping[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
         """Fetch rows and versions of several tables at once, by table name; each as `TablePort.pull`."""
         ...
 

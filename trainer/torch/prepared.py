@@ -53,7 +53,7 @@ class Mode:
         """Make what keeps it for these modules."""
         cluster = modules[0].table.cluster
         if self.consistency == "exact":
-            return Exact(cluster, lambda: modules[0].shared.state, lambda: cluster.changes)
+            return Exact(cluster, lambda: modules[0].shared.state, lambda: cluster.changes, lambda: cluster.all_stored)
         return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
 
 
