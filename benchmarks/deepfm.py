@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -23,9 +22,7 @@ from kvemb.local_cluster import LocalCluster
 STORES = ("redis", "valkey", "memcached")
 MODES = ("async", "sync")
 N_SHARDS = 2
-MAX_UNAPPLIED = 2
 _LR, _HIDDEN, _SEED = 0.002, (64, 32), 0
-_TIMEOUT_S = 120.0
 
 
 class TorchAbsentError(KvembError):
@@ -147,21 +144,12 @@ def _started(stack: ExitStack, store: str, mode: str, options: argparse.Namespac
 
 
 def _remote(name: str, cluster: Any, batches: Sequence[Any], dim: int, pids: Sequence[int], *, ahead: str | None = None) -> Steps:
-    """Rows in a cluster, ours or the peer's, in tables of this contender's own; at most so many pushes are under way."""
+    """Rows in a cluster, ours or the peer's, in tables of this contender's own."""
     rows = _rows().stored_rows(cluster, _settings(dim), suffix=".ahead" if ahead else "")
     model, train = _model_and_step(rows, rows.optimizer, batches, dim)
-    unapplied: deque[Any] = deque()
-
-    def step(batch: Any) -> float:
-        loss = train(batch)
-        unapplied.append(rows.optimizer.last_ack)
-        while len(unapplied) > MAX_UNAPPLIED:
-            unapplied.popleft().wait_applied(_TIMEOUT_S)
-        return loss
-
     if not ahead:
-        return Steps(name, lambda index: step(batches[index]), rows.settle, pids)
-    return Steps(name, step, rows.settle, pids, _loader(model, batches, ahead))
+        return Steps(name, lambda index: train(batches[index]), rows.settle, pids)
+    return Steps(name, train, rows.settle, pids, _loader(model, batches, ahead))
 
 
 def _loader(model: Any, batches: Sequence[Any], consistency: str) -> Callable[[Sequence[int]], Iterable[Any]]:

@@ -19,6 +19,7 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
 
+MAX_UNAPPLIED = 2
 LINEAR, FACTORS = "deepfm.linear", "deepfm.factors"
 INITIALIZERS: dict[str, Initializer] = {LINEAR: kvemb.init.zeros(), FACTORS: kvemb.init.normal(std=0.01)}
 SPECS: dict[str, Callable[[float], OptimizerSpec]] = {
@@ -91,7 +92,8 @@ def stored_rows(cluster: Any, settings: Settings, suffix: str = "") -> Rows:
         for name, dim in settings.dims().items()
     }
     linear, factors = EmbeddingBag(tables[LINEAR], mode="sum"), Embedding(tables[FACTORS])
-    return Rows(linear, factors, SparseOptimizer(nn.ModuleList([linear, factors])), cluster.flush)
+    optimizer = SparseOptimizer(nn.ModuleList([linear, factors]), max_unapplied=MAX_UNAPPLIED)
+    return Rows(linear, factors, optimizer, cluster.flush)
 
 
 def local_rows(known_ids: NDArray[np.int64], settings: Settings, suffix: str = "") -> Rows:

@@ -4,7 +4,6 @@ What must not live here: turns and what comes of them (`dlrm_rounds`), servers a
 """
 
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +24,6 @@ from kvemb.hashing import mix64
 N_TABLES, DIM = 26, 64
 MAX_UNAPPLIED = 2
 _LR, _SEED = 0.001, 0
-_TIMEOUT_S = 120.0
 _FIRST = kvemb.init.uniform(-0.05, 0.05)
 
 
@@ -103,8 +101,8 @@ def _trainer(
 
     torch.manual_seed(_SEED)  # everybody begins with the same dense weights
     model = _example("model").DLRM(_lookups(job, cluster, f"{ahead}."), n_features=N_TABLES, dim=DIM)
-    sparse, dense = SparseOptimizer(model), torch.optim.Adagrad(model.dense_parameters(), lr=_LR)
-    spent, unapplied, turn = Spent(), deque[Any](), list[Any]()
+    sparse, dense = SparseOptimizer(model, max_unapplied=MAX_UNAPPLIED), torch.optim.Adagrad(model.dense_parameters(), lr=_LR)
+    spent, turn = Spent(), list[Any]()
     loader = turn if ahead is None else prepare(model, turn, consistency=ahead)
 
     def batches(indices: Sequence[int]) -> Iterable[object]:
@@ -120,9 +118,6 @@ def _trainer(
         dense.step()
         began_s = perf_counter()
         sparse.step()
-        unapplied.append(sparse.last_ack)
-        while len(unapplied) > MAX_UNAPPLIED:
-            unapplied.popleft().wait_applied(_TIMEOUT_S)
         spent.push_s += perf_counter() - began_s
         return float(loss.detach())
 

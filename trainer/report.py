@@ -112,22 +112,23 @@ class StepReport:
         detach = getattr(value, "detach", None)  # the graph behind it must not be kept
         self._loss = value if detach is None else detach()
 
-    def step(self, ack: Any = None, *, push_s: float = 0.0, release_s: float = 0.0, loss: Any = None) -> None:
+    def step(self, ack: Any = None, *, push_s: float = 0.0, window_s: float = 0.0, release_s: float = 0.0, loss: Any = None) -> None:
         """End a step.
 
         Args:
             ack: of its push, for rows, staleness and the wait for the push window; None for a step without one.
-            push_s: seconds that handing over the push took, the wait for the window included.
-            release_s: seconds of waiting until it was applied.
+            push_s: seconds that handing over the push took, the wait for its window included.
+            window_s: seconds of waiting for earlier pushes besides.
+            release_s: seconds of waiting until it was released.
             loss: see `loss`.
         """
         if loss is not None:
             self.loss(loss)
         total = self.total
         if ack is not None:
-            window_s: float = getattr(ack, "window_s", 0.0)  # any object may stand for an ack that knows its staleness
-            total.window_s += window_s
-            total.push_s += max(0.0, push_s - window_s)
+            in_push_s: float = getattr(ack, "window_s", 0.0)  # any object may stand for an ack that knows its staleness
+            total.window_s += in_push_s + window_s
+            total.push_s += max(0.0, push_s - in_push_s)
             total.release_s += release_s
             total.rows_pushed += getattr(ack, "n_rows", 0)
             self._staleness.add(ack)

@@ -16,7 +16,7 @@ _ADVICE = {
     "rows": "raise capacity or threads_num",
     "lookups": "look them up ahead: trainer.torch.prepare(model, loader), trainer.prefetch",
     "foreseen": "their lookups were not foreseen, the prepared loader's report says which",
-    "push window": "add shards (parameter_servers.shards)",
+    "push window": "add shards (parameter_servers.shards), or raise max_unapplied",
     "sync release": "add shards, or find the trainer that the others wait for",
     "loader": "give the DataLoader more worker processes (num_workers)",
 }
@@ -33,7 +33,7 @@ class StepTimes:
         ahead_s: waiting for rows that are pulled ahead and not there yet.
         lookup_s: waiting for rows that are pulled when a module is called.
         push_s: merging gradients and handing them over.
-        window_s: waiting for room in the shards' windows, since they have not taken what was pushed before.
+        window_s: waiting for room in the shards' windows, or until no more pushes are unapplied than may be.
         release_s: waiting for the release of a sync step.
         rows_ahead, rows_looked_up, rows_pushed: how many rows were pulled ahead, pulled when a module was called, and pushed.
     """

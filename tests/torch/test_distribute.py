@@ -258,6 +258,8 @@ def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enoug
         ({"optimizer": None, "dtype": "float16"}, "need an optimizer"),
         ({"dtype": "int8"}, "int8"),
         ({"reduce": "max"}, "reduce is 'max'"),
+        ({"max_unapplied": -1}, "max_unapplied is -1"),
+        ({"optimizer": None, "max_unapplied": 3}, "max_unapplied goes with a torch optimizer"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(cluster: kvemb.Cluster, options: dict, message: str) -> None:
@@ -297,3 +299,9 @@ def test_bags_keep_their_options_and_modules_their_mode(cluster: kvemb.Cluster, 
     ids, offsets = torch.tensor([1, 2, 5, 7]), torch.tensor([0, 2, 2, 4])
     assert torch.equal(model[0](ids, offsets), twin(ids, offsets))
     assert not model[0].training
+
+
+def test_how_many_pushes_may_be_on_their_way_is_handed_on(cluster: kvemb.Cluster) -> None:
+    done = run(model_of(), cluster, "bounded", max_unapplied=3)
+    assert done.optimizer is not None
+    assert done.optimizer.max_unapplied == 3

@@ -347,7 +347,7 @@ def test_a_failure_in_the_middle_leaves_model_and_optimizer_as_they_were(fails_i
     if fails_in != "table":
         failing = {"module": "SparseOptimizer", "step": "JoinedStep"}[fails_in]
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise ConnectionError("in the middle")
 
         monkeypatch.setattr(import_module("trainer.torch.distribute"), failing, fail)

@@ -217,6 +217,27 @@ def test_an_async_step_does_not_wait_and_without_gradients_pushes_nothing() -> N
     assert optimizer.staleness == Staleness(0.0, 0)
 
 
+@pytest.mark.parametrize("max_unapplied", [0, 2])
+def test_an_async_step_waits_until_no_more_pushes_are_unapplied_than_may_be(max_unapplied: int) -> None:
+    cluster = MemoryCluster("async")
+    model = Model(cluster)
+    optimizer = SparseOptimizer(model, timeout_s=7.0, max_unapplied=max_unapplied)
+    acks = []
+    for step in range(1, 5):
+        model(USERS, ITEMS).sum().backward()
+        optimizer.step()
+        acks.append(optimizer.last_ack)
+        assert [ack.waited_s for ack in acks] == [7.0] * max(0, step - max_unapplied) + [None] * min(step, max_unapplied)
+        optimizer.step()  # without gradients there is no push, and nothing to wait for
+        assert sum(ack.waited_s is not None for ack in acks) == max(0, step - max_unapplied)
+
+
+@pytest.mark.parametrize("max_unapplied", [-1, True, 1.5, None])
+def test_a_number_of_pushes_that_is_none_is_refused(max_unapplied: object) -> None:
+    with pytest.raises(InvalidInputError, match="max_unapplied"):
+        SparseOptimizer(Model(MemoryCluster()), max_unapplied=max_unapplied)
+
+
 def test_gradients_that_could_not_be_handed_over_are_kept() -> None:
     cluster = MemoryCluster()
     module = Embedding(cluster.table("t", 2))

@@ -24,7 +24,7 @@ from trainer.torch.distribute_report import lines
 from trainer.torch.distribute_step import Follows, JoinedStep
 from trainer.torch.distribute_tables import Carry, SiteTable, TableOptions, fill, make_table, open_table
 from trainer.torch.embedding import Embedding, EmbeddingBag
-from trainer.torch.optimizer import SparseOptimizer
+from trainer.torch.optimizer import MAX_UNAPPLIED, SparseOptimizer, check_max_unapplied
 from trainer.torch.optimizer_map import MappedGroup
 from trainer.torch.tables import modules_by_table
 
@@ -64,6 +64,7 @@ def distribute(
     dtype: str = "float32",
     seed: int = 0,
     reduce: str = "sum",
+    max_unapplied: int = MAX_UNAPPLIED,
     quiet: bool = False,
 ) -> Distributed:
     """Replace a model's large nn.Embedding and nn.EmbeddingBag by ones whose rows the cluster keeps, in place.
@@ -87,6 +88,7 @@ def distribute(
         initializer: of rows that are not carried; normal(0, 1) unless given, as nn.Embedding's own.
         dtype, seed, reduce: of the tables; see `kvemb.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
             reduce="mean".
+        max_unapplied: of its pushes in an async job, see SparseOptimizer; goes with a torch optimizer.
         quiet: do not write what was done to stderr.
 
     Raises:
@@ -110,6 +112,7 @@ def distribute(
         2
     """
     _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
+    _check_bound(optimizer, max_unapplied)
     plan = make_plan(model, min_rows, names, leave)
     _check_carry(plan, carry_weights, dtype)
     first = init.normal(mean=0.0, std=1.0) if initializer is None else initializer
@@ -123,7 +126,7 @@ def distribute(
     else:
         tables = _made_and_filled(cluster, plan, rule_of, TableOptions(first, dtype, seed, reduce), carry_weights)
     trained = [site for site in plan.sites if torchs is not None and _has_state(torchs, site)]
-    sparse = _change(model, tables, torchs, follows)
+    sparse = _change(model, tables, torchs, follows, max_unapplied)
     done = Distributed(tuple(one.table for one in tables), sparse, tuple(lines(plan, tables, carry_weights, first, follows, trained)))
     if not quiet:
         print(done, file=sys.stderr)
@@ -139,6 +142,12 @@ def _check_arguments(optimizer: object, carry: object, initializer: Initializer 
         raise InvalidInputError(
             "carry_weights, initializer, dtype, seed and reduce need an optimizer: without one, tables that exist are opened as they are"
         )
+
+
+def _check_bound(optimizer: object, max_unapplied: int) -> None:
+    check_max_unapplied(max_unapplied)
+    if max_unapplied != MAX_UNAPPLIED and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidInputError("max_unapplied goes with a torch optimizer, whose step() pushes; otherwise give it to SparseOptimizer")
 
 
 def _check_carry(plan: Plan, carry: Carry, dtype: str) -> None:
@@ -185,7 +194,11 @@ def _has_state(optimizer: torch.optim.Optimizer, site: Site) -> bool:
 
 
 def _change(
-    model: nn.Module, tables: Sequence[SiteTable], optimizer: torch.optim.Optimizer | None, follows: Mapping[str, Follows]
+    model: nn.Module,
+    tables: Sequence[SiteTable],
+    optimizer: torch.optim.Optimizer | None,
+    follows: Mapping[str, Follows],
+    max_unapplied: int,
 ) -> SparseOptimizer | None:
     """Put the new modules and the push in; undo it all if that fails."""
     undo: list[Callable[[], object]] = []
@@ -194,7 +207,7 @@ def _change(
         if optimizer is None:
             return None
         _take_out(optimizer, [one.site.weight for one in tables], undo)
-        sparse = SparseOptimizer(model)
+        sparse = SparseOptimizer(model, max_unapplied=max_unapplied)
         pending = {name: modules[0].pending for name, modules in modules_by_table(model).items()}
         JoinedStep(optimizer, sparse, follows, pending)
         return sparse

@@ -7,6 +7,7 @@ thread; it does not survive fork().
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from trainer.torch.ports import AckPort, ClusterPort, Held
 from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
 
+MAX_UNAPPLIED = 16
+"""Pushes that may be on their way unless said otherwise: more than shards that keep up ever have."""
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Distinct ids [n], gradients [n, dim], versions [n] of one table."""
 
@@ -39,10 +42,12 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     Args:
         model: a module with at least one Embedding or EmbeddingBag inside, all of one cluster.
-        timeout_s: in a sync job, how long step() waits for the other trainers' parts of the step.
+        timeout_s: how long step() waits for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one.
+        max_unapplied: in an async job, how many of its pushes may not be applied yet when step() returns; it waits for the oldest
+            ones. Fewer bound how stale rows are when the shards fall behind; each trainer has its own.
 
     Raises:
-        InvalidInputError: no such module, or tables of several clusters.
+        InvalidInputError: no such module, tables of several clusters, or an option out of range.
 
     Source: torch.optim.Optimizer.
 
@@ -66,13 +71,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     # the step.
     _step_supports_amp_scaling = True
 
-    def __init__(self, model: nn.Module, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, model: nn.Module, *, timeout_s: float = 120.0, max_unapplied: int = MAX_UNAPPLIED) -> None:
         if not timeout_s > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
+        check_max_unapplied(max_unapplied)
         self._modules_of = modules_by_table(model)
         self._pending = {name: Pending(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
         self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
-        self._timeout_s = timeout_s
+        self._timeout_s, self.max_unapplied = timeout_s, max_unapplied
+        self._unapplied: deque[AckPort] = deque()  # pushes of an async job, the oldest first; some of them may be applied by now
         self.last_ack: AckPort | None = None
         values = {name: dict(pending.table.hyper) for name, pending in self._pending.items()}
         common = set.intersection(*map(set, values.values()))
@@ -112,8 +119,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidInputError: gradients that are not finite, run-time values out of range, or modules taken over by a
                 newer optimizer; nothing was sent.
-            KvembError: the push failed, or the step was not released in time: it may have been applied. Gradients that
-                were not handed over are kept until zero_grad().
+            KvembError: the push or, in an async job, an earlier one failed, or it was not released or applied in time: it may be
+                applied later. Gradients that were not handed over are kept until zero_grad().
         """
         loss = None
         if closure is not None:
@@ -136,13 +143,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         pushed_s = time.perf_counter()
         if sync and self.last_ack is not None:
             self.last_ack.wait_released(self._timeout_s)
+        elif parts:
+            self._bound_unapplied()
         fresh = None if held is None or self.last_ack is None else self.last_ack.fresh
         for shared in sharing:
             shared.end_step(fresh if shared in holding else None)
         if (report := current_report()) is not None:
-            released_s = time.perf_counter()
-            report.step(self.last_ack if sync or parts else None, push_s=pushed_s - began_s, release_s=released_s - pushed_s, loss=loss)
+            waited_s = time.perf_counter() - pushed_s
+            ack, waits = self.last_ack if sync or parts else None, {"release_s" if sync else "window_s": waited_s}
+            report.step(ack, push_s=pushed_s - began_s, **waits, loss=loss)
         return loss
+
+    def _bound_unapplied(self) -> None:
+        """Wait until no more pushes are on their way than may be."""
+        if self.last_ack is not None:
+            self._unapplied.append(self.last_ack)
+        while len(self._unapplied) > self.max_unapplied:
+            self._unapplied.popleft().wait_applied(self._timeout_s)
 
     @property
     def shared(self) -> SharedLookups:
@@ -218,6 +235,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         versions = {name: part[2] for name, part in parts.items()}
         more = {} if held is None else {"held": held}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
+
+
+def check_max_unapplied(max_unapplied: object) -> None:
+    """Refuse what is no number of pushes."""
+    if isinstance(max_unapplied, bool) or not isinstance(max_unapplied, int) or max_unapplied < 0:
+        raise InvalidInputError(f"max_unapplied is {max_unapplied!r}; give a whole number of pushes, 0 or more")
 
 
 def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Held | None, list[SharedLookups]]:
