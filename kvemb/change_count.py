@@ -98,8 +98,14 @@ class ChangeCount:
         for ack in self._still_unstored():
             ack.wait_settled(deadline.remaining_s())
 
+    def forget_pushes(self) -> None:
+        """Wait for nothing any more: the connection is closed, and nobody hears what becomes of its pushes."""
+        if os.getpid() == self._process:
+            with self._lock:
+                self._pushes, self._unstored = [], []
+
     def _still_unstored(self) -> list[SettlingAck]:
-        if not (self._pushes or self._unstored) or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return []
         with self._lock:
             self._settle()

@@ -358,7 +358,9 @@ class Cluster:
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
-        """Wait until what was pushed is accepted, say goodbye to the shards, drop every connection. Idempotent.
+        """Wait until what was pushed is accepted, and what was released is in storage; say goodbye to the shards, drop every connection.
+
+        Idempotent.
 
         Raises:
             KvembError: of a push that failed and nobody waited for, or was not accepted in time. It is closed all the same.
@@ -411,11 +413,17 @@ class Cluster:
             if self._closed:
                 return
             self._closed = True
+        access = self._access
         try:
-            if self._access.shards is not None:
-                self._access.shards.close(wait=wait)
+            if wait:
+                access.changes.wait_stored(access.pull_deadline(None))
         finally:
-            self._access.store.close()
+            access.changes.forget_pushes()
+            try:
+                if access.shards is not None:
+                    access.shards.close(wait=wait)
+            finally:
+                access.store.close()
 
     def _check_open(self) -> None:
         if self._closed:

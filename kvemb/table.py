@@ -266,6 +266,7 @@ class Table:
             (ids [n] in the table's id_dtype, float32 [n, dim] rows).
         """
         shards = self._access.require_shards("export")
+        self._access.changes.wait_stored(self._access.pull_deadline(None))
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
         for ids in shards.ids(self.name):
             rows, versions = self.pull(to_caller(ids, self._definition.id_dtype), return_versions=True)
@@ -276,7 +277,9 @@ class Table:
 
     def __len__(self) -> int:
         """The number of rows that exist, over all shards."""
-        return self._access.require_shards("len").count(self.name)
+        shards = self._access.require_shards("len")
+        self._access.changes.wait_stored(self._access.pull_deadline(None))
+        return shards.count(self.name)
 
     def __bool__(self) -> bool:
         return True  # a table without rows is a table

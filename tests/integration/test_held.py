@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvemb.client import session as session_module
 from kvemb.client.ack import Ack
 from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
-from kvemb.errors import InvalidInputError, ShardUnavailableError, UnknownTableError
+from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
 from kvemb.held import route_held
 from kvemb.local_cluster import LocalCluster
 from kvemb.messages import digest_tables
@@ -113,6 +114,53 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
         np.testing.assert_array_equal(rows[fresh["t"].ids.astype(int)], fresh["t"].rows)
         assert (rows != before["t"]).any(axis=1).all()
         assert check_fresh(reader, held, ack) == {"t": 50}
+
+
+@pytest.mark.parametrize("verb", ["len", "export", "close"])
+def test_what_tells_of_rows_waits_until_storage_has_a_released_step(verb: str) -> None:
+    rng = np.random.default_rng(4)
+    with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, read_only=True) as reader:
+        trainer = kvemb.connect(local.url, trainer="a")
+        create(trainer, "t")
+        push(trainer, {"t": IDS[:100]}, rng).wait_applied()
+        before, held = pull(trainer, {"t": IDS[:50]})
+        table = trainer.table("t")
+        verbs: dict[str, Callable[[], object]] = {"len": lambda: len(table), "export": table.export, "close": trainer.close}
+        waiting = threading.Thread(target=verbs[verb])
+        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        try:
+            push(trainer, {"t": IDS[:100]}, rng, held).wait_released(PATIENCE_S)
+            waiting.start()
+            waiting.join(0.5)
+            assert waiting.is_alive()
+        finally:
+            os.kill(local.servers[0].process.pid, signal.SIGCONT)
+        waiting.join(PATIENCE_S)
+        assert (pull(reader, {"t": IDS[:50]})[0]["t"] != before["t"]).any(axis=1).all()
+        trainer.close()
+        with pytest.raises(ClosedError):
+            table.pull(IDS[:3])
+
+
+def test_a_connection_that_is_closed_waits_for_nothing() -> None:
+    rng = np.random.default_rng(5)
+    with LocalCluster("redis", shards=1, mode="sync", trainers=1) as local:
+        trainer = kvemb.connect(local.url, trainer="a")
+        create(trainer, "t")
+        push(trainer, {"t": IDS[:100]}, rng).wait_applied()
+        _, held = pull(trainer, {"t": IDS[:50]})
+        table = trainer.table("t")
+        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        try:
+            push(trainer, {"t": IDS[:100]}, rng, held).wait_released(PATIENCE_S)
+            with pytest.raises(InvalidInputError, match="more matters"), trainer:
+                raise InvalidInputError("more matters")
+            began_s = time.monotonic()
+            with pytest.raises(ClosedError):
+                table.pull(IDS[:3], timeout_s=PATIENCE_S)
+            assert time.monotonic() - began_s < PATIENCE_S / 2
+        finally:
+            os.kill(local.servers[0].process.pid, signal.SIGCONT)
 
 
 def test_rows_held_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:

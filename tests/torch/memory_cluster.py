@@ -19,13 +19,18 @@ from paramserver.optim import build
 
 
 class MemoryAck:
-    def __init__(self, fresh: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, fresh: Mapping[str, Any] | None = None, error: Exception | None = None) -> None:
         self.waited_s: float | None = None
+        self.n_waits = 0
+        self.error = error
         self.fresh = fresh
         self.staleness = Staleness(0.0, 0)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         self.waited_s = timeout_s
+        self.n_waits += 1
+        if self.error is not None:
+            raise self.error
 
     wait_released = wait_applied
 
@@ -81,6 +86,7 @@ class MemoryCluster:
         self.versions: list[Mapping[str, NDArray[np.uint64]]] = []
         self.hyper: list[Mapping[str, Mapping[str, float]]] = []
         self.failure: Exception | None = None
+        self.ack_error: Exception | None = None
         self.n_pulls = self.changes = 0
         self.all_stored = True
 
@@ -113,7 +119,8 @@ class MemoryCluster:
         self.pushes.append({name: (ids.copy(), grads.copy()) for name, (ids, grads) in tables.items()})
         self.versions.append(versions)
         self.hyper.append(hyper)
-        return MemoryAck(None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()})
+        fresh = None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()}
+        return MemoryAck(fresh, self.ack_error)
 
     def progress(self) -> list[tuple[int, int]]:
         return [(1, sum(table.step for table in self.tables.values()))]

@@ -15,7 +15,7 @@ from torch import nn
 
 from kvemb import optim
 from kvemb.client.ack import Staleness
-from kvemb.errors import InvalidInputError, ShardUnavailableError
+from kvemb.errors import InvalidInputError, PushRejectedError, ShardUnavailableError
 from kvemb.optim import OptimizerSpec
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
 
@@ -230,6 +230,28 @@ def test_an_async_step_waits_until_no_more_pushes_are_unapplied_than_may_be(max_
         assert [ack.waited_s for ack in acks] == [7.0] * max(0, step - max_unapplied) + [None] * min(step, max_unapplied)
         optimizer.step()  # without gradients there is no push, and nothing to wait for
         assert sum(ack.waited_s is not None for ack in acks) == max(0, step - max_unapplied)
+
+
+def test_a_push_that_is_late_still_counts_and_one_that_failed_is_told_once() -> None:
+    cluster = MemoryCluster("async")
+    model = Model(cluster)
+    optimizer = SparseOptimizer(model, max_unapplied=0)
+
+    def step(error: Exception | None) -> None:
+        model(USERS, ITEMS).sum().backward()
+        cluster.ack_error = error
+        optimizer.step()
+
+    with pytest.raises(ShardUnavailableError, match="late"):
+        step(ShardUnavailableError("late"))
+    late = optimizer.last_ack
+    with pytest.raises(ShardUnavailableError, match="late"):
+        step(None)
+    late.error = PushRejectedError("refused")
+    with pytest.raises(PushRejectedError, match="refused"):
+        step(None)
+    step(None)
+    assert late.n_waits == 3
 
 
 @pytest.mark.parametrize("max_unapplied", [-1, True, 1.5, None])

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, KvembError, ShardUnavailableError
 from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
 from trainer.report import current_report
@@ -159,7 +159,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self.last_ack is not None:
             self._unapplied.append(self.last_ack)
         while len(self._unapplied) > self.max_unapplied:
-            self._unapplied.popleft().wait_applied(self._timeout_s)
+            try:
+                self._unapplied[0].wait_applied(self._timeout_s)
+            except ShardUnavailableError:
+                raise  # it may still be applied, so it still counts
+            except KvembError:
+                self._unapplied.popleft()
+                raise
+            self._unapplied.popleft()
 
     @property
     def shared(self) -> SharedLookups:
