@@ -10,13 +10,14 @@ classes, Redis's string header included; docs/adr/0009 has the measurements. A b
 whole at once: it is then allocated once, at its exact size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.keys import RowKeys
+from kvemb.keys import RowKeys, RowTags
 
 # Part of a table's identity: which rows share a page may never change for a table that exists.
 LAYOUT_VERSION = 1
@@ -24,6 +25,7 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 4096, 65536
 _GOOD_RATIO = 1.04
 _KEY_BYTES = 64  # entry, key, object and share of the directory that a server keeps for each key
 _PAD_BYTES = 1
+_MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,21 @@ class PagedKeys(RowKeys):
     opens: NDArray[np.bool_] | None = None
 
     def __getitem__(self, rows: slice) -> "PagedKeys":
-        return PagedKeys(self.tag, self.ids[rows], self.layout, None if self.opens is None else self.opens[rows])
+        return self._some(rows)
 
     def take(self, order: NDArray[np.intp]) -> "PagedKeys":
-        return PagedKeys(self.tag, self.ids[order], self.layout, None if self.opens is None else self.opens[order])
+        return self._some(order)
+
+    @property
+    def alike(self) -> PageLayout:
+        return self.layout
+
+    def joined(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "PagedKeys":
+        paged = [one for one in keys if isinstance(one, PagedKeys)]
+        if all(one.opens is None for one in paged):
+            return PagedKeys(b"", ids, self.layout, tables=tables)
+        opens = np.concatenate([np.ones(len(one), dtype=bool) if one.opens is None else one.opens for one in paged])
+        return PagedKeys(b"", ids, self.layout, opens, tables=tables)
 
     def encode(self) -> NDArray[np.uint8]:
         """Return the keys of the rows' pages as text: uint8 [n, 14].
@@ -104,23 +117,33 @@ class PagedKeys(RowKeys):
             >>> keys.encode().tobytes(), keys.places.tolist()
             (b'tabAAAAAAAAAAAtabAAAAAAAAAAB', [52, 0])
         """
-        return RowKeys(self.tag, self._pages).encode()
+        return self._page_keys().encode()
 
     def slots(self) -> NDArray[np.int64]:
-        return RowKeys(self.tag, self._pages).slots()
+        return self._page_keys().slots()
 
     def near(self) -> NDArray[np.uint16] | None:
         # Rows of a page that are asked for one after another find it in the server's cache: a third of its time for uniform ids.
         if not len(self.ids):
             return None
-        excess = max(0, int(self._pages.max()).bit_length() - 16)
+        table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
+        excess = max(0, int(self._pages.max()).bit_length() + table_bits - 16)
         number = (self._pages >> np.uint64(excess)).astype(np.uint16)
+        if self.tables is not None:  # table by table, so that each one's rows arrive, and are copied on, next to each other
+            number |= self.tables.which << np.uint16(16 - table_bits)
         return None if (number[1:] >= number[:-1]).all() else number
 
     @cached_property
     def places(self) -> NDArray[np.intp]:
         """Which row of its page each is: intp [n] in [0, rows_per_page)."""
         return (self.ids - self._pages * np.uint64(self.layout.rows_per_page)).view(np.int64)
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "PagedKeys":
+        opens = None if self.opens is None else self.opens[rows]
+        return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows])
+
+    def _page_keys(self) -> RowKeys:
+        return RowKeys(self.tag, self._pages, tables=self.tables)
 
     @cached_property
     def _pages(self) -> NDArray[np.uint64]:

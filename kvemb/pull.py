@@ -1,16 +1,15 @@
 """Pull: from ids of any shape to their weights, with one storage read for all tables.
 
-ids -> distinct ids -> keys -> one batch -> one check of all headers -> weights, rows that do not exist computed by the
-table's initializer -> one gather into the caller's array. No loop over rows. A pull writes nothing. What must not live
-here: connections and markers (kvemb.stores), the parameter servers, which rows a trainer may keep (kvemb.row_cache; those are
-filled in first, and storage is asked for the others).
+ids -> distinct ids -> one batch (kvemb.joint_read) -> weights, rows that do not exist computed by the table's initializer -> one
+gather into the caller's array. No loop over rows. A pull writes nothing. What must not live here: connections and markers
+(kvemb.stores), the parameter servers, which rows a trainer may keep (kvemb.row_cache; those are filled in first, and storage is
+asked for the others).
 
 Records are read into memory that each thread keeps for its next pull (kvemb.thread_memory). Thread- and fork-safe.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,13 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.distinct import Distinct, distinct
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize
+from kvemb.joint_read import Share, Wanted, initial_rows, items, read_tables
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.rounding import round_nearest, to_float32
 from kvemb.row_cache import Kept, RowCache
-from kvemb.stores.base import ReadPart, ReadResult, Store
+from kvemb.stores.base import Store
 from kvemb.table_def import TableDef
 from kvemb.thread_memory import ThreadMemory
+
+__all__ = ["PullRequest", "Pulled", "initial_rows", "prepare_pull", "pull"]
 
 _memory = ThreadMemory()
 
@@ -105,12 +105,9 @@ def pull(
     """
     _memory.reset(sum(len(request.wanted.ids) * 2 * request.definition.record.prefix_bytes for request in requests))
     lookups = [_look_up(request, cache) for request in requests]
-    paged = store.capabilities.pages
-    parts = [_read_part(lookup, paged) for lookup in lookups if len(lookup.ids)]
-    results = iter(store.read(parts, deadline) if parts else [])
-    nodes = ", ".join(store.addresses)
-    checked = [_checked(lookup, next(results), nodes) if len(lookup.ids) else None for lookup in lookups]
-    return [_gather(lookup, result, versions) for lookup, result in zip(lookups, checked, strict=True)]
+    wanted = [Wanted(lookup.request.definition, lookup.ids) for lookup in lookups if len(lookup.ids)]
+    shares = iter(read_tables(store, wanted, deadline, _memory, versions=versions) if wanted else [])
+    return [_gather(lookup, next(shares) if len(lookup.ids) else None, versions) for lookup in lookups]
 
 
 def _look_up(request: PullRequest, cache: RowCache | None) -> _Lookup:
@@ -126,49 +123,28 @@ def _look_up(request: PullRequest, cache: RowCache | None) -> _Lookup:
     return _Lookup(request, ids.take(at), kept, rows, at)
 
 
-def _read_part(lookup: _Lookup, paged: bool) -> ReadPart:
-    definition, ids = lookup.request.definition, lookup.ids
-    record = definition.record
-    into = _memory.take(len(ids), record.prefix_bytes)
-    return ReadPart(definition.keys(ids, pages=paged), record.size_bytes, record.prefix_bytes, into=into)
-
-
-def _checked(lookup: _Lookup, result: ReadResult, nodes: str) -> ReadResult:
-    """Refuse a batch with a wrong record before any of it is used."""
-    lookup.request.definition.record.check(result.records, _arrived(lookup.ids, result), result.found, nodes)
-    return result
-
-
-def _arrived(ids: NDArray[np.uint64], result: ReadResult) -> NDArray[np.uint64]:
-    return ids if result.order is None else ids.take(result.order)
-
-
-def _gather(lookup: _Lookup, result: ReadResult | None, with_versions: bool) -> Pulled:
+def _gather(lookup: _Lookup, share: Share | None, with_versions: bool) -> Pulled:
     if lookup.kept is not None:
-        return _merge(lookup, lookup.kept, result, with_versions)
+        return _merge(lookup, lookup.kept, share, with_versions)
     request = lookup.request
-    versions = np.zeros(request.shape if with_versions else 0, np.uint64)
-    if result is None:
-        return Pulled(_new_rows(request), versions)
-    weights = _weights(request.definition, _arrived(lookup.ids, result), result)
-    if with_versions:
-        _put_in_order(_versions(request.definition, result), versions.reshape(-1), request.wanted.inverse, result.order)
-    return Pulled(_deliver(request, weights, result.order), versions)
+    if share is None:
+        return Pulled(_new_rows(request), np.zeros(request.shape if with_versions else 0, np.uint64))
+    versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else np.zeros(0, np.uint64)
+    return Pulled(_deliver(request, share), versions)
 
 
-def _merge(lookup: _Lookup, kept: Kept, result: ReadResult | None, with_versions: bool) -> Pulled:
+def _merge(lookup: _Lookup, kept: Kept, share: Share | None, with_versions: bool) -> Pulled:
     """The same where the cache had rows: put what was read between them."""
     request, rows, versions = lookup.request, lookup.rows, kept.versions
-    if result is not None:
-        at = lookup.at if result.order is None else lookup.at.take(result.order)
-        _items(rows)[at] = _weights(request.definition, _arrived(lookup.ids, result), result)
+    if share is not None:
+        items(rows)[lookup.at] = share.rows(None)
         if with_versions:
-            versions[at] = _versions(request.definition, result)
-    inverse = request.wanted.inverse
-    if with_versions and inverse is not None:
-        versions = versions.take(inverse)
-    every = rows.reshape(*request.shape, rows.shape[1]) if _is_ours(request) else _deliver(request, _items(rows), None)
-    return Pulled(every, versions.reshape(request.shape) if with_versions else versions[:0])
+            versions[lookup.at] = share.versions(None)
+    every = Share(items(rows), versions, None)
+    found = versions[:0]
+    if with_versions:
+        found = every.versions(request.wanted.inverse).reshape(request.shape)
+    return Pulled(rows.reshape(*request.shape, rows.shape[1]) if _is_ours(request) else _deliver(request, every), found)
 
 
 def _is_ours(request: PullRequest) -> bool:
@@ -176,70 +152,20 @@ def _is_ours(request: PullRequest) -> bool:
     return request.wanted.inverse is None and request.out is None
 
 
-def _deliver(request: PullRequest, weights: NDArray[Any], order: NDArray[np.intp] | None) -> NDArray[np.float32]:
-    """Put rows, one item each, where the ids stand that were asked for: in the caller's array, or a new one."""
-    rows = request.out if request.out is not None else _new_rows(request)
-    target = rows if rows.flags.c_contiguous else _new_rows(request)
-    _put_in_order(weights, _items(target.reshape(-1, request.definition.dim)), request.wanted.inverse, order)
-    if target is not rows:
-        rows[...] = target
-    return rows
+def _deliver(request: PullRequest, share: Share) -> NDArray[np.float32]:
+    """Put rows where the ids stand that were asked for: in the caller's array, or a new one."""
+    inverse, out, dim = request.wanted.inverse, request.out, request.definition.dim
+    if out is None:
+        return share.rows(inverse).view(np.float32).reshape(*request.shape, dim)
+    if out.flags.c_contiguous:
+        share.rows(inverse, items(out.reshape(-1, dim)))
+    else:
+        out[...] = share.rows(inverse).view(np.float32).reshape(out.shape)
+    return out
 
 
 def _new_rows(request: PullRequest) -> NDArray[np.float32]:
     return np.empty((*request.shape, request.definition.dim), np.float32)
-
-
-def _versions(definition: TableDef, result: ReadResult) -> NDArray[np.uint64]:
-    """In order of arrival, 0 where the row does not exist."""
-    return np.where(result.found, definition.record.versions(result.records), np.uint64(0))
-
-
-def _weights(definition: TableDef, ids: NDArray[np.uint64], result: ReadResult) -> NDArray[Any]:
-    """The rows in order of arrival, one item each; those that do not exist as their first push will find them."""
-    record = definition.record
-    missing = np.flatnonzero(~result.found)
-    first = initial_rows(definition, ids.take(missing)) if len(missing) else None
-    if first is not None and len(missing) == len(ids):
-        return _items(first)
-    if definition.dtype == "float32":  # where they lie, between the headers
-        weights = result.records[:, HEADER_SIZE:].view(f"V{4 * definition.dim}")[:, 0]
-    else:
-        weights = _items(record.weights(result.records))
-    if first is not None:
-        weights[missing] = _items(first)
-    return weights
-
-
-def _items(rows: NDArray[np.float32]) -> NDArray[Any]:
-    """See each row as one opaque item: these are copied whole, which is several times as fast as value by value."""
-    return rows.view(f"V{4 * rows.shape[1]}")[:, 0]
-
-
-def _put_in_order(values: NDArray[Any], out: NDArray[Any], inverse: NDArray[np.intp] | None, order: NDArray[np.intp] | None) -> None:
-    """Put one value per distinct id, in order of arrival, where the ids stand that were asked for.
-
-    Args:
-        values: [n] items, of any stride.
-        out: [m], contiguous.
-        inverse: as in `Distinct`.
-        order: as in `ReadResult`.
-    """
-    if inverse is None:
-        out[slice(None) if order is None else order] = values
-        return
-    packed = values
-    if order is not None or not values.flags.c_contiguous:
-        packed = _memory.take(len(values), values.itemsize).view(values.dtype)[:, 0]
-        packed[slice(None) if order is None else order] = values
-    # mode="clip": with the default mode NumPy gathers into a buffer of its own first.
-    np.take(packed, inverse, out=out, mode="clip")
-
-
-def initial_rows(definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The first values of rows as the table's storage dtype holds them: float32 [n, dim]."""
-    drawn = definition.initializer.rows(ids, definition.dim, table=definition.name, seed=definition.seed)
-    return to_float32(round_nearest(drawn, definition.dtype), definition.dtype)
 
 
 def _check_out(definition: TableDef, out: NDArray[np.float32], shape: tuple[int, ...]) -> None:
