@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.segment import group
-
 _HASH_FROM = 2048  # ids; below, sorting is as fast
 # Odd, so that multiplying is a bijection of the 64 bits; the product's top bits depend on all of them.
 _FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93))
@@ -46,9 +44,11 @@ def distinct(ids: NDArray[np.uint64]) -> Distinct:
         >>> found.ids[found.inverse].tolist(), len(found.ids)
         ([7, 3, 7], 2)
     """
-    if len(ids) < _HASH_FROM or bool((ids[1:] > ids[:-1]).all()):
-        groups = group(ids)
-        return Distinct(groups.ids, None if groups.order is None else groups.inverse)
+    if bool((ids[1:] > ids[:-1]).all()):
+        return Distinct(ids, None)
+    if len(ids) < _HASH_FROM:
+        order, starts, inverse = _sorted(ids)
+        return Distinct(ids.take(order.take(starts)), inverse)
     owners = _owners(ids, 0)
     own = owners == np.arange(len(ids))
     if own.all():
@@ -81,8 +81,8 @@ def ascending(ids: NDArray[np.uint64]) -> Distinct:
 def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:
     """For every row one row of the same id, the same one for all of them: uint64 [m] -> intp [m]."""
     if len(ids) < _HASH_FROM or attempt == len(_FACTORS):
-        groups = group(ids)
-        return groups.starts if groups.order is None else groups.order.take(groups.starts).take(groups.inverse)
+        order, starts, inverse = _sorted(ids)
+        return order.take(starts).take(inverse)
     bits = len(ids).bit_length() + 1
     places = ((ids * _FACTORS[attempt]) >> np.uint64(64 - bits)).view(np.intp)
     table = np.empty(1 << bits, np.intp)  # only places that were written to are read
@@ -93,3 +93,17 @@ def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:
     if len(left):
         owners[left] = left.take(_owners(ids.take(left), attempt + 1))
     return owners
+
+
+def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Sort ids: uint64 [m], at least 1 -> (the order, [m]; where in it each id's rows begin, [n]; for each row which id it has, [m])."""
+    order = np.argsort(ids)  # not the stable kind: which of an id's rows comes first does not matter, and this one uses vector instructions
+    in_order = ids.take(order)
+    first = np.empty(len(ids), np.bool_)
+    first[0] = True
+    np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
+    number = np.cumsum(first)
+    number -= 1
+    inverse = np.empty_like(order)
+    inverse[order] = number
+    return order, np.flatnonzero(first), inverse
