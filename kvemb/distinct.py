@@ -102,7 +102,7 @@ def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     first = np.empty(len(ids), np.bool_)
     first[0] = True
     np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
-    number = np.cumsum(first)
+    number = np.cumsum(first, dtype=np.intp)
     number -= 1
     inverse = np.empty_like(order)
     inverse[order] = number

@@ -1,9 +1,9 @@
 """The storage port: what every kind of storage must do, in arrays of rows.
 
-A batch is a list of parts, one per table; all parts of a batch travel in one round trip per node. Rows come back grouped by node, because
-that is how they arrive; `order` says which row is which, so that the caller's own gather puts them right without a copy of its own here.
-A missing row and a write conflict are results. What raises is in `kvemb.errors`. The contract that every store passes is shipped in
-`kvemb.testing.store_contract`.
+A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.keys.join`); all parts of a batch travel
+in one round trip per node. Rows come back grouped by node, because that is how they arrive; `order` says which row is which, so that the
+caller's own gather puts them right without a copy of its own here. A missing row and a write conflict are results. What raises is in
+`kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
 """
 
 from abc import ABC, abstractmethod
@@ -40,11 +40,11 @@ class Capabilities:
 
 @dataclass(frozen=True, eq=False)
 class ReadPart:
-    """Read n rows of one table.
+    """Read n rows of one table, or of several whose records have one size.
 
     Args:
-        keys: n distinct keys.
-        record_bytes: the size every record of this table has.
+        keys: n distinct keys; of several tables, `kvemb.keys.join` has made one batch of them.
+        record_bytes: the size every record of these tables has.
         prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the
             header, by which rows are told from no rows.
         tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
@@ -98,7 +98,7 @@ class ReadResult:
 
 @dataclass(frozen=True, eq=False)
 class WritePart:
-    """Write n whole records of one table.
+    """Write n whole records of one table, or of several whose records have one size.
 
     Args:
         keys: n distinct keys.

@@ -209,8 +209,9 @@ class ReadBatch(ClusterBatch):
         self.results = [ReadResult(np.empty((0, p.prefix_bytes), np.uint8), np.empty(0, dtype=bool)) for p in parts]
 
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
-        records = np.empty((len(keys), self._requests[part].prefix_bytes), dtype=np.uint8)
-        foreign = np.zeros(len(keys), dtype=bool) if self._requests[part].foreign else None
+        request = self._requests[part]
+        records = np.empty((len(keys), request.prefix_bytes), dtype=np.uint8) if request.into is None else request.into
+        foreign = np.zeros(len(keys), dtype=bool) if request.foreign else None
         self.results[part] = ReadResult(records, np.zeros(len(keys), dtype=bool), order, None, foreign)
 
     def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:

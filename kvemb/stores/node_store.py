@@ -19,6 +19,7 @@ from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
 from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, tell_foreign, unexpected_value
+from kvemb.stores.joined import read_joined, write_joined
 from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
 from kvemb.stores.node_repair import NodeRepair
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
@@ -143,6 +144,13 @@ class NodeStore(NodeRepair, Store):
         return self._erase(parts, deadline, self._lane(address, nonce, parts, deadline))
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None = None) -> list[ReadResult]:
+        return read_joined(parts, lambda joined: self._read_parts(joined, deadline, repair))
+
+    def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
+        one_node = len(self.addresses) == 1
+        return write_joined(parts, lambda joined: self._write_parts(joined, deadline, repair), one_node=one_node)
+
+    def _read_parts(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None) -> list[ReadResult]:
         plan: Plan = []
         results = []
         for part in parts:
@@ -159,7 +167,7 @@ class NodeStore(NodeRepair, Store):
         self._run(plan, deadline, repair)
         return results
 
-    def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
+    def _write_parts(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None) -> list[WriteResult]:
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         for part in parts:

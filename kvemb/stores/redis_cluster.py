@@ -20,6 +20,7 @@ from kvemb.stores.cluster_map import SlotMap
 from kvemb.stores.cluster_markers import Check, joined
 from kvemb.stores.cluster_members import MEMBERS, encode_members, process_of, run_id_in
 from kvemb.stores.cluster_repair import Begun, ClusterRepair
+from kvemb.stores.joined import read_joined, write_joined
 from kvemb.stores.markers import Identity, Marker, accept, diagnose, why_lost
 from kvemb.stores.redis import MAX_VALUE_BYTES
 from kvemb.stores.waiting import PASSING, waiting
@@ -88,13 +89,22 @@ class RedisClusterStore(ClusterRepair):
         return waiting(lambda: self._read(parts, deadline), deadline) if self._waits else self._read(parts, deadline)
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
-        batch = ReadBatch(parts)
-        self._run(batch, deadline, repair)
-        return batch.results
+        def run(joined: Sequence[ReadPart]) -> list[ReadResult]:
+            batch = ReadBatch(joined)
+            self._run(batch, deadline, repair)
+            return batch.results
+
+        return read_joined(parts, run)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        self._run(WriteBatch(parts), deadline)
-        return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in parts]
+        return self._write(parts, deadline)
+
+    def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[WriteResult]:
+        def run(joined: Sequence[WritePart]) -> list[WriteResult]:
+            self._run(WriteBatch(joined), deadline, repair)
+            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in joined]
+
+        return write_joined(parts, run)
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         self._run(EraseBatch(parts), deadline)
@@ -104,8 +114,7 @@ class RedisClusterStore(ClusterRepair):
         return self._read(parts, deadline, self._lane(address, nonce, parts))
 
     def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        self._run(WriteBatch(parts), deadline, self._lane(address, nonce, parts))
-        return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in parts]
+        return self._write(parts, deadline, self._lane(address, nonce, parts))
 
     def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         self._run(EraseBatch(parts), deadline, self._lane(address, nonce, parts))
