@@ -128,7 +128,8 @@ def _gather(lookup: _Lookup, share: Share | None, with_versions: bool) -> Pulled
         return _merge(lookup, lookup.kept, share, with_versions)
     request = lookup.request
     if share is None:
-        return Pulled(_new_rows(request), np.zeros(request.shape if with_versions else 0, np.uint64))
+        empty = np.empty((*request.shape, request.definition.dim), np.float32) if request.out is None else request.out
+        return Pulled(empty, np.zeros(request.shape if with_versions else 0, np.uint64))
     versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else np.zeros(0, np.uint64)
     return Pulled(_deliver(request, share), versions)
 
@@ -162,10 +163,6 @@ def _deliver(request: PullRequest, share: Share) -> NDArray[np.float32]:
     else:
         out[...] = share.rows(inverse).view(np.float32).reshape(out.shape)
     return out
-
-
-def _new_rows(request: PullRequest) -> NDArray[np.float32]:
-    return np.empty((*request.shape, request.definition.dim), np.float32)
 
 
 def _check_out(definition: TableDef, out: NDArray[np.float32], shape: tuple[int, ...]) -> None:

@@ -32,7 +32,7 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.hashing import mix64
-from kvemb.keys import RowKeys
+from kvemb.keys import RowKeys, join
 from kvemb.net.deadline import Deadline
 from kvemb.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart
@@ -246,6 +246,35 @@ class StoreContract:
         for (keys, size), result in zip(parts, results, strict=True):
             assert result.found.all()
             np.testing.assert_array_equal(result.in_key_order().records, records_of(keys, size))
+
+    def test_tables_of_one_record_size_share_ids_and_no_rows(self, store: Store) -> None:
+        tags, cas = (b"aaa", b"bab", b"ccc", b"zzz"), store.capabilities.cas
+        parts = [self.keys(n, tag=tag) for tag, n in zip(tags, (700, 1300, 1, 5000), strict=True)]
+        records = [records_of(keys, salt=salt) for salt, keys in enumerate(parts)]
+        there = [np.arange(len(keys)) % 5 != salt for salt, keys in enumerate(parts)]
+        given = [(keys.take(np.flatnonzero(here)), rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
+        written = store.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
+        assert all(result.stored.all() and len(result.stored) == len(keys) for result, (keys, _) in zip(written, given, strict=True))
+        together = join([keys[:500] for keys in parts])
+        asked = [ReadPart(keys, SIZE, SIZE, tokens=cas, foreign=True) for keys in parts]
+        *each, last = [result.in_key_order() for result in store.read([*asked, ReadPart(together, SIZE, SIZE)], within())]
+        for result, rows, here in zip(each, records, there, strict=True):
+            np.testing.assert_array_equal(result.found, here)
+            np.testing.assert_array_equal(result.records[here], rows[here])
+            assert result.foreign is not None
+            assert not result.foreign.any()
+        np.testing.assert_array_equal(last.found, np.concatenate([here[:500] for here in there]))
+        np.testing.assert_array_equal(last.records[last.found], np.concatenate([rows[:500] for rows in records])[last.found])
+        if not cas:
+            return
+        for result, stored, here in zip(each, written, there, strict=True):
+            assert result.tokens is not None
+            assert stored.tokens is not None
+            np.testing.assert_array_equal(result.tokens[here], stored.tokens)
+        tokens = [np.asarray(result.tokens).copy() for result in written]
+        tokens[1][::2] = 0  # "must not exist": a conflict, in this table only
+        again = store.write([WritePart(keys, rows, some) for (keys, rows), some in zip(given, tokens, strict=True)], within())
+        assert [int((~result.stored).sum()) for result in again] == [0, -(-len(tokens[1]) // 2), 0, 0]
 
     def test_order_says_which_row_is_which(self, store: Store) -> None:
         keys = self.keys(1500)

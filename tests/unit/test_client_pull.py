@@ -155,3 +155,66 @@ def test_a_large_batch_with_many_duplicates_is_read_once_per_id(store: CountingS
     rows = pull_one(store, USER, ids)
     assert len(store.reads[0][0].keys) == len(np.unique(ids))
     assert np.array_equal(rows, initial_rows(USER, ids.view(np.uint64)))
+
+
+SIMILAR = [TableDef(f"similar{i}", 4, optim.adam(), init.uniform(), dtype="float16" if i > 2 else "float32") for i in range(6)]
+
+
+class OrderedStore(CountingStore):
+    """Answers in the order of the keys, as one node does."""
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        return [result.in_key_order() for result in super().read(parts, deadline)]
+
+
+@pytest.fixture(params=[CountingStore, OrderedStore])
+def any_store(request: pytest.FixtureRequest) -> Iterator[CountingStore]:
+    with request.param(StorageConfig("memory", (f"{uuid4().hex}:1", f"{uuid4().hex}:1")), role="trainer") as store:
+        store.provision(b"c" * 16, b"g" * 8, SOON)
+        store.open(SOON)
+        yield store
+
+
+def test_tables_whose_records_are_alike_are_read_as_one(any_store: CountingStore) -> None:
+    ids = [np.array(some) for some in ([5, 1, 9], [1, 1, 1, 5, 2], [[3], [9]], [7, 1], [2, 8, 2], [], [1, 5, 77])]
+    tables = [*SIMILAR, USER]
+    for salt, table in enumerate(tables):
+        stored = np.array([1, 2, 3, 5, 7])
+        write(any_store, table, stored, np.repeat(stored[:, None] + 100.0 * salt, 4, axis=1), 1 + salt)
+    requests = [
+        prepare_pull(table, some, np.full((*some.shape, 4), -1, np.float32) if index % 2 else None)
+        for index, (table, some) in enumerate(zip(tables, ids, strict=True))
+    ]
+    results = pull(any_store, requests, SOON, versions=True)
+    assert [len(part.keys) for part in any_store.reads[0]] == [3 + 3 + 2 + 3, 2 + 2]
+    for salt, (table, some, request, got) in enumerate(zip(tables, ids, requests, results, strict=True)):
+        there = np.isin(some, [1, 2, 3, 5, 7])
+        expected = np.repeat(some[..., None] + np.float32(100 * salt), 4, axis=-1).astype(np.float32)
+        expected[~there] = initial_rows(table, some[~there].astype(np.uint64))
+        assert np.array_equal(got.rows, expected)
+        assert got.rows is request.out or request.out is None
+        assert np.array_equal(got.versions, np.where(there, 1 + salt, 0))
+    for salt, (table, some, got) in enumerate(zip(tables, ids, results, strict=True)):  # each result is its own
+        assert np.array_equal(pull_one(any_store, table, some), got.rows)
+        got.rows[...] = -salt
+    assert all((got.rows == -salt).all() for salt, got in enumerate(results))
+
+
+def test_the_table_of_a_wrong_record_is_named_among_those_read_with_it(any_store: CountingStore) -> None:
+    for table in SIMILAR[:3]:
+        write(any_store, table, np.array([1, 2]), np.ones((2, 4)), 1)
+    right, wrong = (bytes(RowKeys(table.tag, np.array([2], np.uint64)).encode()[0]) for table in SIMILAR[:2])
+    nodes = {key: node for node in map(memory_node, any_store.addresses) for key in node.values}
+    nodes[wrong].put(wrong, nodes[right].values[right][0])
+    outs = [np.full((2, 4), -1, np.float32) for _ in range(3)]
+    with pytest.raises(RecordError, match="'similar1', id 2"):
+        pull(any_store, [prepare_pull(table, [1, 2], out) for table, out in zip(SIMILAR[:3], outs, strict=True)], SOON)
+    assert all((out == -1).all() for out in outs)
+
+
+def test_an_out_larger_than_what_is_gathered_at_once_is_filled(any_store: CountingStore) -> None:
+    ids = np.random.default_rng(1).integers(0, 900, 3000)
+    write(any_store, USER, np.arange(500), np.repeat(np.arange(500.0)[:, None], 4, axis=1), 3)
+    out = np.zeros((3000, 4), np.float32)
+    assert np.array_equal(pull_one(any_store, USER, ids, out), pull_one(any_store, USER, ids))
+    assert np.array_equal(out[ids < 500, 0], ids[ids < 500])

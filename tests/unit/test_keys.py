@@ -1,11 +1,13 @@
 """Keys of rows and their slots: golden text, decodable, and hashed as Redis Cluster hashes them."""
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.keys import KEY_SIZE, N_SLOTS, RowKeys, slot_tags, table_tag, text_slot
+from kvemb.keys import KEY_SIZE, N_SLOTS, RowKeys, join, slot_tags, table_tag, text_slot
 
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 GOLDEN_TAGS = [b"Pxr", b"IsY", b"Vyi"]
@@ -69,6 +71,19 @@ def test_take_keeps_the_tag_and_picks_ids() -> None:
     assert (keys.tag, keys.ids.tolist(), len(keys)) == (b"tab", [7, 5], 2)
     assert RowKeys(b"tab", np.empty(0, dtype=np.uint64)).encode().shape == (0, KEY_SIZE)
     assert len(RowKeys(b"tab", np.empty(0, dtype=np.uint64)).slots()) == 0
+
+
+@given(st.lists(st.tuples(tags, ids), min_size=1, max_size=6), st.randoms())
+def test_keys_of_several_tables_are_each_table_s(tables: list[tuple[bytes, list[int]]], chance: Random) -> None:
+    each = [RowKeys(tag, np.array(numbers, dtype=np.uint64)) for tag, numbers in tables]
+    together = join(each)
+    texts, slots = np.concatenate([keys.encode() for keys in each]), np.concatenate([keys.slots() for keys in each])
+    np.testing.assert_array_equal(together.encode(), texts)
+    np.testing.assert_array_equal(together.slots(), slots)
+    order = np.array(chance.sample(range(len(together)), len(together)))
+    some = together.take(order)[1:]
+    np.testing.assert_array_equal(some.encode(), texts[order[1:]])
+    np.testing.assert_array_equal(some.slots(), slots[order[1:]])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Pages: which rows share one, how well they fill an allocator's size classes, and what their keys say."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.keys import RowKeys
+from kvemb.keys import RowKeys, join
 from kvemb.pages import PagedKeys, PageLayout, page_layout, paged_keys
 
 # Rows per page by record size. A released layout must never change: rows would be looked for in other places.
@@ -94,3 +96,40 @@ def test_few_keys_are_fine(n: int) -> None:
 def test_a_layout_is_a_value() -> None:
     assert page_layout(76) == PageLayout(76, 53)
     assert page_layout(76) is page_layout(76)
+
+
+def test_pages_of_several_tables_are_each_table_s_and_their_rows_stay_next_to_each_other() -> None:
+    layout, rng = page_layout(76), np.random.default_rng(0)
+    each = [
+        paged_keys(tag, rng.permutation(20_000)[:n].astype(np.uint64), layout) for tag, n in ((b"one", 400), (b"two", 3), (b"abc", 900))
+    ]
+    together = join(each)
+    assert isinstance(together, PagedKeys)
+    np.testing.assert_array_equal(together.encode(), np.concatenate([keys.encode() for keys in each]))
+    np.testing.assert_array_equal(together.slots(), np.concatenate([keys.slots() for keys in each]))
+    np.testing.assert_array_equal(together.places, np.concatenate([keys.places for keys in each]))
+    near = together.near()
+    assert near is not None
+    in_order = together.take(np.argsort(near, kind="stable"))
+    pages = [bytes(key) for key in in_order.encode()]
+    assert sum(a != b for a, b in pairwise(pages)) == len(set(pages)) - 1
+    assert in_order.near() is None
+
+
+def test_near_tells_pages_of_many_tables_apart_as_far_as_it_can() -> None:
+    keys = join([keys_of([number * 53]) for number in range(3000)])
+    assert len(keys) == 3000
+    near = keys.near()
+    assert near is None or len(near) == 3000
+
+
+@pytest.mark.parametrize("given", [(None, None), ([True, False], None), ([False, False], [True, False])])
+def test_which_rows_make_their_page_stays_said_of_several_tables(given: tuple[list[bool] | None, ...]) -> None:
+    each = [paged_keys(b"tab", np.array([1, 2], np.uint64), page_layout(76), None if new is None else np.array(new)) for new in given]
+    together = join(each)
+    assert isinstance(together, PagedKeys)
+    if all(new is None for new in given):
+        assert together.opens is None
+        return
+    assert together.opens is not None
+    assert together.opens.tolist() == [opens for new in given for opens in (new or [True, True])]
