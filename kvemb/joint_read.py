@@ -8,7 +8,8 @@ Stateless: thread- and fork-safe.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -97,16 +98,12 @@ def read_tables(store: Store, wanted: Sequence[Wanted], deadline: Deadline, memo
     groups = [some[at : at + _MOST_TABLES] for some in alike.values() for at in range(0, len(some), _MOST_TABLES)]
     parts = [_part([wanted[index] for index in group], paged, memory) for group in groups]
     results = store.read(parts, deadline)
+    joints = [_Joint([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
     nodes = ", ".join(store.addresses)
-    joints = [_Joint([wanted[i] for i in group], part, result) for group, part, result in zip(groups, parts, results, strict=True)]
     for joint in joints:
         joint.check(nodes)
-    shares = {
-        index: share
-        for group, joint in zip(groups, joints, strict=True)
-        for index, share in zip(group, joint.shares(versions), strict=True)
-    }
-    return [shares[index] for index in range(len(wanted))]
+    shares = chain.from_iterable(joint.shares(versions) for joint in joints)
+    return [share for _, share in sorted(zip(chain.from_iterable(groups), shares, strict=True), key=itemgetter(0))]
 
 
 def initial_rows(definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
@@ -121,10 +118,10 @@ def items(rows: NDArray[np.float32]) -> NDArray[Any]:
 
 
 class _Joint:
-    """What was read of tables of one layout: rows of one table after those of the other, in the part's keys, not in its result."""
+    """What was read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
 
-    def __init__(self, wanted: Sequence[Wanted], part: ReadPart, result: ReadResult) -> None:
-        self._wanted, self._part, self._result = wanted, part, result
+    def __init__(self, wanted: Sequence[Wanted], result: ReadResult) -> None:
+        self._wanted, self._result = wanted, result
         self._bounds = [slice(*ends) for ends in pairwise(accumulate((len(one.ids) for one in wanted), initial=0))]
         self._at: NDArray[np.intp] | None = None
         if result.order is not None:
@@ -134,7 +131,8 @@ class _Joint:
     def check(self, nodes: str) -> None:
         """Refuse a wrong record, before anything is used of any table."""
         result = self._result
-        expected = np.concatenate([one.definition.record.header_words(one.ids) for one in self._wanted])
+        each = [one.definition.record.header_words(one.ids) for one in self._wanted]
+        expected = each[0] if len(each) == 1 else np.concatenate(each)
         words = result.records[:, :4].view("<u4")[:, 0]
         wrong = words != (expected if result.order is None else expected.take(result.order))
         if not (wrong & result.found).any():
@@ -160,10 +158,9 @@ class _Joint:
             weights = records[:, HEADER_SIZE:].view(f"V{4 * definition.dim}")[:, 0]
         else:
             weights = items(definition.record.weights(records))
-        found = self._result.found if self._at is None else self._result.found.take(self._at)
-        missing = np.flatnonzero(~found)
-        if not len(missing):
+        if self._result.found.all():
             return weights
+        missing = np.flatnonzero(~(self._result.found if self._at is None else self._result.found.take(self._at)))
         ends = np.searchsorted(missing, [rows.stop for rows in self._bounds]).tolist()
         for one, rows, (start, stop) in zip(self._wanted, self._bounds, pairwise([0, *ends]), strict=True):
             if start < stop:

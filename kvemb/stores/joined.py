@@ -25,6 +25,8 @@ def read_joined(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], 
         parts: as in `Store.read`; those that bring memory of their own stand alone.
         read: reads the joined parts.
     """
+    if len(parts) < 2:
+        return read(parts)
     groups = _groups([part.keys for part in parts], [None if part.into is not None else _read_alike(part) for part in parts])
     if len(groups) == len(parts):
         return read(parts)
@@ -45,6 +47,8 @@ def write_joined(
         one_node: whether one node has all rows. Rows under keys of their own need not be put in any order then, and joining them would
             cost more than it saves.
     """
+    if len(parts) < 2:
+        return write(parts)
     groups = _groups([part.keys for part in parts], [_write_alike(part, one_node) for part in parts])
     if len(groups) == len(parts):
         return write(parts)
