@@ -5,31 +5,29 @@ features are (`jagged`, `columns`), and what results look like.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Generic, Self
 
-import torch
 from torch import Tensor, nn
 
-from trainer.torch.bags import embedding_bag
 from trainer.torch.lookup import LookupModule, TableModule
 from trainer.torch.ports import TablePort
+from trainer.torch.recipes import LookedUp, RecipeT
 from trainer.torch.shared import Asked
 from trainer.torch.tables import modules_by_table, share_lookups
 
-LookedUp = tuple[Tensor, Tensor]
-"""Distinct rows float32 [n, dim], and int64 [m]: where in them each id's row is."""
 
-
-class TableCollection(LookupModule):
+class TableCollection(LookupModule, Generic[RecipeT]):
     """A module over several tables. The modules in `tables` hold what waits for a step; they are never called themselves.
 
     Args:
         tables: kvemb tables of one cluster, distinct.
+        recipe: what is computed of their rows.
         n_groups: pull them in at most so many pulls.
     """
 
-    def __init__(self, tables: Sequence[TablePort], n_groups: int = 1) -> None:
+    def __init__(self, tables: Sequence[TablePort], recipe: RecipeT, n_groups: int = 1) -> None:
         super().__init__()
+        self.recipe = recipe
         self.tables = nn.ModuleList(TableModule(table, None) for table in tables)
         self._by_name: dict[str, TableModule] = {module.table.name: module for module in self._modules_of_tables()}
         self._groups = [list(self._by_name)[first::n_groups] for first in range(min(n_groups, len(tables)))]
@@ -41,6 +39,14 @@ class TableCollection(LookupModule):
         for module in self._by_name.values():
             module.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
+
+    def asked(self, features: Any) -> list[Asked]:
+        """Return what forward would look up."""
+        return self._asked(self.recipe.ids(features))
+
+    def extra_repr(self) -> str:
+        """Describe what is computed of which table."""
+        return str(self.recipe)
 
     def _asked(self, ids: Mapping[str, Tensor]) -> list[Asked]:
         """Return what a lookup of these ids, for every table, asks for."""
@@ -63,36 +69,3 @@ class TableCollection(LookupModule):
 
     def _modules_of_tables(self) -> list[TableModule]:
         return [module for module in self.tables if isinstance(module, TableModule)]
-
-
-def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None = None) -> Tensor:
-    """Combine the rows of each bag; empty bags are zeros.
-
-    Args:
-        rows: of m ids.
-        lengths: integers [b], together m.
-        combiner: "sum", "mean", or "sqrtn": the sum over the root of the sum of the squared weights.
-        weights: float32 [m]; with "mean" the sum is divided by theirs. None: 1 each.
-
-    Returns:
-        float32 [b, dim].
-    """
-    leaf, at = rows
-    if weights is None and len(at) == len(lengths) and bool((lengths == 1).all()):  # a value each: every combiner gives its row
-        return leaf.index_select(0, at)
-    lengths = lengths.to(device=at.device, dtype=torch.int64)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    if combiner == "mean" and weights is None:
-        return embedding_bag(at, leaf, offsets, mode="mean", include_last_offset=True)
-    factors = weights
-    if combiner != "sum":
-        weights = torch.ones(len(at), device=at.device) if weights is None else weights
-        factors = weights / _norms(weights, lengths, combiner)
-    return embedding_bag(at, leaf, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True)
-
-
-def _norms(weights: Tensor, lengths: Tensor, combiner: str) -> Tensor:
-    """What each value's weight is divided by: [m]."""
-    bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    sums = weights.new_zeros(len(lengths)).index_add(0, bag, weights if combiner == "mean" else weights.square())
-    return (sums if combiner == "mean" else sums.sqrt())[bag]
