@@ -29,7 +29,7 @@ class TableCollection(LookupModule, Generic[RecipeT]):
         super().__init__()
         self.recipe = recipe
         self.tables = nn.ModuleList(TableModule(table, None) for table in tables)
-        self._by_name: dict[str, TableModule] = {module.table.name: module for module in self._modules_of_tables()}
+        self._by_name: dict[str, TableModule] = {module.table.name: module for module in self.table_modules()}
         self._groups = [list(self._by_name)[first::n_groups] for first in range(min(n_groups, len(tables)))]
         if tables:
             share_lookups(modules_by_table(self))
@@ -67,5 +67,6 @@ class TableCollection(LookupModule, Generic[RecipeT]):
                 taken[name] = self._by_name[name].take(one, ids[name])[:2]
         return taken
 
-    def _modules_of_tables(self) -> list[TableModule]:
+    def table_modules(self) -> list[TableModule]:
+        """Return the modules of the tables, one each."""
         return [module for module in self.tables if isinstance(module, TableModule)]

@@ -37,6 +37,10 @@ class KnownRows(nn.Module):
         at = torch.searchsorted(self.ids, wanted).clamp(max=self.ids.shape[0] - 1)
         return torch.where(self.ids[at] == wanted, at, self.ids.shape[0])
 
+    def extra_repr(self) -> str:
+        """Say how many there are."""
+        return f"{self.ids.shape[0]}, {self.weight.shape[1]}"
+
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 [*input.shape, dim]."""
         return F.embedding(self.places(input), self.weight)

@@ -1,8 +1,8 @@
 """materialize: a plain torch copy of a model whose rows are in a cluster, for export and serving.
 
 What must not live here: lookups that train. Strategy: the model is deep-copied with a stand-in for each module over a table, so that
-everything else is copied by Python's own rules. All ids of a table with num_ids become torch's own module; chosen ids become a module
-that finds an id among them by binary search, in operations that torch.export and torch.jit.trace record.
+everything else is copied by Python's own rules. All ids of a table with num_ids become torch's own module, chosen ids `KnownRows`. A module
+over several tables becomes one that runs the same recipe on such modules (`plain_tables`).
 """
 
 import copy
@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.ids import normalize, to_caller
+from trainer.torch.collection_tables import TableCollection
+from trainer.torch.collections import EmbeddingBagCollection, EmbeddingCollection
+from trainer.torch.columns import DenseFeatures
 from trainer.torch.embedding import Embedding, EmbeddingBag
 from trainer.torch.known_rows import KnownRows, KnownRowsBag
-from trainer.torch.lookup import LookupModule
+from trainer.torch.lookup import LookupModule, TableModule
+from trainer.torch.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
 
 CHUNK_BYTES = 16 << 20
+KINDS = (Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
 _Rows = tuple[int, str, bytes]
 """Cluster, table, and which of its ids: modules for which these are the same share their rows."""
 
@@ -32,18 +37,19 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
     time, not of one cut (a checkpoint is: see docs/checkpoints.md).
 
     Args:
-        model: with Embedding and EmbeddingBag of this package.
+        model: with Embedding, EmbeddingBag, collections and DenseFeatures of this package.
         ids: by table name or module path, the ids whose rows are taken, any integers; an id that is not among them has a row of zeros
-            in the copy. A table that is not named is taken whole, which needs its num_ids.
+            in the copy. A table that is not named is taken whole, which needs its num_ids. A column's ids are its buckets.
         max_bytes: refuse more rows than this, together.
 
     Returns:
         A model of torch's own modules, or `KnownRows` and `KnownRowsBag` where ids were given; float32 on the CPU, where the model's
-        other parameters stay where they are.
+        other parameters stay where they are. Modules over several tables become those of `plain_tables`, with such modules inside. All
+        modules over a table share one parameter, unless they were given different ids.
 
     Raises:
         InvalidInputError: too many bytes, a table without num_ids and without ids, names that are neither table nor path, a module of
-            another kind over tables.
+            another kind over tables, or one with a forward of its own.
         StorageError: rows could not be read.
 
     Example:
@@ -72,24 +78,37 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
         if key not in weights:  # modules that share a table share the weight
             weights[key] = nn.Parameter(_rows(module.table, wanted))
         memo[id(module)] = _plain(module, wanted, weights[key])
+    for collection in model.modules():
+        if isinstance(collection, TableCollection):
+            memo[id(collection)] = _plain_collection(collection, memo)
     return copy.deepcopy(model, memo)
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, Embedding | EmbeddingBag]]:
+def _modules(model: nn.Module) -> Iterator[tuple[str, TableModule]]:
+    """Find the modules over one table each; those of collections are modules, too."""
     for path, module in model.named_modules():
-        if isinstance(module, Embedding | EmbeddingBag):
+        if not isinstance(module, LookupModule):
+            continue
+        kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
+        if kind is None and type(module) is not TableModule:
+            known = ", ".join(kind.__name__ for kind in KINDS)
+            raise InvalidInputError(f"module {path!r} is a {type(module).__name__}; those that can be made plain are {known}")
+        if kind is not None and type(module).forward is not kind.forward:
+            raise InvalidInputError(
+                f"module {path!r} is a {type(module).__name__}, a {kind.__name__} with a forward of its own; a plain copy would not have it"
+            )
+        if isinstance(module, TableModule):
             yield path, module
-        elif isinstance(module, LookupModule):
-            raise InvalidInputError(f"module {path!r} is a {type(module).__name__}; only Embedding and EmbeddingBag can be made plain")
 
 
-def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, ArrayLike]) -> dict[str, NDArray[np.int64]]:
+def _chosen(found: Mapping[str, TableModule], ids: Mapping[str, ArrayLike]) -> dict[str, NDArray[np.int64]]:
     """Return the ids of each path that has some, distinct and ascending, its table's padding ids among them."""
     tables = {module.table.name for module in found.values()}
     unknown = sorted(set(ids) - set(found) - tables)
     if unknown:
         raise InvalidInputError(
-            f"ids: {', '.join(map(repr, unknown))} is no table and no path of a module over one; there are {sorted(found)}"
+            f"ids: {', '.join(map(repr, unknown))} is no table and no path of a module over one; there are the tables {sorted(tables)} "
+            f"and the paths {sorted(found)}"
         )
     chosen = {}
     for path, module in found.items():
@@ -110,11 +129,11 @@ def _chosen(found: Mapping[str, Embedding | EmbeddingBag], ids: Mapping[str, Arr
     return chosen
 
 
-def _check_size(found: Mapping[str, Embedding | EmbeddingBag], chosen: Mapping[str, NDArray[np.int64]], max_bytes: int) -> None:
+def _check_size(found: Mapping[str, TableModule], chosen: Mapping[str, NDArray[np.int64]], max_bytes: int) -> None:
     sizes: dict[_Rows, int] = {}
     for path, module in found.items():
-        n_rows = len(chosen[path]) + 1 if path in chosen else module.num_embeddings or 0
-        sizes[_rows_of(module, chosen.get(path))] = 4 * n_rows * module.embedding_dim
+        n_rows = len(chosen[path]) + 1 if path in chosen else module.table.definition.num_ids or 0
+        sizes[_rows_of(module, chosen.get(path))] = 4 * n_rows * module.table.dim
     if sum(sizes.values()) > max_bytes:
         largest = max(sizes, key=lambda rows: sizes[rows])
         raise InvalidInputError(
@@ -123,7 +142,7 @@ def _check_size(found: Mapping[str, Embedding | EmbeddingBag], chosen: Mapping[s
         )
 
 
-def _rows_of(module: Embedding | EmbeddingBag, ids: NDArray[np.int64] | None) -> _Rows:
+def _rows_of(module: TableModule, ids: NDArray[np.int64] | None) -> _Rows:
     return id(module.table.cluster), module.table.name, b"" if ids is None else ids.tobytes()
 
 
@@ -138,7 +157,7 @@ def _rows(table: Any, ids: NDArray[np.int64] | None) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def _plain(module: Embedding | EmbeddingBag, ids: NDArray[np.int64] | None, weight: nn.Parameter) -> nn.Module:
+def _plain(module: TableModule, ids: NDArray[np.int64] | None, weight: nn.Parameter) -> nn.Module:
     plain: nn.Module
     if ids is not None:
         known = torch.from_numpy(ids)
@@ -152,4 +171,17 @@ def _plain(module: Embedding | EmbeddingBag, ids: NDArray[np.int64] | None, weig
             else:
                 plain = nn.Embedding(n_rows, dim, padding_idx=module.padding_idx)
         plain.weight = weight
+    return plain.train(module.training)
+
+
+def _plain_collection(module: TableCollection[Any], memo: Mapping[int, Any]) -> nn.Module:
+    """Return the module's recipe over the plain modules that `memo` has of its tables."""
+    tables = {one.table.name: memo[id(one)] for one in module.table_modules()}
+    plain: nn.Module
+    if isinstance(module, EmbeddingBagCollection):
+        plain = PlainEmbeddingBagCollection(module.recipe, tables)
+    elif isinstance(module, EmbeddingCollection):
+        plain = PlainEmbeddingCollection(module.recipe, tables)
+    else:
+        plain = PlainDenseFeatures(module.recipe, tables)
     return plain.train(module.training)
