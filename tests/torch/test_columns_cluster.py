@@ -1,6 +1,7 @@
 """Collections and DenseFeatures over a real cluster: what options do to tables and gradients, training, rows pulled ahead."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 import kvemb
 from kvemb import Cluster, init, optim
-from kvemb.errors import TableMismatchError
+from kvemb.errors import InvalidInputError, TableMismatchError
 from trainer.columns import categorical_column_with_hash_bucket, categorical_column_with_identity, embedding_column, numeric_column
 from trainer.torch import (
     DenseFeatures,
@@ -26,6 +27,7 @@ from trainer.torch import (
     JaggedTensor,
     KeyedJaggedTensor,
     SparseOptimizer,
+    materialize,
     prepare,
 )
 
@@ -159,3 +161,18 @@ def test_all_tables_of_a_model_with_several_collections_are_pushed_at_once(clust
     optimizer.step()
     cluster.flush()
     assert not torch.equal(model(batch_of(99)), before)
+
+
+def test_a_trained_model_is_made_plain_and_kept_in_a_file(cluster: Cluster, tmp_path: Path) -> None:
+    model = Ranker(cluster)
+    optimizer = SparseOptimizer(model)
+    for step in range(3):
+        loss_of(model(batch_of(step))).backward()
+        optimizer.step()  # applied at some time; materialize waits for it
+    plain = materialize(model.eval(), {"ahead_history": range(200)})
+    torch.save(plain, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    expected = model(batch_of(1))
+    assert torch.equal(loaded(batch_of(1)), expected)
+    with pytest.raises(InvalidInputError, match="table 'ahead_history' has no num_ids"):
+        materialize(model)

@@ -269,6 +269,71 @@ def test_a_copy_runs_compiled() -> None:
     torch.testing.assert_close(torch.compile(plain, backend="eager")(*BATCH), plain(*BATCH))
 
 
+class Scorer(nn.Module):
+    """As in DLRM: vectors of numbers and categories together, and sequences."""
+
+    def __init__(self, cluster: MakingCluster, kind: str) -> None:
+        super().__init__()
+        weighted = kind == "weighted bags"
+        self.bags = EmbeddingBagCollection(configs("sum" if weighted else "mean"), cluster, is_weighted=weighted)
+        self.rows = EmbeddingCollection(configs(), cluster)
+        self.top = nn.Linear(2 + 15, 1)
+
+    def forward(self, numbers: torch.Tensor, features: KeyedJaggedTensor) -> tuple[torch.Tensor, Any]:
+        return self.top(torch.cat([numbers, self.bags(features).values()], dim=1)), self.rows(features)
+
+
+def batch_of(n_bags: int, kind: str) -> tuple[torch.Tensor, KeyedJaggedTensor]:
+    rng = np.random.default_rng(n_bags)
+    keys = ["query", "liked", "unused", "ad", "seen"]
+    lengths = rng.integers(0, 5, len(keys) * n_bags)
+    values, weights = torch.from_numpy(rng.integers(0, 40, lengths.sum())), torch.rand(lengths.sum()) if kind == "weighted bags" else None
+    return torch.rand(n_bags, 2), KeyedJaggedTensor(keys, values, weights, lengths=torch.from_numpy(lengths))
+
+
+@pytest.mark.parametrize(("kind", "ids"), [("bags", {"page": range(40), "word": range(40)}), ("weighted bags", None)])
+def test_a_copy_with_collections_is_exported_for_batches_of_any_size_from_two_on(kind: str, ids: dict | None) -> None:
+    model = Scorer(MakingCluster(), kind).eval()
+    n_bags, n_values = torch.export.Dim("n_bags", min=2), torch.export.Dim("n_values")
+    of_features = [{0: n_values}, {0: 5 * n_bags}, {0: n_values} if kind == "weighted bags" else None]
+    exported = torch.export.export(materialize(model, ids), batch_of(4, kind), dynamic_shapes=({0: n_bags}, of_features))
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([KeyedJaggedTensor]):
+        program = torch.export.load(file).module()
+    for size in (2, 4, 9):
+        batch = batch_of(size, kind)
+        (score, rows), (expected, expected_rows) = program(*batch), model(*batch)
+        torch.testing.assert_close(score, expected)
+        assert list(rows) == list(expected_rows)
+        assert torch.equal(flat(rows), flat(expected_rows))
+    numbers, features = batch_of(2, kind)
+    short = KeyedJaggedTensor(features.keys(), features.values(), features.weights_or_none(), lengths=features.lengths() * 0)
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        program(numbers, short)
+
+
+class OfTensors(nn.Module):
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.collection(KeyedJaggedTensor(["ad", "seen", "liked", "query"], values, lengths=lengths)).values()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Using len to get tensor shape:torch.jit.TracerWarning")
+def test_what_cannot_be_recorded_says_so() -> None:
+    plain = materialize(EmbeddingBagCollection(configs(), MakingCluster()))
+    with pytest.raises(InvalidInputError, match=r"use torch\.export"):
+        torch.jit.trace(OfTensors(plain), (torch.arange(4), torch.ones(4, dtype=torch.int64)))
+    columns = materialize(hashed(MakingCluster()))
+    with pytest.raises(InvalidInputError, match=r"keep the copy with torch\.save"):
+        torch.export.export(columns, ({"word": torch.tensor([1]), "once": torch.tensor([1]), "x": torch.tensor([1.0])},))
+
+
 class Doubled(EmbeddingBagCollection):
     def forward(self, features: Any) -> Any:
         return super().forward(features).values() * 2

@@ -17,7 +17,7 @@ from trainer.columns.bags import Bags
 from trainer.columns.columns import NO_ROW, CategoricalColumn, DenseColumn, EmbeddingColumn, NumericColumn
 from trainer.torch.column_options import ColumnTable
 from trainer.torch.feature_reading import Feature, device_of, numbers, read_bags
-from trainer.torch.pooling import pool
+from trainer.torch.pooling import exporting, pool
 from trainer.torch.recipes import LookedUp, LookUp
 
 
@@ -58,6 +58,11 @@ class ColumnRecipe:
 
     def run(self, features: Mapping[str, Feature], look_up: LookUp) -> Tensor:
         """Return float32 [b, width]."""
+        if exporting():
+            raise InvalidInputError(
+                "feature columns read features outside of torch, which torch.export cannot record; keep the copy with torch.save, and "
+                "export what comes behind the columns"
+            )
         tables = self._table_ids(features)
         blocks = {c.name: numbers(c, features) for c in self.columns if isinstance(c, NumericColumn)}
         sizes = {name: len(block) for name, block in blocks.items()}

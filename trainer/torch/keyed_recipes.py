@@ -1,6 +1,7 @@
 """What collections compute of a KeyedJaggedTensor: the ids of every table, and what becomes of their rows.
 
-What must not live here: rows and where they come from (`collections`, `plain_tables`), jagged tensors (`jagged`).
+What must not live here: rows and where they come from (`collections`, `plain_tables`), jagged tensors (`jagged`). Sizes are read as
+`shape[0]`: torch.export keeps that as a symbol, where `len` would fix it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from kvemb.errors import InvalidInputError
 from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.jagged import JaggedTensor
 from trainer.torch.keyed_tensor import KeyedTensor
-from trainer.torch.pooling import pool
+from trainer.torch.pooling import exporting, pool
 from trainer.torch.recipes import LookedUp, LookUp
 
 
@@ -91,12 +92,11 @@ class KeyedRecipe:
         missing = sorted({name for config in self.configs for name in config.feature_names} - set(keys))
         if missing:
             raise InvalidInputError(f"no feature {', '.join(missing)}; there are {', '.join(keys)}")
-        if len(lengths) % len(keys):
-            raise InvalidInputError(f"{len(lengths)} lengths for {len(keys)} features: each must have the same number of bags")
+        if lengths.shape[0] % len(keys):
+            raise InvalidInputError(f"{lengths.shape[0]} lengths for {len(keys)} features: each must have the same number of bags")
         per_key = lengths.reshape(len(keys), -1)
         sizes = per_key.sum(1).tolist()
-        if sum(sizes) != len(values) or bool((lengths < 0).any()):
-            raise InvalidInputError(f"lengths add up to {sum(sizes)} and must be at least 0; there are {len(values)} values")
+        _check_sizes(sizes, values, lengths)
         weights = given.weights_or_none()
         weights_of = [None] * len(keys) if weights is None else torch.split(weights, sizes)
         parts = zip(keys, torch.split(values, sizes), per_key, weights_of, strict=True)
@@ -136,7 +136,7 @@ class BagRecipe(KeyedRecipe):
         mine = [parts[name] for name in config.feature_names]
         weights = torch.cat([one.weights for one in mine if one.weights is not None]).to(torch.float32) if self.is_weighted else None
         pooled = pool(rows, torch.cat([one.lengths for one in mine]), config.pooling, weights)
-        yield from torch.split(pooled, [len(one.lengths) for one in mine])
+        yield from torch.split(pooled, [one.lengths.shape[0] for one in mine])
 
 
 class SequenceRecipe(KeyedRecipe):
@@ -149,7 +149,17 @@ class SequenceRecipe(KeyedRecipe):
         results: dict[str, JaggedTensor] = {}
         for config in self.configs:
             (leaf, at), mine = looked_up[config.name], [parts[name] for name in config.feature_names]
-            rows = torch.split(leaf.index_select(0, at), [len(one.ids) for one in mine])
+            rows = torch.split(leaf.index_select(0, at), [one.ids.shape[0] for one in mine])
             for result, one, values in zip(self._results[config.name], mine, rows, strict=True):
                 results[result] = JaggedTensor(values, one.lengths, one.weights)
         return results
+
+
+def _check_sizes(sizes: Sequence[int], values: Tensor, lengths: Tensor) -> None:
+    """Refuse lengths [features * b] that do not fit the values [m]; `sizes` are the values of each feature."""
+    if exporting():  # the sizes of batches to come; the exported program checks them
+        for size in sizes:
+            torch._check(size >= 0)  # type: ignore[no-untyped-call]
+        torch._check(sum(sizes) == values.shape[0])  # type: ignore[no-untyped-call]
+    elif sum(sizes) != values.shape[0] or bool((lengths < 0).any()):
+        raise InvalidInputError(f"lengths add up to {sum(sizes)} and must be at least 0; there are {values.shape[0]} values")

@@ -47,9 +47,11 @@ class PlainTables(nn.Module, Generic[RecipeT]):
         """Return what the original returns.
 
         Raises:
-            InvalidInputError: features are missing or do not fit.
+            InvalidInputError: features are missing or do not fit, or torch.jit.trace records.
             IndexError: an id is outside the table's ids (of torch, where all rows are here).
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise InvalidInputError("torch.jit.trace would write down the sizes of this batch for all others; use torch.export")
         return self.recipe.run(features, self._look_up)
 
     def extra_repr(self) -> str:

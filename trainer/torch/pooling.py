@@ -4,6 +4,7 @@ What must not live here: features, and where rows come from.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.torch.bags import embedding_bag
@@ -23,17 +24,28 @@ def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None 
         float32 [b, dim].
     """
     leaf, at = rows
-    if weights is None and len(at) == len(lengths) and bool((lengths == 1).all()):  # a value each: every combiner gives its row
-        return leaf.index_select(0, at)
+    if not exporting() and weights is None and len(at) == len(lengths) and bool((lengths == 1).all()):
+        return leaf.index_select(0, at)  # a value each: every combiner gives its row
     lengths = lengths.to(device=at.device, dtype=torch.int64)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     if combiner == "mean" and weights is None:
-        return embedding_bag(at, leaf, offsets, mode="mean", include_last_offset=True)
+        return _bags(at, leaf, offsets, "mean", None)
     factors = weights
     if combiner != "sum":
-        weights = torch.ones(len(at), device=at.device) if weights is None else weights
+        weights = torch.ones(at.shape[0], device=at.device) if weights is None else weights
         factors = weights / _norms(weights, lengths, combiner)
-    return embedding_bag(at, leaf, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True)
+    return _bags(at, leaf, offsets, "sum", factors)
+
+
+def exporting() -> bool:
+    """Return whether torch.export records: what is done must then not depend on values, and sizes are symbols."""
+    return bool(torch.compiler.is_compiling())  # a collection is never compiled, see `eager`; is_exporting is not in every torch
+
+
+def _bags(at: Tensor, rows: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
+    if exporting():
+        return F.embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
+    return embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
 
 
 def _norms(weights: Tensor, lengths: Tensor, combiner: str) -> Tensor:
