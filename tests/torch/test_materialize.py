@@ -101,6 +101,12 @@ def test_a_copy_can_be_trained_by_torch_alone(cluster: kvemb.Cluster) -> None:
     assert changed.tolist() == [0, 1, 3, 4, 5, 9, 29], "4 through the bag, 5 through the other module: each pads for itself"
 
 
+def test_a_copy_of_chosen_ids_does_not_train_what_pads(cluster: kvemb.Cluster) -> None:
+    row = materialize(Model(cluster, "hashed"), {"hashed": [1, 9]}).row
+    row(torch.tensor([1, 4, 4, 9])).sum().backward()
+    assert row.ids[row.weight.grad.any(dim=1)[:-1]].tolist() == [1, 9], "4 pads"
+
+
 @pytest.mark.parametrize("by", ["hashed", "path"])
 def test_chosen_ids_are_found_and_others_are_zeros(cluster: kvemb.Cluster, by: str) -> None:
     model = Model(cluster, "hashed").eval()

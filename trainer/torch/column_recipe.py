@@ -17,8 +17,8 @@ from trainer.columns.bags import Bags
 from trainer.columns.columns import NO_ROW, CategoricalColumn, DenseColumn, EmbeddingColumn, NumericColumn
 from trainer.torch.column_options import ColumnTable
 from trainer.torch.feature_reading import Feature, device_of, numbers, read_bags
-from trainer.torch.pooling import exporting, pool
-from trainer.torch.recipes import LookedUp, LookUp
+from trainer.torch.pooling import pool
+from trainer.torch.recipes import LookedUp, LookUp, exporting
 
 
 @dataclass(frozen=True, eq=False)

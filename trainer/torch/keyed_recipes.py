@@ -15,8 +15,8 @@ from kvemb.errors import InvalidInputError
 from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.jagged import JaggedTensor
 from trainer.torch.keyed_tensor import KeyedTensor
-from trainer.torch.pooling import exporting, pool
-from trainer.torch.recipes import LookedUp, LookUp
+from trainer.torch.pooling import pool
+from trainer.torch.recipes import LookedUp, LookUp, exporting
 
 
 class KeyedJagged(Protocol):

@@ -17,6 +17,7 @@ class KnownRows(nn.Module):
     Args:
         ids: int64 [n], distinct, ascending, at least one.
         weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
+        padding_idx: the id, one of `ids`, whose row gets no gradient here.
 
     Example:
         >>> rows = KnownRows(torch.tensor([7, 90]), nn.Parameter(torch.tensor([[1.0], [2.0], [0.0]])))
@@ -26,10 +27,11 @@ class KnownRows(nn.Module):
 
     ids: Tensor
 
-    def __init__(self, ids: Tensor, weight: nn.Parameter) -> None:
+    def __init__(self, ids: Tensor, weight: nn.Parameter, padding_idx: int | None = None) -> None:
         super().__init__()
         self.register_buffer("ids", ids)
         self.weight = weight
+        self.padding_at = None if padding_idx is None else int(self.places(torch.tensor(padding_idx)))
 
     def places(self, input: Tensor) -> Tensor:
         """Return the positions in `weight`, of the shape of `input`."""
@@ -43,7 +45,7 @@ class KnownRows(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return float32 [*input.shape, dim]."""
-        return F.embedding(self.places(input), self.weight)
+        return F.embedding(self.places(input), self.weight, padding_idx=self.padding_at)
 
 
 class KnownRowsBag(KnownRows):
@@ -55,9 +57,8 @@ class KnownRowsBag(KnownRows):
     """
 
     def __init__(self, ids: Tensor, weight: nn.Parameter, bag: EmbeddingBag) -> None:
-        super().__init__(ids, weight)
+        super().__init__(ids, weight, bag.padding_idx)
         self.mode, self.include_last_offset = bag.mode, bag.include_last_offset
-        self.padding_at = None if bag.padding_idx is None else int(self.places(torch.tensor(bag.padding_idx)))
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return float32 [b, dim]."""

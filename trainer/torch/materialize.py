@@ -25,7 +25,7 @@ from trainer.torch.lookup import LookupModule, TableModule
 from trainer.torch.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
 
 CHUNK_BYTES = 16 << 20
-KINDS = (Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
+_KINDS = (Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
 _Rows = tuple[int, str, bytes]
 """Cluster, table, and which of its ids: modules for which these are the same share their rows."""
 
@@ -89,9 +89,9 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, TableModule]]:
     for path, module in model.named_modules():
         if not isinstance(module, LookupModule):
             continue
-        kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
+        kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
         if kind is None and type(module) is not TableModule:
-            known = ", ".join(kind.__name__ for kind in KINDS)
+            known = ", ".join(kind.__name__ for kind in _KINDS)
             raise InvalidInputError(f"module {path!r} is a {type(module).__name__}; those that can be made plain are {known}")
         if kind is not None and type(module).forward is not kind.forward:
             raise InvalidInputError(
@@ -161,7 +161,7 @@ def _plain(module: TableModule, ids: NDArray[np.int64] | None, weight: nn.Parame
     plain: nn.Module
     if ids is not None:
         known = torch.from_numpy(ids)
-        plain = KnownRowsBag(known, weight, module) if isinstance(module, EmbeddingBag) else KnownRows(known, weight)
+        plain = KnownRowsBag(known, weight, module) if isinstance(module, EmbeddingBag) else KnownRows(known, weight, module.padding_idx)
     else:
         n_rows, dim = weight.shape
         with torch.device("meta"):  # no memory for a weight that is replaced at once

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.torch.bags import embedding_bag
-from trainer.torch.recipes import LookedUp
+from trainer.torch.recipes import LookedUp, exporting
 
 
 def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None = None) -> Tensor:
@@ -37,13 +37,8 @@ def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None 
     return _bags(at, leaf, offsets, "sum", factors)
 
 
-def exporting() -> bool:
-    """Return whether torch.export records: what is done must then not depend on values, and sizes are symbols."""
-    return bool(torch.compiler.is_compiling())  # a collection is never compiled, see `eager`; is_exporting is not in every torch
-
-
 def _bags(at: Tensor, rows: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
-    if exporting():
+    if exporting():  # what `bags` adds is a faster way back, chosen by sizes
         return F.embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
     return embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
 

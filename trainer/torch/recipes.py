@@ -7,6 +7,7 @@ A recipe turns features into ids by table, and rows by table into the module's r
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 LookedUp = tuple[Tensor, Tensor]
@@ -16,7 +17,7 @@ LookUp = Callable[[Mapping[str, Tensor]], Mapping[str, LookedUp]]
 
 
 class Recipe(Protocol):
-    """A forward pass without its rows. It holds no rows and no connection, can be pickled, and is not changed once it is made."""
+    """A forward pass without its rows. It holds no rows and no connection, is never changed, and can be pickled if its parts can."""
 
     def ids(self, features: Any) -> dict[str, Tensor]:
         """Return what `run` would look up: ids [m] of every table."""
@@ -36,3 +37,8 @@ class Recipe(Protocol):
 
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
+
+
+def exporting() -> bool:
+    """Return whether torch.export records: what is done must then not depend on values, and sizes are symbols."""
+    return bool(torch.compiler.is_compiling())  # a collection is never compiled, see `eager`; is_exporting is not in every torch
