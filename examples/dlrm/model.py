@@ -44,7 +44,7 @@ class DLRM(nn.Module):
             categories: what the lookups take.
         """
         dense = self.bottom(numbers)
-        looked_up = self.lookups(categories).values().reshape(len(dense), self.n_features, -1)
+        looked_up = self.lookups(categories).values().reshape(dense.shape[0], self.n_features, -1)
         vectors = torch.cat([dense[:, None], looked_up], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         logits: Tensor = self.top(torch.cat([dense, products], dim=1)).squeeze(1)
