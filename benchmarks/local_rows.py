@@ -22,6 +22,7 @@ class LocalAck:
     """A push that is applied already."""
 
     staleness = None
+    failure_seen = False
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         """Return at once."""

@@ -29,6 +29,7 @@ class MemoryAck:
     """The answers to a push's parts, which come when they are applied."""
 
     staleness = None
+    failure_seen = False
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts: deque[Pending] = deque(parts)

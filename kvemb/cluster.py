@@ -416,7 +416,7 @@ class Cluster:
         access = self._access
         try:
             if wait:
-                access.changes.wait_stored(access.pull_deadline(None))
+                access.wait_stored()
         finally:
             access.changes.forget_pushes()
             try:

@@ -74,8 +74,8 @@ class PushPart(Message):
 class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
-    A part that holds rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet. What the
-    outcome says of it is said then, but for `others` and `rows`; the outcome has no `fresh` rows any more.
+    A part of a push that holds rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
+    What the outcome says of it is said then, but for `others` and `rows`; the outcome has no `fresh` rows any more.
 
     Args:
         k: the shard's batch that applied it (states "released" and "applied").

@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is o
     from kvemb.cluster import Cluster
 
 
+_STORED_TIMEOUT_S = 120.0
+
+
 @dataclass(frozen=True)
 class Access:
     """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout,
@@ -71,11 +74,19 @@ class Access:
         return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
 
     def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
-        """Pull, once storage has what this connection has pushed and was released; without `stored` at once."""
+        """Pull, once storage has what this connection has pushed and was released; without `stored` at once.
+
+        Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
+        """
         deadline = self.pull_deadline(timeout_s)
-        if stored:
-            self.changes.wait_stored(deadline)
+        if stored and not self.changes.all_stored():
+            self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S) if timeout_s is None else deadline)
+            deadline = self.pull_deadline(timeout_s) if timeout_s is None else deadline
         return pull(self.store, requests, deadline, versions=versions, cache=self.row_cache)
+
+    def wait_stored(self) -> None:
+        """Wait until storage has what was released to this connection; raises as `ChangeCount.wait_stored`."""
+        self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S))
 
 
 class Table:
@@ -152,6 +163,7 @@ class Table:
         Raises:
             InvalidInputError: see `kvemb.ids.normalize` and `out`; nothing was sent.
             StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
+            ShardUnavailableError: a step that was released to this connection ahead of storage does not get there.
         """
         request = prepare_pull(self._definition, ids, out)
         (pulled,) = self._access.pull([request], timeout_s, versions=return_versions)
@@ -266,7 +278,7 @@ class Table:
             (ids [n] in the table's id_dtype, float32 [n, dim] rows).
         """
         shards = self._access.require_shards("export")
-        self._access.changes.wait_stored(self._access.pull_deadline(None))
+        self._access.wait_stored()
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
         for ids in shards.ids(self.name):
             rows, versions = self.pull(to_caller(ids, self._definition.id_dtype), return_versions=True)
@@ -278,7 +290,7 @@ class Table:
     def __len__(self) -> int:
         """The number of rows that exist, over all shards."""
         shards = self._access.require_shards("len")
-        self._access.changes.wait_stored(self._access.pull_deadline(None))
+        self._access.wait_stored()
         return shards.count(self.name)
 
     def __bool__(self) -> bool:

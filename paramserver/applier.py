@@ -112,7 +112,8 @@ class Applier:
         stale = [self._staleness(part) for _, part in parts]
         keep_rows = any(part.ticket.return_rows for _, part in parts)
         k_and_epoch = split_version(batch.version)[::-1]
-        asked = [(part, of) for (_, part), of in zip(parts, stale, strict=True) if part.held]
+        holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
+        asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
 
         def release(computed: Sequence[Prepared]) -> None:
             self._intake.release([(part.ticket, self._released(part, of, k_and_epoch, computed)) for part, of in asked])
@@ -130,8 +131,8 @@ class Applier:
         return replies
 
     def _released(self, part: Part, stale: tuple[float, int], k_and_epoch: tuple[int, int], batch: Sequence[Prepared]) -> PushReply:
-        """What a trainer that holds rows needs of a batch to go on."""
-        fresh = [] if self._held is None else self._held.answer(part.held, batch)
+        """What a trainer needs of a batch to go on."""
+        fresh = [] if self._held is None or not part.held else self._held.answer(part.held, batch)
         return _reply(part, "released", stale, k_and_epoch, fresh)
 
     def _staleness(self, part: Part) -> tuple[float, int]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import kvemb
 from kvemb.client import session as session_module
 from kvemb.client.ack import Ack
+from kvemb.client.parts import split
 from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
@@ -114,6 +115,25 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
         np.testing.assert_array_equal(rows[fresh["t"].ids.astype(int)], fresh["t"].rows)
         assert (rows != before["t"]).any(axis=1).all()
         assert check_fresh(reader, held, ack) == {"t": 50}
+
+
+def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "split", lambda tables: split(tables, 600))
+    rng = np.random.default_rng(6)
+    with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
+        create(trainer, "t")
+        push(trainer, {"t": IDS[:100]}, rng).wait_applied()
+        _, held = pull(trainer, {"t": IDS[:50]})
+        os.kill(local.servers[0].process.pid, signal.SIGSTOP)
+        try:
+            ack = push(trainer, {"t": IDS[:100]}, rng, held)
+            ack.wait_released(PATIENCE_S)
+            assert not ack.applied
+            assert ack.fresh is not None
+            assert len(ack.fresh["t"].ids) == 50
+            assert len(ack._parts) > 4
+        finally:
+            os.kill(local.servers[0].process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("verb", ["len", "export", "close"])

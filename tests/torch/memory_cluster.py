@@ -19,10 +19,11 @@ from paramserver.optim import build
 
 
 class MemoryAck:
-    def __init__(self, fresh: Mapping[str, Any] | None = None, error: Exception | None = None) -> None:
+    def __init__(self, fresh: Mapping[str, Any] | None = None) -> None:
         self.waited_s: float | None = None
         self.n_waits = 0
-        self.error = error
+        self.failure_seen = False
+        self.error: Exception | None = None
         self.fresh = fresh
         self.staleness = Staleness(0.0, 0)
 
@@ -86,7 +87,6 @@ class MemoryCluster:
         self.versions: list[Mapping[str, NDArray[np.uint64]]] = []
         self.hyper: list[Mapping[str, Mapping[str, float]]] = []
         self.failure: Exception | None = None
-        self.ack_error: Exception | None = None
         self.n_pulls = self.changes = 0
         self.all_stored = True
 
@@ -119,8 +119,7 @@ class MemoryCluster:
         self.pushes.append({name: (ids.copy(), grads.copy()) for name, (ids, grads) in tables.items()})
         self.versions.append(versions)
         self.hyper.append(hyper)
-        fresh = None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()}
-        return MemoryAck(fresh, self.ack_error)
+        return MemoryAck(None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()})
 
     def progress(self) -> list[tuple[int, int]]:
         return [(1, sum(table.step for table in self.tables.values()))]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import init, optim
+from kvemb.errors import NodeUnavailableError
 from kvemb.table_def import TableDef
 from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
 from trainer.lookahead.rows import RowsAhead, held_of_all
@@ -30,11 +31,14 @@ class Storage:
         self.asked: list[dict[str, Any]] = []
         self.waited: list[bool] = []
         self.version = 1
+        self.failure: Exception | None = None
         self.progress_now = [(1, 0)]
 
     def pull_versions(self, ids: Mapping[str, Any], *, stored: bool = True) -> dict[str, Any]:
         self.asked.append(dict(ids))
         self.waited.append(stored)
+        if self.failure is not None:
+            raise self.failure
         return {
             name: (np.repeat(of.astype(np.float32)[:, None], 2, axis=1), np.full(len(of), self.version, np.uint64))
             for name, of in ids.items()
@@ -220,6 +224,22 @@ def test_rows_pulled_while_storage_lacks_a_step_are_exact_only_once_they_were_re
     job.exact.use(unregistered)
     assert job.storage.waited[2:] == [True], "what is used at once waits for storage"
     assert job.exact.fit(unregistered)
+
+
+def test_a_pull_ahead_that_fails_is_made_again_when_its_batch_comes() -> None:
+    job = Job()
+    rows = batch()
+    job.storage.failure = NodeUnavailableError("away")
+    job.exact.pull(rows)
+    assert not rows.pulled
+    assert job.begin_step(rows) == {}, "nothing is held"
+    job.end_step({})
+    with pytest.raises(NodeUnavailableError, match="away"):
+        job.exact.use(rows)
+    job.storage.failure = None
+    job.exact.use(rows)
+    assert job.exact.fit(rows)
+    assert rows.by_table["a"][0].found.rows[:, 0].tolist() == [1, 2]
 
 
 def test_staleness_is_told_as_acks_settle() -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, StorageError
 from trainer.lookahead.rows import Changed, Puller, RowsAhead, held_of_all
 
 MODES = ("stale", "bounded", "exact")
@@ -133,18 +133,26 @@ class Exact(Stale):
         self._n_used = self._n_again = self._n_held = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
-        """Look a batch's rows up, and note when that began, if storage had then all that had changed."""
+        """Look a batch's rows up, and note when that began, if storage had then all that had changed.
+
+        Storage that does not answer is told when the batch comes, by a pull that waits for it as the step before would have.
+        """
         now = self._now()
-        rows.as_of = now if self._all_stored() else None
-        rows.pull(self._cluster, stored=False)
+        as_of = now if self._all_stored() else None
+        try:
+            rows.pull(self._cluster, stored=False)
+        except StorageError:
+            as_of = None
+        rows.as_of = as_of
 
     def use(self, rows: RowsAhead) -> None:
         """Pull again what was neither pulled nor brought up to date since rows changed last; that pull waits for storage to have all."""
         self._n_used += 1
         if not self.fit(rows):
             self._n_again += 1
-            rows.as_of = self._now()
+            now = self._now()
             rows.pull(self._cluster)
+            rows.as_of = now
 
     def fit(self, rows: RowsAhead) -> bool:
         """Whether no row has changed since, as far as this connection knows."""
@@ -166,8 +174,9 @@ class Exact(Stale):
             return
         self._n_changed += sum(len(ids) for ids, _, _ in fresh.values())
         for rows in held:
-            rows.change(fresh)
-            rows.as_of = now
+            if rows.pulled:
+                rows.change(fresh)
+                rows.as_of = now
 
     def _now(self) -> tuple[int, int]:
         return self._state(), self._changes()

@@ -136,6 +136,11 @@ class RowsAhead:
                 _change(found, *changed[name])
 
     @property
+    def pulled(self) -> bool:
+        """Whether everything was found."""
+        return len(self._whole) == len(self._wanted)
+
+    @property
     def n_rows(self) -> int:
         """How many rows are pulled."""
         return sum(len(wanted.ids) for wanted in self._wanted.values())

@@ -24,9 +24,10 @@ from trainer.torch.distribute_report import lines
 from trainer.torch.distribute_step import Follows, JoinedStep
 from trainer.torch.distribute_tables import Carry, SiteTable, TableOptions, fill, make_table, open_table
 from trainer.torch.embedding import Embedding, EmbeddingBag
-from trainer.torch.optimizer import MAX_UNAPPLIED, SparseOptimizer, check_max_unapplied
+from trainer.torch.optimizer import SparseOptimizer
 from trainer.torch.optimizer_map import MappedGroup
 from trainer.torch.tables import modules_by_table
+from trainer.torch.unapplied import MAX_UNAPPLIED, check_max_unapplied
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster

@@ -7,8 +7,8 @@ thread; it does not survive fork().
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvemb.errors import InvalidInputError, KvembError, ShardUnavailableError
+from kvemb.errors import InvalidInputError
 from kvemb.ids import to_caller
 from kvemb.segment import group as group_ids
 from trainer.report import current_report
@@ -24,9 +24,8 @@ from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort, Held
 from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
+from trainer.torch.unapplied import MAX_UNAPPLIED, Unapplied, check_max_unapplied
 
-MAX_UNAPPLIED = 16
-"""Pushes that may be on their way unless said otherwise: more than shards that keep up ever have."""
 Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Distinct ids [n], gradients [n, dim], versions [n] of one table."""
 
@@ -78,8 +77,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._modules_of = modules_by_table(model)
         self._pending = {name: Pending(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
         self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
-        self._timeout_s, self.max_unapplied = timeout_s, max_unapplied
-        self._unapplied: deque[AckPort] = deque()  # pushes of an async job, the oldest first; some of them may be applied by now
+        self._timeout_s, self._unapplied = timeout_s, Unapplied(max_unapplied)
         self.last_ack: AckPort | None = None
         values = {name: dict(pending.table.hyper) for name, pending in self._pending.items()}
         common = set.intersection(*map(set, values.values()))
@@ -135,38 +133,35 @@ class SparseOptimizer(torch.optim.Optimizer):
         sync = self._cluster.mode == "sync"
         if not sync:
             parts = {name: part for name, part in parts.items() if len(part[0])}
+        waited_s = 0.0 if sync or not parts else self._timed(self._unapplied.wait_room)
         if sync or parts:
             self._push(parts, {name: hyper[name] for name in parts}, held)
             _tell(sharing, self.last_ack)
         for pending in self._pending.values():
             pending.clear()
-        pushed_s = time.perf_counter()
+        push_s = time.perf_counter() - began_s - waited_s
         if sync and self.last_ack is not None:
-            self.last_ack.wait_released(self._timeout_s)
-        elif parts:
-            self._bound_unapplied()
+            waited_s = self._timed(self.last_ack.wait_released)
+        elif parts and self.last_ack is not None:
+            waited_s += self._timed(partial(self._unapplied.add, self.last_ack))
         fresh = None if held is None or self.last_ack is None else self.last_ack.fresh
         for shared in sharing:
             shared.end_step(fresh if shared in holding else None)
         if (report := current_report()) is not None:
-            waited_s = time.perf_counter() - pushed_s
             ack, waits = self.last_ack if sync or parts else None, {"release_s" if sync else "window_s": waited_s}
-            report.step(ack, push_s=pushed_s - began_s, **waits, loss=loss)
+            report.step(ack, push_s=push_s, **waits, loss=loss)
         return loss
 
-    def _bound_unapplied(self) -> None:
-        """Wait until no more pushes are on their way than may be."""
-        if self.last_ack is not None:
-            self._unapplied.append(self.last_ack)
-        while len(self._unapplied) > self.max_unapplied:
-            try:
-                self._unapplied[0].wait_applied(self._timeout_s)
-            except ShardUnavailableError:
-                raise  # it may still be applied, so it still counts
-            except KvembError:
-                self._unapplied.popleft()
-                raise
-            self._unapplied.popleft()
+    def _timed(self, wait: Callable[[float], None]) -> float:
+        """Wait within the timeout; return the seconds that it took."""
+        began_s = time.perf_counter()
+        wait(self._timeout_s)
+        return time.perf_counter() - began_s
+
+    @property
+    def max_unapplied(self) -> int:
+        """How many pushes of an async job may not be applied yet when step() returns."""
+        return self._unapplied.limit
 
     @property
     def shared(self) -> SharedLookups:
@@ -242,12 +237,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         versions = {name: part[2] for name, part in parts.items()}
         more = {} if held is None else {"held": held}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
-
-
-def check_max_unapplied(max_unapplied: object) -> None:
-    """Refuse what is no number of pushes."""
-    if isinstance(max_unapplied, bool) or not isinstance(max_unapplied, int) or max_unapplied < 0:
-        raise InvalidInputError(f"max_unapplied is {max_unapplied!r}; give a whole number of pushes, 0 or more")
 
 
 def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Held | None, list[SharedLookups]]:

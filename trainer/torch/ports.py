@@ -30,6 +30,11 @@ class AckPort(Protocol):
         ...
 
     @property
+    def failure_seen(self) -> bool:
+        """Whether the push failed and somebody has been told."""
+        ...
+
+    @property
     def staleness(self) -> Any:
         """How far the rows pulled lagged behind those the push met; None until it was released."""
         ...
