@@ -5,7 +5,9 @@ Shards know by it which rows exist, and both caches of rows (`kvemb.record_cache
 A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
 (id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty: a lookup compares the 8 tags of a bucket at once,
 as one word, and then looks at one pair, also where buckets are nearly full. All operations take batches of distinct ids, a block at a time
-so that what one step leaves is still in the processor's cache for the next; there is no loop over rows.
+so that what one step leaves is still in the processor's cache for the next; there is no loop over rows. Ids that are not settled by their
+own bucket go on bucket by bucket while they are many, and through several buckets at once when few are left: a batch of a thousand ids
+pays for the number of steps, not for their data.
 
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken, so a row costs 20 to 23.7 bytes from about
 a thousand rows on, at any number of them. Growth happens in place, a window of the table at a time: a larger table keeps the order of the
@@ -19,6 +21,7 @@ gives no memory back. Not thread-safe; its users hold the lock.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -37,9 +40,12 @@ _MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
 _WINDOW_BUCKETS = 1 << 13
+_FEW = 1024  # ids that are looked up in several buckets at once: no more steps than that, at the price of looking at all of them
+_NEXT_BUCKETS = np.arange(4)
 # Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
 _KEY = np.uint64(digest64("row index"))
-_1, _32, _56, _255 = (np.uint64(n) for n in (1, 32, 56, 255))
+_1, _32, _255 = (np.uint64(n) for n in (1, 32, 255))
+_LAST_TAKEN = np.uint64((1 << 56) - 1)  # the tags of a full bucket are above
 _EVERY_01, _EVERY_7F = np.uint64(0x0101_0101_0101_0101), np.uint64(0x7F7F_7F7F_7F7F_7F7F)
 
 
@@ -75,6 +81,25 @@ class Index(Protocol):
         """See `RowIndex.sorted_ids`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Where an index has some ids: made by `RowIndex.find`, so that what is done to them next need not look for them again.
+
+    It stays good whatever happens to the index: when ids have come or moved since, they are looked up again.
+
+    Args:
+        ids: uint64 [n], distinct; they must not change.
+        places: int64 [n], -1 for an id that has none.
+        buckets: int64 [n], where the search for each ended.
+        layout: number of the index's layout then.
+    """
+
+    ids: Ids
+    places: Places
+    buckets: Places
+    layout: int
+
+
 class RowIndex:
     """Maps ids to versions.
 
@@ -83,12 +108,17 @@ class RowIndex:
         >>> index.put(np.array([7, 9], np.uint64), np.array([1, 2], np.uint64))
         >>> index.get(np.array([9, 8, 7], np.uint64)), len(index)
         (array([2, 0, 1], dtype=uint64), 2)
+        >>> found = index.find(np.array([8, 9], np.uint64))
+        >>> index.set_at(found, 3)
+        >>> index.at(found)
+        array([3, 3], dtype=uint64)
     """
 
     def __init__(self) -> None:
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
         self._pairs = np.zeros(2 * _WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
         self._n_rows = self._n_used = 0
+        self._layout = 0  # rises when an id gets a place, or another place
 
     def __len__(self) -> int:
         return self._n_rows
@@ -100,13 +130,9 @@ class RowIndex:
 
     def get(self, ids: Ids) -> Versions:
         """Return each id's version, 0 where it does not exist: uint64 [n]."""
-        versions = np.empty(len(ids), np.uint64)
-        for block in _blocks(len(ids)):
-            places = self._find(ids[block])[0]
-            held = self._pairs.take(2 * places + 1, mode="clip")
-            held[(places < 0) | (held == _ERASED)] = 0
-            versions[block] = held
-        return versions
+        if len(ids) <= _BLOCK_ROWS:
+            return self._versions(self._find(ids)[0])
+        return np.concatenate([self._versions(self._find(ids[block])[0]) for block in _blocks(len(ids))])
 
     def put(self, ids: Ids, versions: Versions) -> None:
         """Set the versions of n distinct ids, known or new.
@@ -117,13 +143,23 @@ class RowIndex:
         """
         assert not ((versions == 0) | (versions == _ERASED)).any()
         for block in _blocks(len(ids)):
-            places, buckets = self._find(ids[block])
-            n_new = int(np.count_nonzero(places < 0))
-            if self._n_used + n_new > _MAX_LOAD * _WIDTH * len(self._tags):
-                # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
-                self._rebuild(int(np.count_nonzero(self.get(ids[block.start :]) == 0)))
-                places, buckets = self._find(ids[block])
-            self._put(ids[block], versions[block], places, buckets)
+            self._put(self.find(ids[block]), versions[block], ids[block.start :])
+
+    def find(self, ids: Ids) -> Found:
+        """Look n distinct ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
+        if len(ids) <= _BLOCK_ROWS:
+            return Found(ids, *self._find(ids), self._layout)
+        places, buckets = zip(*(self._find(ids[block]) for block in _blocks(len(ids))), strict=True)
+        return Found(ids, np.concatenate(places), np.concatenate(buckets), self._layout)
+
+    def at(self, found: Found) -> Versions:
+        """Return the versions that ids have now, 0 where one does not exist: uint64 [n]."""
+        return self._versions(self._still(found).places)
+
+    def set_at(self, found: Found, version: int) -> None:
+        """Set the version of n ids, known or new, to this one, neither 0 nor 2**64 - 1."""
+        assert 0 < version < int(_ERASED)
+        self._put(self._still(found), np.full(len(found.ids), version, np.uint64), found.ids)
 
     def erase(self, ids: Ids) -> int:
         """Forget n distinct ids; return how many of them existed."""
@@ -166,6 +202,17 @@ class RowIndex:
         hashes >>= _32
         return hashes.view(np.int64), tags
 
+    def _still(self, found: Found) -> Found:
+        """What was found, looked up again if the index has another layout by now. Erased ids are no new layout: they keep their places."""
+        return found if found.layout == self._layout else self.find(found.ids)
+
+    def _versions(self, places: Places) -> Versions:
+        held = self._pairs.take(2 * places + 1, mode="clip")
+        none = held == _ERASED
+        none |= places < 0
+        held[none] = 0
+        return held
+
     def _find(self, ids: Ids) -> tuple[Places, Places]:
         """The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each."""
         buckets, tags = self._home(ids, len(self._tags))
@@ -173,19 +220,24 @@ class RowIndex:
         words = self._tags.take(buckets, mode="clip")
         alike = _zero_bytes(words ^ tags)
         places, found = self._look(ids, buckets, alike)
-        places[~found] = -1
-        left = np.flatnonzero(~found)
-        left = left[(alike[left] != 0) | (words[left] >> _56 != 0)]
-        while len(left):
+        lost = ~found
+        places[lost] = -1
+        on = words > _LAST_TAKEN
+        on |= alike != 0
+        on &= lost
+        left = np.flatnonzero(on)
+        while len(left) > _FEW:
             alike[left] &= alike[left] - _1  # the first of them was another id
             on = left[alike[left] == 0]
-            left, on = left[alike[left] != 0], on[self._tags[buckets[on]] >> _56 != 0]
+            left, on = left[alike[left] != 0], on[self._tags[buckets[on]] > _LAST_TAKEN]
             buckets[on] = (buckets[on] + 1) % len(self._tags)
             alike[on] = _zero_bytes(self._tags[buckets[on]] ^ tags[on])
             left = np.concatenate([left, on])
             at, found = self._look(ids[left], buckets[left], alike[left])
             places[left[found]] = at[found]
             left = left[~found]
+        while len(left):
+            left = self._look_on(ids, left, places, buckets, tags)
         return places, buckets
 
     def _look(self, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
@@ -200,6 +252,27 @@ class RowIndex:
         some &= self._pairs.take(2 * places, mode="clip") == ids
         return places, some
 
+    def _look_on(self, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
+        """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets; return who must go on."""
+        near = buckets[left, None] + _NEXT_BUCKETS
+        near[near >= len(self._tags)] -= len(self._tags)
+        words = self._tags.take(near, mode="clip")
+        hits = np.flatnonzero(_zero_bytes(words ^ tags[left, None]).view(np.uint8))  # numbers of places, row after row
+        at = near.reshape(-1)[hits // _WIDTH] * _WIDTH + hits % _WIDTH
+        whose = left[hits // (_WIDTH * len(_NEXT_BUCKETS))]
+        same = self._pairs.take(2 * at, mode="clip") == ids[whose]
+        places[whose[same]] = at[same]
+        lost = np.flatnonzero(places[left] < 0)
+        if not len(lost):
+            return lost
+        left, last = left[lost], words[lost] <= _LAST_TAKEN  # probes end in the first bucket that has room
+        ends, first = last.any(axis=1), last.argmax(axis=1)
+        first[~ends] = len(_NEXT_BUCKETS) - 1
+        buckets[left] = near[lost, first]
+        left = left[~ends]
+        buckets[left] = (buckets[left] + 1) % len(self._tags)
+        return left
+
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""
         pairs = self._pairs.reshape(-1, 2)[buckets.start * _WIDTH : buckets.stop * _WIDTH]
@@ -209,13 +282,22 @@ class RowIndex:
 
     # --- changing ---------------------------------------------------------------------------------------------------------------
 
-    def _put(self, ids: Ids, versions: Versions, places: Places, buckets: Places) -> None:
-        known = places >= 0
-        new = np.flatnonzero(~known)
-        at = 2 * (places if not len(new) else places[known]) + 1
-        self._n_rows += len(new) + int(np.count_nonzero(self._pairs[at] == _ERASED))
-        self._pairs[at] = versions if not len(new) else versions[known]
-        self._insert(ids[new], versions[new], buckets[new])
+    def _put(self, found: Found, versions: Versions, all_ids: Ids) -> None:
+        """Set versions; `all_ids` are these and others that will be put next, for which a rebuild makes room as well."""
+        new = np.flatnonzero(found.places < 0)
+        if self._n_used + len(new) > _MAX_LOAD * _WIDTH * len(self._tags):
+            # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
+            self._rebuild(int(np.count_nonzero(self.get(all_ids) == 0)))
+            found = self.find(found.ids)
+            new = np.flatnonzero(found.places < 0)
+        known = found.places >= 0 if len(new) else slice(None)
+        at = 2 * found.places[known] + 1
+        if self._n_used > self._n_rows:
+            self._n_rows += int(np.count_nonzero(self._pairs[at] == _ERASED))
+        self._pairs[at] = versions[known]
+        if len(new):
+            self._n_rows += len(new)
+            self._insert(found.ids[new], versions[new], found.buckets[new])
 
     def _insert(self, ids: Ids, versions: Versions, buckets: Places) -> None:
         """Give ids that are not in the table a place each: the first empty one of their bucket, or of the next that has one.
@@ -224,6 +306,7 @@ class RowIndex:
         """
         tags, every_tag = self._home(ids, 1)[1].astype(np.uint8), self._tags.view(np.uint8)
         self._n_used += len(ids)
+        self._layout += 1
         while len(ids):
             n_taken = _WIDTH - np.bitwise_count(_zero_bytes(self._tags[buckets])).astype(np.int64)
             full = n_taken == _WIDTH
@@ -240,6 +323,7 @@ class RowIndex:
 
     def _rebuild(self, n_more: int) -> None:
         """Make room for n_more rows, or give up room that erased ids took; their places become free."""
+        self._layout += 1
         n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (_GROWTH / _MAX_LOAD / _WIDTH)) + 1)
         self._resize(max(n_old, n_new))
         starts = range(0, n_old, _WINDOW_BUCKETS)

@@ -137,7 +137,7 @@ class Applier:
 
     def _staleness(self, part: Part) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]
-        return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids)) for rows in seen)
+        return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids, keep=True)) for rows in seen)
 
     def pause(self, error: StorageError, pause_s: float) -> None:
         """Wait between tries of what storage did not take, and let everybody know why; apply thread only.

@@ -265,12 +265,12 @@ class Engine:
         definition, state = rows.definition, self._tables.state(rows.definition)
         records = self._scratch.take(len(rows.ids), definition.record.size_bytes)
         tokens, write, new = np.zeros(len(rows.ids), np.uint64), np.ones(len(rows.ids), bool), np.ones(len(rows.ids), bool)
+        known = state.versions(rows.ids, keep=True)
         stop = 0
         for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
             these = rows.take(block)
             stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
-            known = state.versions(these.ids)
-            todo = rows_to_write(definition, these.ids, known, stored, version=version, newest=newest, epoch=self.epoch)
+            todo = rows_to_write(definition, these.ids, known[block], stored, version=version, newest=newest, epoch=self.epoch)
             if not todo.all():
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)

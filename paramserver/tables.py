@@ -1,6 +1,10 @@
 """What a shard knows about one table while it runs: definition, update method, index and step. The lock that the index needs is here.
 
 Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
+
+A batch needs the places of its rows in the index up to three times: to tell how stale its push was, to compare storage with the index, and
+to set the new versions when all is stored. Who asks with `keep` has them kept until then, so that all three are one look-up where the ids
+are one and the same array: those of a push that was not merged with others.
 """
 
 import threading
@@ -8,6 +12,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.row_index import Found
 from kvemb.table_def import TableDef
 from paramserver.cache import CacheBudget, RecordCache
 from paramserver.index import RowIndex
@@ -32,6 +37,7 @@ class TableState:
         self.step = step
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
+        self._kept: Found | None = None  # of the batch under way
         self._lock = threading.Lock()
         if rows is not None:
             self._index.put(*rows)
@@ -41,17 +47,27 @@ class TableState:
         """Rows that exist."""
         return len(self._index)
 
-    def versions(self, ids: Ids) -> Ids:
-        """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only."""
-        return self._index.get(ids)
+    def versions(self, ids: Ids, *, keep: bool = False) -> Ids:
+        """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only.
+
+        Args:
+            ids: uint64 [n].
+            keep: these are n distinct rows of a batch to be applied; their array does not change until it is.
+        """
+        if not keep:
+            return self._index.get(ids)
+        self._kept = self._find(ids)
+        return self._index.at(self._kept)
 
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n distinct rows now have this version. Apply thread only."""
+        found, self._kept = self._find(ids), None
         with self._lock:
-            self._index.put(ids, np.full(len(ids), version, np.uint64))
+            self._index.set_at(found, version)
 
     def erased(self, ids: Ids) -> int:
         """Record that n distinct rows are gone; return how many existed. Apply thread only."""
+        self._kept = None
         with self._lock:
             return self._index.erase(ids)
 
@@ -64,6 +80,10 @@ class TableState:
         """Return copies of all ids and versions."""
         with self._lock:
             return self._index.arrays()
+
+    def _find(self, ids: Ids) -> Found:
+        kept = self._kept
+        return kept if kept is not None and kept.ids is ids else self._index.find(ids)
 
 
 class Tables:

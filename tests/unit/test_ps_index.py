@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb import row_index as module
 from paramserver.index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
@@ -34,6 +35,65 @@ def test_an_index_is_a_dict(steps: list[tuple[str, list[int]]], after: int, firs
     assert dict(zip(found.tolist(), versions.tolist(), strict=True)) == model
     expected = sorted(row for row in model if row > after or (first and row == after))[:limit]
     assert index.sorted_ids(after, first, limit).tolist() == expected
+
+
+@given(st.lists(STEP, max_size=20), st.data())
+def test_what_was_found_stays_good_whatever_happens_to_the_index(steps: list[tuple[str, list[int]]], data: st.DataObject) -> None:
+    index, model = RowIndex(), {}
+    looked_up: list[tuple[list[int], object]] = [([], index.find(u64([])))]
+    for number, (verb, ids) in enumerate(steps, start=1):
+        looked_up.append((ids, index.find(u64(ids))))
+        if verb == "erase":
+            index.erase(u64(ids))
+            model = {row: version for row, version in model.items() if row not in ids}
+        else:
+            ids, found = data.draw(st.sampled_from(looked_up))
+            index.set_at(found, number)
+            model.update(dict.fromkeys(ids, number))
+        if number % 5 == 0:  # a growth or two, in which rows move
+            more = range(1000 * number, 1000 * number + 900)
+            index.put(u64(more), u64(more))
+            model.update(zip(more, more, strict=True))
+        for seen, found in looked_up:
+            assert index.at(found).tolist() == [model.get(row, 0) for row in seen]
+        assert len(index) == len(model)
+    found_ids, versions = index.arrays()
+    assert dict(zip(found_ids.tolist(), versions.tolist(), strict=True)) == model
+
+
+def test_more_ids_than_one_block_are_found_and_set_like_few() -> None:
+    index, ids = RowIndex(), _spread(0, 200_000)
+    index.set_at(index.find(ids), 7)
+    found = index.find(ids)
+    index.set_at(found, 8)
+    assert (index.at(found) == 8).all()
+    assert (index.get(ids) == 8).all()
+    assert len(index) == len(ids)
+    assert index.size_bytes <= 24 * len(index)
+
+
+@pytest.mark.parametrize("few", [0, 10, 1 << 30])
+def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_once(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose bucket is the last or the one before it run over into the first ones, some of them after rows of those."""
+    monkeypatch.setattr(module, "_FEW", few)
+    index, many = RowIndex(), _spread(0, 40_000)
+    homes = index._home(many, len(index._tags))[0]
+    n_buckets = len(index._tags)
+    crowd = np.concatenate([many[homes == bucket][:30] for bucket in (n_buckets - 1, 0, n_buckets - 2, 5)])
+    model: dict[int, int] = {}
+    for start in range(0, len(crowd), 7):
+        some = crowd[start : start + 7]
+        index.put(some, some | np.uint64(1))
+        model.update(zip(some.tolist(), (some | np.uint64(1)).tolist(), strict=True))
+    assert len(index._tags) == n_buckets  # it did not grow
+    assert index.erase(crowd[::3]) == len(crowd[::3])
+    for row in crowd[::3].tolist():
+        del model[row]
+    assert index.get(many).tolist() == [model.get(row, 0) for row in many.tolist()]
+    found = index.find(crowd)
+    index.set_at(found, 3)
+    assert (index.at(found) == 3).all()
+    assert len(index) == len(crowd)
 
 
 def test_growth_keeps_every_row() -> None:

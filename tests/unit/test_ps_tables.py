@@ -1,0 +1,87 @@
+"""A table's state: a batch's rows are looked up in the index once, and what was kept of that never says what is not so."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvemb.errors import StorageError
+from kvemb.record import make_version
+from kvemb.row_index import Places, RowIndex
+from paramserver.aggregate import merge
+from paramserver.applier import Applier
+from paramserver.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
+from paramserver.engine import Engine
+from paramserver.tables import TableState
+from tests.unit.test_ps_engine import SGD, engine_on, make_store, rows
+
+
+def u64(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, np.uint64)
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ids each look-up in an index was for."""
+    counts: list[int] = []
+    find = RowIndex._find
+
+    def counted(self: RowIndex, ids: np.ndarray) -> tuple[Places, Places]:
+        counts.append(len(ids))
+        return find(self, ids)
+
+    monkeypatch.setattr(RowIndex, "_find", counted)
+    return counts
+
+
+def apply(engine: Engine, *pushed: CheckedRows) -> tuple[float, int]:
+    """Do what the apply thread does with one push."""
+    part = Part(pushed, Ticket(1, 0, 0))
+    push = Push("a", 1, 1, (part,))
+    stale = Applier(None, engine, engine._tables, None)._staleness(part)  # type: ignore[arg-type]  # it is not started
+    engine.run(merge([push], sync=False), make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
+    return stale
+
+
+def test_a_push_on_its_own_looks_its_rows_up_once(looked_up: list[int]) -> None:
+    engine, pushed = engine_on(make_store()), rows(SGD, [1, 5, 9])
+    seen = CheckedRows(SGD, pushed.ids, pushed.rows, u64([0, 0, 0]), pushed.hyper)
+    assert apply(engine, seen) == (0.0, 0)
+    looked_up.clear()
+    assert apply(engine, seen) == (1.0, 1)
+    cache_find = 1  # the cache has an index of its own
+    assert looked_up == [3] * (1 + cache_find)
+
+
+def test_rows_that_came_or_went_since_they_were_looked_up_are_noticed() -> None:
+    table, ids = TableState(SGD), u64([3, 4])
+    assert table.versions(ids, keep=True).tolist() == [0, 0]
+    table.applied(u64([4, 5]), 7)
+    assert table.versions(ids, keep=True).tolist() == [0, 7]
+    assert table.erased(u64([4])) == 1
+    table.applied(ids, 8)
+    assert table.versions(u64([3, 4, 5])).tolist() == [8, 8, 7]
+    assert table.n_rows == 3
+
+
+def test_rows_kept_of_a_batch_that_failed_are_not_taken_for_those_of_the_next() -> None:
+    engine = engine_on(make_store())
+    failed = rows(SGD, [1, 2])
+    engine._store.spoil = lambda parts: (_ for _ in ()).throw(StorageError("full"))  # type: ignore[attr-defined]
+    with pytest.raises(StorageError):
+        engine.run(Batch(APPLY, (failed,)), make_version(1, 1), lambda error, pause_s: None)
+    apply(engine, rows(SGD, [2, 3]))
+    assert engine._tables.state(SGD).versions(u64([1, 2, 3])).tolist() == [0, make_version(1, 1), make_version(1, 1)]
+    engine.run(Batch(APPLY, (failed,)), make_version(1, 2), lambda error, pause_s: None)
+    assert engine._tables.state(SGD).versions(u64([1, 2, 3])).tolist() == [make_version(1, 2), make_version(1, 2), make_version(1, 1)]
+
+
+def test_what_is_kept_ends_with_its_batch() -> None:
+    """The same array with other ids in it is another batch."""
+    table, ids = TableState(SGD), u64([3, 4])
+    table.versions(ids, keep=True)
+    table.applied(ids, 7)
+    ids += np.uint64(10)
+    assert table.versions(ids, keep=True).tolist() == [0, 0]
+    table.applied(ids, 8)
+    assert table.versions(u64([3, 4, 13, 14])).tolist() == [7, 7, 8, 8]
