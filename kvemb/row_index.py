@@ -40,8 +40,8 @@ _MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
 _WINDOW_BUCKETS = 1 << 13
-_FEW = 1024  # ids that are looked up in several buckets at once: no more steps than that, at the price of looking at all of them
-_NEXT_BUCKETS = np.arange(4)
+_FEW = 1024  # ids that are looked for in several buckets at once, and how many buckets that may be in all
+_FEWEST_NEXT, _NEXT_BUCKETS = 4, np.arange(16)
 # Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
 _KEY = np.uint64(digest64("row index"))
 _1, _32, _255 = (np.uint64(n) for n in (1, 32, 255))
@@ -220,12 +220,11 @@ class RowIndex:
         words = self._tags.take(buckets, mode="clip")
         alike = _zero_bytes(words ^ tags)
         places, found = self._look(ids, buckets, alike)
-        lost = ~found
-        places[lost] = -1
         on = words > _LAST_TAKEN
         on |= alike != 0
-        on &= lost
-        left = np.flatnonzero(on)
+        on &= np.invert(found, out=found)
+        np.putmask(places, found, -1)
+        left = on.nonzero()[0]
         while len(left) > _FEW:
             alike[left] &= alike[left] - _1  # the first of them was another id
             on = left[alike[left] == 0]
@@ -254,24 +253,21 @@ class RowIndex:
 
     def _look_on(self, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
         """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets; return who must go on."""
-        near = buckets[left, None] + _NEXT_BUCKETS
-        near[near >= len(self._tags)] -= len(self._tags)
-        words = self._tags.take(near, mode="clip")
-        hits = np.flatnonzero(_zero_bytes(words ^ tags[left, None]).view(np.uint8))  # numbers of places, row after row
-        at = near.reshape(-1)[hits // _WIDTH] * _WIDTH + hits % _WIDTH
-        whose = left[hits // (_WIDTH * len(_NEXT_BUCKETS))]
+        width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(self._tags)
+        near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones
+        words = self._tags.take(near, mode="wrap")
+        hits = _zero_bytes(words ^ tags[left][:, None]).reshape(-1).view(np.uint8).nonzero()[0]  # numbers of places, row after row
+        at = near.reshape(-1).take(hits >> 3) % n_buckets * _WIDTH + (hits & 7)
+        whose = left[hits // (_WIDTH * width)]
         same = self._pairs.take(2 * at, mode="clip") == ids[whose]
         places[whose[same]] = at[same]
-        lost = np.flatnonzero(places[left] < 0)
+        lost = (places[left] < 0).nonzero()[0]
         if not len(lost):
             return lost
-        left, last = left[lost], words[lost] <= _LAST_TAKEN  # probes end in the first bucket that has room
-        ends, first = last.any(axis=1), last.argmax(axis=1)
-        first[~ends] = len(_NEXT_BUCKETS) - 1
-        buckets[left] = near[lost, first]
-        left = left[~ends]
-        buckets[left] = (buckets[left] + 1) % len(self._tags)
-        return left
+        left, room = left[lost], words[lost] <= _LAST_TAKEN  # the search ends at the first bucket that has room
+        ends, first = room.any(axis=1), room.argmax(axis=1)
+        buckets[left] = np.where(ends, near[lost, first], near[lost, -1] + 1) % n_buckets
+        return left[~ends]
 
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""
