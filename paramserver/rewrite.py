@@ -133,19 +133,21 @@ def new_records(
     """
     definition, optimizer = state.definition, state.optimizer
     n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
-    versions = np.full(n, version, np.uint64)
     if kind == ASSIGN:
-        weights, slots = round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim)
-        definition.record.encode(rows.ids, versions, weights, slots, out)
+        definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim), out)
         return
-    old_weights, old_slots = definition.record.weights(records), definition.record.slots(records)
-    new = ~exists
-    if new.any():
-        old_weights, old_slots = old_weights.copy(), old_slots.copy()  # one row alone may be a view of what was read
+    weights, slots = _own(definition.record.weights(records), records), _own(definition.record.slots(records), records)
+    if not exists.all():
+        new = ~exists
         first = definition.initializer.rows(rows.ids[new], dim, table=definition.name, seed=definition.seed)
         # As the storage dtype shows it: a pull before the creation rounds the same way.
-        old_weights[new] = to_float32(round_nearest(first, dtype), dtype)
-        old_slots[new] = optimizer.init_slots(int(new.sum()), dim)
-    new_weights, new_slots = optimizer.update(old_weights, old_slots, rows.rows, rows.hyper, state.step + 1)
-    stored = round_stochastic(new_weights, dtype, ids=rows.ids, versions=versions, seed=definition.seed)
-    definition.record.encode(rows.ids, versions, stored, new_slots, out)
+        weights[new] = to_float32(round_nearest(first, dtype), dtype)
+        slots[new] = optimizer.init_slots(len(first), dim)
+    optimizer.update_in_place(weights, slots, rows.rows, rows.hyper, state.step + 1)
+    stored = round_stochastic(weights, dtype, ids=rows.ids, versions=version, seed=definition.seed)
+    definition.record.encode(rows.ids, version, stored, slots, out)
+
+
+def _own(values: NDArray[np.float32], records: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The values themselves, or a copy where they lie in the records, as those of one row alone may: what was read stays as it is."""
+    return values.copy() if np.may_share_memory(values, records) else values

@@ -95,16 +95,39 @@ class Optimizer:
             array([[0.5, 1.5]], dtype=float32)
         """
         self._check(weights, slots, grads, step)
+        new_weights, new_slots = np.array(weights, order="C"), np.empty(slots.shape, np.float32)
+        self._update(new_weights, slots, new_slots, grads, hyper, step)
+        return new_weights, new_slots
+
+    def update_in_place(self, weights: Array, slots: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        """Do what `update` does, to the same bits, and leave the new weights and slots in the arrays that held the old ones.
+
+        Args:
+            weights, slots: as in `update`, C-contiguous.
+            grads, hyper, step: as in `update`.
+
+        Raises:
+            InvalidInputError: as `update`; nothing was changed.
+
+        Example:
+            >>> import kvemb.optim; from paramserver.optim import build
+            >>> w, g = np.ones((1, 2), np.float32), np.array([[1, -1]], np.float32)
+            >>> build(kvemb.optim.sgd(lr=0.5)).update_in_place(w, np.empty((1, 0), np.float32), g, {}, step=1); w
+            array([[0.5, 1.5]], dtype=float32)
+        """
+        self._check(weights, slots, grads, step)
+        self._update(weights, slots, slots, grads, hyper, step)
+
+    def _update(self, weights: Array, slots: Array, new_slots: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        """Change `weights` in place; fill in `new_slots`, which may be `slots`."""
         # Python floats: a NumPy float64 scalar among them would turn the arithmetic into float64.
         hyper = self.spec.check_hyper(hyper)
-        new_weights, new_slots = np.array(weights, order="C"), np.empty(slots.shape, np.float32)
         layout = self._layout(weights.shape[1])
         rows = max(1, _BLOCK_VALUES // max(1, weights.shape[1]))
         for low in range(0, len(weights), rows):
             block = slice(low, low + rows)
             parts = [(slots[block, columns], new_slots[block, columns]) for columns in layout]
-            self._update_block(new_weights[block], parts, grads[block], hyper, step)
-        return new_weights, new_slots
+            self._update_block(weights[block], parts, grads[block], hyper, step, own=slots is new_slots and len(layout) == 1)
 
     def _update_block(
         self,
@@ -113,14 +136,18 @@ class Optimizer:
         grads: Array,
         hyper: Mapping[str, float],
         step: int,
+        *,
+        own: bool,
     ) -> None:
-        """Change `weights` in place; of each of `parts`, (before, after), fill in `after`."""
+        """Change `weights` in place; of each of `parts`, (before, after), fill in `after`: with `own` they are one contiguous array."""
         grads = np.clip(grads, -GRAD_LIMIT, GRAD_LIMIT, order="C")  # a copy, so the kernel may use it up
         for transform in self.transforms:
             transform(grads, weights, hyper)
         # Contiguous copies: on columns of the wider slots array every operation would start anew at each row.
-        owned = [before.copy(order="C") for before, _ in parts]
+        owned = [before if own else before.copy(order="C") for before, _ in parts]
         self.kernel(weights, owned, grads, hyper, step)
+        if own:
+            return
         for (_, after), values in zip(parts, owned, strict=True):
             after[...] = values
 

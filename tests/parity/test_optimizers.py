@@ -306,6 +306,21 @@ def test_arguments_are_not_changed_and_results_are_new(case: Case) -> None:
 
 
 @every_case
+def test_an_update_in_place_gives_the_same_bits_and_leaves_the_gradients_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, weights, slots, grads = state_after(case, 101, DIM)
+    monkeypatch.setattr("paramserver.optim.base._BLOCK_VALUES", 40 * DIM)
+    expected = optimizer.update(weights, slots, grads, {}, 3)
+    mine, my_slots = weights.copy(), slots.copy()
+    grads.flags.writeable = False
+    optimizer.update_in_place(mine, my_slots, grads, {}, 3)
+    np.testing.assert_array_equal(mine.view(np.uint32), expected[0].view(np.uint32))
+    np.testing.assert_array_equal(my_slots.view(np.uint32), expected[1].view(np.uint32))
+    with pytest.raises(InvalidInputError):
+        optimizer.update_in_place(mine, my_slots, grads, {"lr": -1.0}, 4)
+    np.testing.assert_array_equal(mine, expected[0])
+
+
+@every_case
 def test_an_empty_batch_gives_an_empty_batch(case: Case) -> None:
     optimizer = build(case.spec)
     empty = np.empty((0, DIM), np.float32)
