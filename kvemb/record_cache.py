@@ -64,11 +64,12 @@ class RecordCache:
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
-        at = self._places.get(ids).view(np.int64) - 1
-        hits = at[at >= 0]
-        self._used[hits] = True
+        at = self._look(ids)
+        kept = at >= 0
+        n_hits = int(np.count_nonzero(kept))
+        self._used[at if n_hits == len(at) else at[kept]] = True
         self._budget.n_lookups += len(ids)
-        self._budget.n_hits += len(hits)
+        self._budget.n_hits += n_hits
         return at
 
     def put(self, ids: Ids, records: NDArray[np.uint8], tokens: Ids | None, at: NDArray[np.int64] | None = None) -> None:
@@ -83,7 +84,7 @@ class RecordCache:
         if not len(self.records):
             return
         if at is None:
-            at = self._places.get(ids).view(np.int64) - 1
+            at = self._look(ids)
         kept = at >= 0
         if kept.all():
             self._set(at, records, tokens)
@@ -103,7 +104,7 @@ class RecordCache:
 
     def forget(self, ids: Ids, *, pinned: bool = True) -> None:
         """Drop rows, those that are kept among them; without `pinned` only those that are not pinned."""
-        at = self._places.get(ids).view(np.int64) - 1
+        at = self._look(ids)
         at = at[at >= 0]
         if self.n_pinned:
             held = self._pinned[at]
@@ -129,7 +130,7 @@ class RecordCache:
         """Return which rows are pinned: bool [n]."""
         if not self.n_pinned:
             return np.zeros(len(ids), bool)
-        at = self._places.get(ids).view(np.int64) - 1
+        at = self._look(ids)
         pinned: NDArray[np.bool_] = (at >= 0) & self._pinned[at]
         return pinned
 
@@ -137,6 +138,11 @@ class RecordCache:
         """Return places and ids of the rows that are pinned."""
         at = np.flatnonzero(self._pinned[: self._n_taken])
         return at, self._ids[at]
+
+    def _look(self, ids: Ids) -> NDArray[np.int64]:
+        at = self._places.get(ids).view(np.int64)
+        at -= 1
+        return at
 
     def _make_room(self, n: int) -> NDArray[np.int64]:
         """Return places for at most n new rows: fresh ones within the budget, then those of rows not used lately."""

@@ -223,14 +223,14 @@ class Engine:
 
     def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
         """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
-        cached = [self._tables.state(rows.definition).cache.find(rows.ids) for rows in todo]
-        missing = [rows.take(at < 0) if (at >= 0).any() else rows for rows, at in zip(todo, cached, strict=True)]
-        reads = [self._read_part(rows) for rows in missing if len(rows.ids)]
-        results = iter(self._store.read(reads, Deadline.after(self._timeout_s)) if reads else ())
-        return [
-            Fetched(self._tables.state(rows.definition).cache, at, self._checked(lacking, next(results)) if len(lacking.ids) else None)
-            for rows, at, lacking in zip(todo, cached, missing, strict=True)
-        ]
+        caches = [self._tables.state(rows.definition).cache for rows in todo]
+        places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]
+        lacking = [at < 0 for at in places]
+        missing = [rows if none.all() else rows.take(none) for rows, none in zip(todo, lacking, strict=True) if none.any()]
+        reads = [self._read_part(rows) for rows in missing]
+        results = self._store.read(reads, Deadline.after(self._timeout_s)) if reads else []
+        read = iter([self._checked(rows, result) for rows, result in zip(missing, results, strict=True)])
+        return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
 
     def _checked(self, rows: CheckedRows, read: ReadResult) -> Records:
         got, record = read.in_key_order(), rows.definition.record
@@ -262,13 +262,13 @@ class Engine:
 
     def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int, newest: int) -> Prepared:
         """Compare versions with the index; return the rows still to write and their new records."""
-        definition, state = rows.definition, self._tables.state(rows.definition)
-        records = self._scratch.take(len(rows.ids), definition.record.size_bytes)
-        tokens, write, new = np.zeros(len(rows.ids), np.uint64), np.ones(len(rows.ids), bool), np.ones(len(rows.ids), bool)
+        definition, state, n = rows.definition, self._tables.state(rows.definition), len(rows.ids)
+        records = self._scratch.take(n, definition.record.size_bytes)
+        tokens, write, new = np.zeros(n, np.uint64), np.ones(n, bool), np.ones(n, bool)
         known = state.versions(rows.ids, keep=True)
         stop = 0
         for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
-            these = rows.take(block)
+            these = rows if len(old.found) == n else rows.take(block)
             stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
             todo = rows_to_write(definition, these.ids, known[block], stored, version=version, newest=newest, epoch=self.epoch)
             if not todo.all():
