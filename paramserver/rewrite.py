@@ -94,10 +94,12 @@ def rows_to_write(
         FencedError: a row was written in a later epoch: this shard has another owner now.
         LostRowError: a row is missing or has another version.
     """
-    done: NDArray[np.bool_] = (stored >= np.uint64(version)) & (stored <= np.uint64(newest))
-    wrong = ~done & (stored != known)
+    todo: NDArray[np.bool_] = stored < np.uint64(version)
+    todo |= stored > np.uint64(newest)
+    wrong = stored != known
+    wrong &= todo
     if not wrong.any():
-        return ~done
+        return todo
     later = wrong & (stored >> np.uint64(48) > np.uint64(epoch))
     at = int(np.argmax(later if later.any() else wrong))
     row = f"table {definition.name!r}, id {shown_id(definition, int(ids[at]))}"
