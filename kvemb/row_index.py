@@ -3,11 +3,9 @@
 Shards know by it which rows exist, and both caches of rows (`kvemb.record_cache`) find theirs.
 
 A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
-(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty: a lookup compares the 8 tags of a bucket at once,
-as one word, and then looks at one pair, also where buckets are nearly full. All operations take batches of distinct ids, a block at a time
-so that what one step leaves is still in the processor's cache for the next; there is no loop over rows. Ids that are not settled by their
-own bucket go on bucket by bucket while they are many, and through several buckets at once when few are left: a batch of a thousand ids
-pays for the number of steps, not for their data.
+(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty, by which ids are found (`kvemb.row_search`). All
+operations take batches of distinct ids, a block at a time so that what one step leaves is still in the processor's cache for the next;
+there is no loop over rows.
 
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken, so a row costs 20 to 23.7 bytes from about
 a thousand rows on, at any number of them. Growth happens in place, a window of the table at a time: a larger table keeps the order of the
@@ -27,26 +25,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.hashing import digest64, mix64_inplace
+from kvemb.row_search import WIDTH, Ids, Places, find, home, zero_bytes
 
-Ids = NDArray[np.uint64]
 Versions = NDArray[np.uint64]
-Places = NDArray[np.int64]
 
 _ERASED = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # as a version: epoch and k both at their very end, which no shard reaches
-_WIDTH = 8  # places of a bucket: their tags are one word
 _MIN_BUCKETS = 128
 _MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
 _WINDOW_BUCKETS = 1 << 13
-_FEW = 2048  # ids that are looked for in several buckets at once, and how many buckets that may be in all
-_FEWEST_NEXT, _NEXT_BUCKETS = 4, np.arange(16)
-# Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
-_KEY = np.uint64(digest64("row index"))
-_1, _7, _32, _255 = (np.uint64(n) for n in (1, 7, 32, 255))
-_LAST_TAKEN = np.uint64((1 << 56) - 1)  # the tags of a full bucket are above
-_EVERY_01, _EVERY_7F = np.uint64(0x0101_0101_0101_0101), np.uint64(0x7F7F_7F7F_7F7F_7F7F)
 
 
 class Index(Protocol):
@@ -70,6 +58,15 @@ class Index(Protocol):
 
     def put(self, ids: Ids, versions: Versions) -> None:
         """See `RowIndex.put`."""
+
+    def find(self, ids: Ids) -> "Found":
+        """See `RowIndex.find`."""
+
+    def at(self, found: "Found") -> Versions:
+        """See `RowIndex.at`."""
+
+    def set_at(self, found: "Found", version: int) -> None:
+        """See `RowIndex.set_at`."""
 
     def erase(self, ids: Ids) -> int:
         """See `RowIndex.erase`."""
@@ -116,7 +113,7 @@ class RowIndex:
 
     def __init__(self) -> None:
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
-        self._pairs = np.zeros(2 * _WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
+        self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
         self._n_rows = self._n_used = 0
         self._layout = 0  # rises when an id gets a place, or another place
 
@@ -192,19 +189,12 @@ class RowIndex:
 
     # --- looking ----------------------------------------------------------------------------------------------------------------
 
-    def _home(self, ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
-        """The bucket where each id's probes begin, ascending with the hash, and its tag, 1 to 255."""
-        hashes, scratch = ids ^ _KEY, np.empty_like(ids)
-        mix64_inplace(hashes, scratch)
-        tags = np.maximum(np.bitwise_and(hashes, _255, out=scratch), _1, out=scratch)
-        hashes >>= _32
-        hashes *= np.uint64(n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
-        hashes >>= _32
-        return hashes.view(np.int64), tags
-
     def _still(self, found: Found) -> Found:
         """What was found, looked up again if the index has another layout by now. Erased ids are no new layout: they keep their places."""
         return found if found.layout == self._layout else self.find(found.ids)
+
+    def _find(self, ids: Ids) -> tuple[Places, Places]:
+        return find(self._tags, self._pairs, ids)
 
     def _versions(self, places: Places) -> Versions:
         held = self._pairs.take(2 * places + 1, mode="clip")
@@ -213,67 +203,9 @@ class RowIndex:
         held[none] = 0
         return held
 
-    def _find(self, ids: Ids) -> tuple[Places, Places]:
-        """The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each."""
-        buckets, tags = self._home(ids, len(self._tags))
-        tags *= _EVERY_01
-        words = self._tags.take(buckets, mode="clip")
-        alike = _zero_bytes(words ^ tags)
-        places, found = self._look(ids, buckets, alike)
-        on = words > _LAST_TAKEN
-        on |= alike != 0
-        on &= np.invert(found, out=found)
-        np.putmask(places, found, -1)
-        left = on.nonzero()[0]
-        while len(left) > _FEW:
-            alike[left] &= alike[left] - _1  # the first of them was another id
-            on = left[alike[left] == 0]
-            left, on = left[alike[left] != 0], on[self._tags[buckets[on]] > _LAST_TAKEN]
-            buckets[on] = (buckets[on] + 1) % len(self._tags)
-            alike[on] = _zero_bytes(self._tags[buckets[on]] ^ tags[on])
-            left = np.concatenate([left, on])
-            at, found = self._look(ids[left], buckets[left], alike[left])
-            places[left[found]] = at[found]
-            left = left[~found]
-        while len(left):
-            left = self._look_on(ids, left, places, buckets, tags)
-        return places, buckets
-
-    def _look(self, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
-        """Compare ids with the first place of their buckets whose tag is theirs."""
-        lowest = np.negative(alike)
-        lowest &= alike
-        lowest -= _1
-        some = alike != 0
-        places = buckets * _WIDTH
-        places += np.bitwise_count(lowest) >> 3
-        places *= some  # those without one all look at the same place, which costs nothing
-        some &= self._pairs.take(2 * places, mode="clip") == ids
-        return places, some
-
-    def _look_on(self, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
-        """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets; return who must go on."""
-        width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(self._tags)
-        near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones
-        words = self._tags.take(near, mode="wrap")
-        marks = _zero_bytes(words ^ tags[left][:, None]).reshape(-1)
-        marks >>= _7  # as booleans, among which NumPy finds those that are set several times faster than among bytes
-        hits = marks.view(np.bool_).nonzero()[0]  # numbers of places, row after row
-        at = near.reshape(-1).take(hits >> 3) % n_buckets * _WIDTH + (hits & 7)
-        whose = left[hits // (_WIDTH * width)]
-        same = self._pairs.take(2 * at, mode="clip") == ids[whose]
-        places[whose[same]] = at[same]
-        lost = (places[left] < 0).nonzero()[0]
-        if not len(lost):
-            return lost
-        left, room = left[lost], words[lost] <= _LAST_TAKEN  # the search ends at the first bucket that has room
-        ends, first = room.any(axis=1), room.argmax(axis=1)
-        buckets[left] = np.where(ends, near[lost, first], near[lost, -1] + 1) % n_buckets
-        return left[~ends]
-
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""
-        pairs = self._pairs.reshape(-1, 2)[buckets.start * _WIDTH : buckets.stop * _WIDTH]
+        pairs = self._pairs.reshape(-1, 2)[buckets.start * WIDTH : buckets.stop * WIDTH]
         live = self._tags[buckets].view(np.uint8) != 0
         live &= pairs[:, 1] != _ERASED
         return pairs[live, 0], pairs[live, 1]
@@ -283,7 +215,7 @@ class RowIndex:
     def _put(self, found: Found, versions: Versions, all_ids: Ids) -> None:
         """Set versions; `all_ids` are these and others that will be put next, for which a rebuild makes room as well."""
         new = np.flatnonzero(found.places < 0)
-        if self._n_used + len(new) > _MAX_LOAD * _WIDTH * len(self._tags):
+        if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
             self._rebuild(int(np.count_nonzero(self.get(all_ids) == 0)))
             found = self.find(found.ids)
@@ -302,16 +234,16 @@ class RowIndex:
 
         Several ids may claim one empty place in a round: all write, the one that is found there afterwards has won.
         """
-        tags, every_tag = self._home(ids, 1)[1].astype(np.uint8), self._tags.view(np.uint8)
+        tags, every_tag = home(ids, 1)[1].astype(np.uint8), self._tags.view(np.uint8)
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
-            n_taken = _WIDTH - np.bitwise_count(_zero_bytes(self._tags[buckets])).astype(np.int64)
-            full = n_taken == _WIDTH
+            n_taken = WIDTH - np.bitwise_count(zero_bytes(self._tags[buckets])).astype(np.int64)
+            full = n_taken == WIDTH
             if full.any():
                 buckets = (buckets + full) % len(self._tags)
                 continue
-            at = buckets * _WIDTH + n_taken
+            at = buckets * WIDTH + n_taken
             self._pairs[2 * at] = ids
             won = self._pairs[2 * at] == ids
             self._pairs[2 * at[won] + 1] = versions[won]
@@ -322,7 +254,7 @@ class RowIndex:
     def _rebuild(self, n_more: int) -> None:
         """Make room for n_more rows, or give up room that erased ids took; their places become free."""
         self._layout += 1
-        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (_GROWTH / _MAX_LOAD / _WIDTH)) + 1)
+        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (_GROWTH / _MAX_LOAD / WIDTH)) + 1)
         self._resize(max(n_old, n_new))
         starts = range(0, n_old, _WINDOW_BUCKETS)
         self._n_used, late = 0, [self._rows(slice(0, 0))]
@@ -337,13 +269,13 @@ class RowIndex:
 
     def _fill(self, ids: Ids, versions: Versions, window: slice, n_buckets: int) -> tuple[Ids, Versions]:
         """Put rows into empty buckets, in the order of their hashes; return the few that belong elsewhere or find no room there."""
-        buckets, tags = self._home(ids, n_buckets)
+        buckets, tags = home(ids, n_buckets)
         rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which this one makes use of
         buckets = buckets[rows]
         first, last = np.searchsorted(buckets, (window.start, window.stop))
         rank = np.arange(last - first)
-        at = np.maximum.accumulate(buckets[first:last] * _WIDTH - rank) + rank
-        n_fit = int(np.searchsorted(at, window.stop * _WIDTH))
+        at = np.maximum.accumulate(buckets[first:last] * WIDTH - rank) + rank
+        n_fit = int(np.searchsorted(at, window.stop * WIDTH))
         these, at = rows[first : first + n_fit], at[:n_fit]
         self._pairs[2 * at], self._pairs[2 * at + 1] = ids[these], versions[these]
         self._tags.view(np.uint8)[at] = tags[these]
@@ -353,18 +285,8 @@ class RowIndex:
 
     def _resize(self, n_buckets: int) -> None:
         # refcheck counts references that are none to the memory; views of these two arrays never outlive a method.
-        self._pairs.resize(2 * _WIDTH * n_buckets, refcheck=False)  # first: when there is no memory for it, nothing has changed
+        self._pairs.resize(2 * WIDTH * n_buckets, refcheck=False)  # first: when there is no memory for it, nothing has changed
         self._tags.resize(n_buckets, refcheck=False)
-
-
-def _zero_bytes(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mark the highest bit of every byte that is 0, no other bit."""
-    marks = words & _EVERY_7F
-    marks += _EVERY_7F
-    marks |= words
-    marks |= _EVERY_7F
-    np.invert(marks, out=marks)
-    return marks
 
 
 def _blocks(n: int) -> Iterator[slice]:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb import row_index as module
+from kvemb import row_search
+from kvemb.row_search import home
 from paramserver.index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
@@ -75,9 +76,9 @@ def test_more_ids_than_one_block_are_found_and_set_like_few() -> None:
 @pytest.mark.parametrize("few", [0, 10, 1 << 30])
 def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_once(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose bucket is the last or the one before it run over into the first ones, some of them after rows of those."""
-    monkeypatch.setattr(module, "_FEW", few)
+    monkeypatch.setattr(row_search, "_FEW", few)
     index, many = RowIndex(), _spread(0, 40_000)
-    homes = index._home(many, len(index._tags))[0]
+    homes = home(many, len(index._tags))[0]
     n_buckets = len(index._tags)
     crowd = np.concatenate([many[homes == bucket][:30] for bucket in (n_buckets - 1, 0, n_buckets - 2, 5)])
     model: dict[int, int] = {}
@@ -130,7 +131,7 @@ def test_ids_of_one_shard_do_not_cluster() -> None:
     ids = ids[shard_of(ids, 64) == 3]
     index = RowIndex()
     index.put(ids, ids + np.uint64(1))
-    rows_per_bucket = np.bincount(index._home(ids, len(index._tags))[0], minlength=len(index._tags))
+    rows_per_bucket = np.bincount(home(ids, len(index._tags))[0], minlength=len(index._tags))
     assert (rows_per_bucket == 0).mean() < 0.02
     assert rows_per_bucket.max() < 24
 
