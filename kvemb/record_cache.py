@@ -85,21 +85,21 @@ class RecordCache:
             return
         if at is None:
             at = self._look(ids)
-        kept = at >= 0
-        if kept.all():
+        new = np.flatnonzero(at < 0)
+        if not len(new):
             self._set(at, records, tokens)
             self._used[at] = True
             return
         # Rows that are kept already come first: making room for the others may well take their places, which is fine then.
-        self._set(at[kept], records[kept], None if tokens is None else tokens[kept])
+        kept = np.flatnonzero(at >= 0)
+        self._set(at[kept], records, tokens, kept)
         self._used[at[kept]] = True
-        new = np.flatnonzero(~kept)
         places = self._make_room(len(new))
         new = new[: len(places)]  # more rows than there is room for: the rest is not kept
         self._ids[places] = ids[new]
         self._live[places] = True
         self._places.put(ids[new], (places + 1).view(np.uint64))
-        self._set(places, records[new], None if tokens is None else tokens[new])
+        self._set(places, records, tokens, new)
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 
     def forget(self, ids: Ids, *, pinned: bool = True) -> None:
@@ -175,12 +175,16 @@ class RecordCache:
         self._live[places] = False
         return places
 
-    def _set(self, places: NDArray[np.int64], records: NDArray[np.uint8], tokens: Ids | None) -> None:
-        # Whole records as items: NumPy copies each at once, where an array of bytes takes twice as long.
+    def _set(
+        self, places: NDArray[np.int64], records: NDArray[np.uint8], tokens: Ids | None, which: NDArray[np.intp] | None = None
+    ) -> None:
+        """Copy records and tokens, or those of them that `which` numbers, to their places."""
+        # Whole records as items: NumPy copies each at once, where an array of bytes takes two to nine times as long.
         whole = f"V{self._record_bytes}"
-        self.records.view(whole)[places, 0] = np.ascontiguousarray(records).view(whole)[:, 0]
+        items = np.ascontiguousarray(records).view(whole)[:, 0]
+        self.records.view(whole)[places, 0] = items if which is None else items.take(which)
         if tokens is not None:
-            self.tokens[places] = tokens
+            self.tokens[places] = tokens if which is None else tokens[which]
 
     def _release(self, places: NDArray[np.int64]) -> None:
         self._places.erase(self._ids[places])

@@ -60,15 +60,17 @@ class Fetched:
         read = self.read.take(slice(int(self._n_read[block.start]), int(self._n_read[block.stop])))
         if len(read.found) == len(at):
             return read
-        lacking = at < 0
-        kept = ~lacking
-        records = np.empty((len(at), self.cache.records.shape[1]), np.uint8)
+        lacking = np.flatnonzero(at < 0)
+        size = self.cache.records.shape[1]
+        whole = f"V{size}"  # records as items, which are copied at once
+        items = self.cache.records.view(whole)[:, 0].take(at, mode="clip")  # any record where one is lacking
+        items[lacking] = np.ascontiguousarray(read.records).view(whole)[:, 0]
         found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)
-        records[kept], records[lacking] = np.take(self.cache.records, at[kept], axis=0), read.records
         found[lacking] = read.found
         if read.tokens is not None:
-            tokens[kept], tokens[lacking] = self.cache.tokens[at[kept]], read.tokens
-        return Records(records, found, tokens)
+            tokens = self.cache.tokens.take(at, mode="clip")
+            tokens[lacking] = read.tokens
+        return Records(items.view(np.uint8).reshape(len(at), size), found, tokens)
 
     @cached_property
     def _n_read(self) -> NDArray[np.int64]:
