@@ -53,6 +53,11 @@ def test_a_good_part_comes_back_with_all_run_time_values() -> None:
     assert checked.ids.tolist() == OWNED.tolist()
 
 
+def test_ids_need_not_ascend() -> None:
+    (checked,) = check(part(rows(ids=OWNED[[2, 0, 3, 1]])))
+    assert checked.ids.tolist() == OWNED[[2, 0, 3, 1]].tolist()
+
+
 def test_a_part_without_rows_is_fine() -> None:
     (checked,) = check(part(rows(ids=OWNED[:0], rows=np.empty((0, 0), np.float32))))
     assert checked.rows.shape == (0, 2)
@@ -81,6 +86,7 @@ def test_a_negative_id_is_named_as_its_caller_wrote_it() -> None:
         (part(rows(schema=TABLE.schema ^ 1)), "another definition"),
         (part(rows(rows=np.ones((len(OWNED), 3), np.float32))), "dim 3, expected 2"),
         (part(rows(ids=OWNED[[0, 1, 1, 2]])), f"id {OWNED[1]} stands twice"),
+        (part(rows(ids=OWNED[[3, 0, 1, 3]])), f"id {OWNED[3]} stands twice"),
         (part(rows(ids=np.arange(4, dtype=np.uint64))), "belongs to shard"),
         (part(rows(hyper={"lr": float("nan")})), "lr"),
         (part(rows(hyper={"speed": 1.0})), "speed"),
