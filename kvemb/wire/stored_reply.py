@@ -1,6 +1,8 @@
 """Reader of memcached's answers to conditional writes: `HD c<token>` and its refusals, one line per row, of varying width.
 
-No values are in these replies, so every line end ends a row's answer, and all lines are parsed at once from the positions of the ends.
+No values are in these replies, so every line end ends a row's answer. memcached hands them over in small pieces; they are left to gather,
+since parsing costs the same for few lines as for many. Tokens count up, so usually all lines are equally wide and have a constant stride;
+others are parsed from the positions of their ends.
 """
 
 from dataclasses import dataclass, field
@@ -9,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.scan import Bytes, is_error, take_line
+from kvemb.wire.scan import EOL, Bytes, is_error, matches, take_line
 from kvemb.wire.token_reply import parse_digits
 
 _STORED = int.from_bytes(b"HD", "little")
 # NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
 _REFUSED = tuple(int.from_bytes(code, "little") for code in (b"NS", b"EX", b"NF"))
 _HEAD = 4  # "HD c"
+_USUAL = b"HD c"
+_MOST_DIGITS = 19  # that 64 bits certainly hold
+_GATHERED_BYTES = 16 << 10
 
 
 @dataclass(eq=False)
@@ -37,7 +42,9 @@ class StoredReply:
         return self._at == len(self.out)
 
     def feed(self, data: Bytes) -> int:
-        position = 0
+        if self._may_wait(data):
+            return 0
+        position = self._take_usual(data)
         while not self.done:
             before = position
             position += self._take_lines(data[position:])
@@ -46,6 +53,33 @@ class StoredReply:
             if position == before:
                 break
         return position
+
+    def _may_wait(self, data: Bytes) -> bool:
+        """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
+        if len(data) >= _GATHERED_BYTES or np.count_nonzero(data == ord("\n")) >= len(self.out) - self._at:
+            return False
+        return not (data == ord("R")).any()  # which is in every ERROR, and in no other answer
+
+    def _take_usual(self, data: Bytes) -> int:
+        """Take lines of rows that were stored, as long as they are as wide as the first one."""
+        width = data[: _HEAD + _MOST_DIGITS + 2].tobytes().find(b"\n") + 1
+        n_digits = width - _HEAD - 2
+        if n_digits < 1:
+            return 0
+        count = min(len(self.out) - self._at, len(data) // width)
+        lines = data[: count * width].reshape(count, width)
+        good = matches(lines, 0, _USUAL) & matches(lines, width - 2, EOL)
+        value = np.zeros(count, np.uint64)
+        for column in range(_HEAD, _HEAD + n_digits):
+            digit = lines[:, column] - np.uint8(ord("0"))
+            good &= digit <= 9
+            value *= np.uint64(10)
+            value += digit
+        run = count if good.all() else int(np.argmin(good))
+        rows = slice(self._at, self._at + run)
+        self.out[rows], self.tokens[rows] = 0, value[:run]
+        self._at += run
+        return run * width
 
     def _take_lines(self, data: Bytes) -> int:
         ends = np.flatnonzero(data == ord("\n"))[: len(self.out) - self._at]

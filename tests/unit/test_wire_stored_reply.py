@@ -52,3 +52,27 @@ def test_garbage_is_refused(data: bytes) -> None:
     reply = StoredReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
     with pytest.raises(ProtocolError):
         reply.feed(np.frombuffer(b"HD c1\r\n" + data, np.uint8))
+
+
+@pytest.mark.parametrize("piece", [7, 1000, 70_000])
+@pytest.mark.parametrize("refused", [None, 0, 1999, 3999])
+def test_many_tokens_that_count_up_through_several_widths(piece: int, refused: int | None) -> None:
+    tokens = np.arange(8_000, 12_000, dtype=np.uint64)
+    lines = [b"HD c%d\r\n" % token for token in tokens.tolist()]
+    if refused is not None:
+        lines[refused] = b"EX c0\r\n"
+    reply = StoredReply(np.full(4000, 9, np.uint8), np.zeros(4000, np.uint64))
+    data = b"".join(lines)
+    assert feed_in_pieces(reply, data, [piece]) == len(data)
+    assert reply.done
+    stored = np.arange(4000) != (-1 if refused is None else refused)
+    np.testing.assert_array_equal(reply.out, ~stored)
+    np.testing.assert_array_equal(reply.tokens[stored], tokens[stored])
+
+
+@pytest.mark.parametrize("error", [b"ERROR\r\n", b"CLIENT_ERROR bad data chunk\r\n", b"SERVER_ERROR out of memory storing object\r\n"])
+def test_an_error_is_told_although_more_answers_are_due(error: bytes) -> None:
+    reply = StoredReply(np.zeros(5000, np.uint8), np.zeros(5000, np.uint64))
+    data = b"HD c1\r\n" + error
+    assert reply.feed(np.frombuffer(data, np.uint8)) == len(data)
+    assert reply.errors == [(1, error[:-2])]
