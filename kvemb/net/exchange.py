@@ -21,6 +21,7 @@ from kvemb.wire.replies import Step
 
 WINDOW_STEPS = 6
 LOW_WATER_BYTES = 128 << 10
+LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
 PATIENCE_S = 0.002
 
 
@@ -84,7 +85,8 @@ class Conversation:
     def wait_for_more(self) -> None:
         """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way."""
         on_way_bytes = sum(step.reply_bytes for step in self._steps[self._answered + 1 : self._sent])
-        self._set_low_water(LOW_WATER_BYTES if self._was_full and on_way_bytes >= 2 * LOW_WATER_BYTES else 1)
+        piece_bytes = min(LOW_WATER_BYTES, on_way_bytes // 2)
+        self._set_low_water(piece_bytes if self._was_full and piece_bytes >= LEAST_WATER_BYTES else 1)
         self._heard_s = time.monotonic()
 
     def lose_patience(self) -> None:
