@@ -11,23 +11,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.ids import to_caller
-from kvemb.segment import group as group_ids
 from trainer.report import current_report
+from trainer.torch.gradients import Part, merge, unscale_factor
 from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort, Held
 from trainer.torch.shared import SharedLookups
 from trainer.torch.tables import modules_by_table, share_lookups
 from trainer.torch.unapplied import MAX_UNAPPLIED, Unapplied, check_max_unapplied
-
-Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
-"""Distinct ids [n], gradients [n, dim], versions [n] of one table."""
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -229,7 +224,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return bool(getattr(self, "found_inf", 0))  # set by GradScaler during its step
 
     def _parts(self) -> dict[str, Part]:
-        return {name: _merge(pending, _unscale_factor(self)) for name, pending in self._pending.items()}
+        return {name: merge(pending, unscale_factor(self)) for name, pending in self._pending.items()}
 
     def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]], held: Held | None) -> None:
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
@@ -261,37 +256,3 @@ def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
     for lookahead in ahead.values():
         if lookahead is not None and ack is not None:
             lookahead.pushed(ack)
-
-
-def _unscale_factor(optimizer: torch.optim.Optimizer) -> float:
-    """What GradScaler asks the step to multiply gradients by: 1, unless it left them scaled."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else 1.0 / float(scale)
-
-
-def _merge(pending: Pending, factor: float) -> Part:
-    """Sum the gradients of all lookups of one table by id; of the versions seen the oldest counts."""
-    pushed = [
-        lookup.pushed(_as_numpy(leaf.grad)) for leaf, lookup in zip(pending.leaves, pending.lookups, strict=True) if leaf.grad is not None
-    ]
-    if not pushed:
-        return _empty(pending.table.dim)
-    if len(pushed) == 1:  # the ids of one lookup are distinct
-        ids, grads, versions = pushed[0]
-        return ids, grads * np.float32(factor) if factor != 1.0 else grads, versions
-    columns = zip(*pushed, strict=True)
-    ids, grads, versions = (np.concatenate(arrays) for arrays in columns)
-    groups = group_ids(ids)
-    with np.errstate(invalid="ignore"):  # infinities of both signs: the push refuses what comes of them, and says where
-        summed = groups.sum(grads)
-    # Out of place: without duplicates `summed` is still the leaf's own gradient.
-    return groups.ids, summed * np.float32(factor) if factor != 1.0 else summed, groups.minimum(versions)
-
-
-def _as_numpy(grad: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = grad.detach().cpu().numpy()
-    return array
-
-
-def _empty(dim: int) -> Part:
-    return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)
