@@ -1,7 +1,7 @@
 """A trainer of a sync job as a process of its own: every push adds 1 to its own column of every row, which so counts its steps.
 
-It touches `<name>.ready`, then waits for the file `go`, and before the step of `--gate` for the file `gate`. With `--die-in` it kills
-itself in the middle of that step: when shard 0 has applied it and shard 1 has had nothing of it.
+It touches `<name>.ready`, then waits for the file `go`; before the step of `--gate` it touches `<name>.gate` and waits for `gate`.
+With `--die-in` it kills itself in the middle of that step: when shard 0 has applied it and shard 1 has had nothing of it.
 """
 
 import argparse
@@ -47,6 +47,7 @@ def train(table: kvemb.Table, args: argparse.Namespace) -> None:
     grads[:, NAMES.index(args.name)] = -1
     for step in range(1, args.steps + 1):
         if step == args.gate:
+            (args.folder / f"{args.name}.gate").touch()
             await_file(args.folder / "gate")
         if step == args.die_in:
             die_on_the_way_to_shard_1(table, NAMES.index(args.name), step)
