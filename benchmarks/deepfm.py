@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", nargs="+", type=whole(1), default=[1024, 4096], metavar="N", help="lines per step (1024 4096)")
     parser.add_argument("--lines", type=whole(1), default=100_000, metavar="N", help="lines of the log (100000)")
     parser.add_argument("--steps", type=whole(1), default=20, metavar="N", help="steps of one turn (20)")
-    parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
+    parser.add_argument("--repeats", type=whole(1), default=8, metavar="N", help="rounds, after one to warm up (8)")
 
 
 def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str]) -> Section:
