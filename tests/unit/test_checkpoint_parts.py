@@ -102,7 +102,7 @@ def test_a_flipped_or_cut_file_is_refused(data: st.DataObject) -> None:
             read(TABLES[0], bad, entry)
 
 
-# The same examples each time: pyarrow ends the process for about one in a thousand of such files, where a column's metadata is read (it has
+# The same examples each time: pyarrow ends the process for some of such files (8 of 2,339), where a column's metadata is read (it has
 # no exception to raise there), and nobody's whole test run shall end by chance. docs/checkpoints.md says what that means for users.
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(st.data())
