@@ -119,7 +119,8 @@ class ChangeCount:
 
     def _settle(self) -> None:
         if self._pushes:
-            released = [ack for ack in self._pushes if ack.released]
+            looked_at = [(ack, ack.released) for ack in self._pushes]  # once each: it may change meanwhile
+            released = [ack for ack, is_released in looked_at if is_released]
             self._n += len(released)
-            self._pushes = [ack for ack in self._pushes if ack not in released]
+            self._pushes = [ack for ack, is_released in looked_at if not is_released]
             self._unstored = [ack for ack in (*self._unstored, *released) if not ack.settled]

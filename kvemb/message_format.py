@@ -104,17 +104,21 @@ class FreshRows:
         return self.at.nbytes + self.versions.nbytes + len(self.rows)
 
 
-class _Budget:
-    """Counts a message's items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps."""
+class ItemBudget:
+    """Counts items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps.
 
-    def __init__(self) -> None:
-        self._left = _MAX_ITEMS_IN_ALL
+    Args:
+        limit: of items in all.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._left = limit
 
     def spend(self, container: Any) -> Any:
         """Take one list or map into account and hand it on."""
         self._left -= 1 + len(container)
         if self._left < 0:
-            raise ValueError(f"more than {_MAX_ITEMS_IN_ALL} items")
+            raise ValueError(f"more than {self._limit} items")
         return container
 
 
@@ -142,7 +146,7 @@ class Message:
         """
         if len(data) > MAX_MESSAGE_BYTES:
             raise MessageError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
-        budget = _Budget()
+        budget = ItemBudget(_MAX_ITEMS_IN_ALL)
         try:
             items = msgpack.unpackb(
                 data,

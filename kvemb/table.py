@@ -78,10 +78,11 @@ class Access:
 
         Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
         """
+        if stored and timeout_s is None:
+            self.wait_stored()
         deadline = self.pull_deadline(timeout_s)
-        if stored and not self.changes.all_stored():
-            self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S) if timeout_s is None else deadline)
-            deadline = self.pull_deadline(timeout_s) if timeout_s is None else deadline
+        if stored and timeout_s is not None:
+            self.changes.wait_stored(deadline)
         return pull(self.store, requests, deadline, versions=versions, cache=self.row_cache)
 
     def wait_stored(self) -> None:

@@ -116,7 +116,8 @@ class Applier:
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
 
         def release(computed: Sequence[Prepared]) -> None:
-            self._intake.release([(part.ticket, self._released(part, of, k_and_epoch, computed)) for part, of in asked])
+            replies = [_reply(part, "released", of, k_and_epoch, self._fresh(part, computed)) for part, of in asked]
+            self._intake.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
         applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows, computed=release if asked else None)
         self._others.add(pushes)
@@ -125,15 +126,14 @@ class Applier:
         replies = {}
         for (push, part), of in zip(parts, stale, strict=True):
             rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
-            told = self._released(part, of, k_and_epoch, applied.written) if part.held and not part.ticket.released else None
-            reply = _reply(part, "applied", of, k_and_epoch, [] if told is None else told.fresh)
+            fresh = [] if part.ticket.released else self._fresh(part, applied.written)
+            reply = _reply(part, "applied", of, k_and_epoch, fresh)
             replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
         return replies
 
-    def _released(self, part: Part, stale: tuple[float, int], k_and_epoch: tuple[int, int], batch: Sequence[Prepared]) -> PushReply:
-        """What a trainer needs of a batch to go on."""
-        fresh = [] if self._held is None or not part.held else self._held.answer(part.held, batch)
-        return _reply(part, "released", stale, k_and_epoch, fresh)
+    def _fresh(self, part: Part, batch: Sequence[Prepared]) -> list[FreshRows]:
+        """Which of the rows that a part holds are others after this batch."""
+        return [] if self._held is None or not part.held else self._held.answer(part.held, batch)
 
     def _staleness(self, part: Part) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]

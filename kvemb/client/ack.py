@@ -243,17 +243,8 @@ class Ack:
         return ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s by {shards}")
 
     def __repr__(self) -> str:
-        state = (
-            "failed"
-            if self._error
-            else "applied"
-            if self.applied
-            else "released"
-            if self.released
-            else "accepted"
-            if self.accepted
-            else "sent"
-        )
+        reached = [state for state in ("applied", "released", "accepted") if getattr(self, state)]
+        state = "failed" if self._error else next(iter(reached), "sent")
         return f"<Ack of {self._what}: {state}>"
 
 

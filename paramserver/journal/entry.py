@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServerError, UnknownTableError
+from kvemb.message_format import ItemBudget
 from kvemb.table_def import MAX_DIM, TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 
@@ -177,21 +178,8 @@ def _rows(kind: str, fields: list[Any], view: memoryview, find: Find) -> Checked
     return CheckedRows(definition, ids, rows, np.empty(0, np.uint64), hyper)
 
 
-class _Budget:
-    """Counts items while they are unpacked: with limits on single containers alone, a small header could become gigabytes of maps."""
-
-    def __init__(self) -> None:
-        self._left = _MAX_ITEMS_IN_ALL
-
-    def spend(self, container: Any) -> Any:
-        self._left -= 1 + len(container)
-        if self._left < 0:
-            raise ValueError(f"more than {_MAX_ITEMS_IN_ALL} items")
-        return container
-
-
 def _unpack(header: memoryview) -> Any:
-    budget = _Budget()
+    budget = ItemBudget(_MAX_ITEMS_IN_ALL)
     try:
         return msgpack.unpackb(
             header,
