@@ -21,7 +21,6 @@ from kvemb.local_cluster import LocalCluster
 
 STORES = ("redis", "valkey", "memcached")
 MODES = ("async", "sync")
-N_SHARDS = 2
 _LR, _HIDDEN, _SEED = 0.002, (64, 32), 0
 
 
@@ -34,11 +33,12 @@ def deepfm(options: argparse.Namespace) -> Report:
 
     The example's model, optimizer bridge and synthetic clicks (20 fields), one thread of torch everywhere. Contenders train on the same
     batches in turns of --steps steps: (a) torch's nn.Embedding in this process, with sparse gradients and SparseAdam, and with dense
-    gradients and Adam; (b) a classic parameter server, two shards that keep rows in their own memory and serve pulls and pushes over
+    gradients and Adam; (b) a classic parameter server, --shards shards that keep rows in their own memory and serve pulls and pushes over
     gRPC, with our messages and update rules and nothing else (benchmarks/memory_ps.py); (c) ours over Redis and (d) over memcached, one
-    node, two shards; (b), (c) and (d) sync (a step returns when it is applied) and async (at most 2 pushes unapplied, waited for inside
-    the step); "ahead": the rows of the next batch are pulled by a thread meanwhile (trainer.torch.prepare; "exact" in sync mode, "stale"
-    in async). Read: ms/step is the median of a turn's steps plus its share of the flush that ends the turn; ratio is this line's step
+    node, as many shards (one trainer on two cores needs one: a second one takes a seventh more CPU time); (b), (c) and (d) sync (a step
+    returns when it is applied) and async (at most 2 pushes unapplied, waited for inside the step); "ahead": the rows of the next batch
+    are pulled by a thread meanwhile (trainer.torch.prepare; "exact" in sync mode, "stale" in async). Read: ms/step is the median of a
+    turn's steps plus its share of the flush that ends the turn; ratio is this line's step
     divided by the faster of (a)'s, within a round: below 1 is faster than torch alone; / (b) is the same with (b) of the same mode;
     trainer and other ms are CPU time per step of this process, and of shards and storage together. Values are medians of the rounds with
     (smallest..largest). Everybody begins with the same rows (ahead: drawn alike); at the end the mean loss of the last round must be that
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `deepfm` can be asked."""
     parser.add_argument("--store", nargs="+", choices=STORES, default=["redis", "memcached"], help="storage kinds (redis memcached)")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="of the shards (both)")
+    parser.add_argument("--shards", type=whole(1), default=1, metavar="N", help="parameter servers of (b), (c) and (d) (1)")
     parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none, as the peers)")
     parser.add_argument("--dim", type=whole(1), default=8, metavar="N", help="weights per factor (8)")
     parser.add_argument("--batch", nargs="+", type=whole(1), default=[1024, 4096], metavar="N", help="lines per step (1024 4096)")
@@ -78,7 +79,7 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         ahead: dict[int, str] = {}
         for mode in options.mode:
             number = len(contenders)
-            contenders.append(_in_memory(stack, mode, batches, options.dim))
+            contenders.append(_in_memory(stack, mode, batches, options))
             for store in options.store:
                 peers[len(contenders)] = number
                 running, pids = _started(stack, store, mode, options, versions)
@@ -94,7 +95,7 @@ def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, s
         "batch": batch_size,
         "ids/step": len(batches[0].ids),
         "distinct/step": round(float(np.mean([len(np.unique(batch.ids)) for batch in batches]))),
-        "shards": N_SHARDS,
+        "shards": options.shards,
         "durability": options.durability,
         "steps": options.steps,
         "repeats": options.repeats,
@@ -128,16 +129,16 @@ def _local(log: Any, batches: Sequence[Any], dim: int) -> list[Steps]:
     ]
 
 
-def _in_memory(stack: ExitStack, mode: str, batches: Sequence[Any], dim: int) -> Steps:
+def _in_memory(stack: ExitStack, mode: str, batches: Sequence[Any], options: argparse.Namespace) -> Steps:
     """The classic parameter server."""
-    cluster = stack.enter_context(started(N_SHARDS, mode))
-    return _remote(f"(b) in-memory PS, {mode}", cluster, batches, dim, cluster.pids)
+    cluster = stack.enter_context(started(options.shards, mode))
+    return _remote(f"(b) in-memory PS, {mode}", cluster, batches, options.dim, cluster.pids)
 
 
 def _started(stack: ExitStack, store: str, mode: str, options: argparse.Namespace, versions: dict[str, str]) -> tuple[Any, list[int]]:
     """Start a cluster of ours; return it, and the processes of its servers and shards."""
     trainers = 1 if mode == "sync" else 0
-    cluster = stack.enter_context(LocalCluster(store, shards=N_SHARDS, mode=mode, trainers=trainers, durability=options.durability))
+    cluster = stack.enter_context(LocalCluster(store, shards=options.shards, mode=mode, trainers=trainers, durability=options.durability))
     opened = stack.enter_context(kvemb.connect(cluster.url))
     versions[f"{store} server"] = opened.status().nodes[0].server
     return opened, [process.pid for process in (*(server.process for server in cluster.servers), *cluster.shards)]

@@ -113,7 +113,8 @@ class ContainerServer(StorageServer):
 
     def _command(self) -> list[str]:
         if self.kind == "memcached":
-            return ["memcached", "-M", "-o", "no_slab_reassign", "-o", "no_lru_maintainer", "-R", "200", "-m", str(self._memory_mb), "-c", "4096"]
+            options = ["-M", "-o", "no_slab_reassign", "-o", "no_lru_maintainer", "-R", "200"]
+            return ["memcached", *options, "-m", str(self._memory_mb), "-c", "4096"]
         program = "valkey-server" if self.kind == "valkey" else "redis-server"
         settings = {
             "port": str(self._inner_port), "save": "", "appendonly": "no", "maxmemory-policy": "noeviction",

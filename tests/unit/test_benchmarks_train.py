@@ -188,7 +188,7 @@ def test_defaults_are_those_of_the_published_runs() -> None:
     assert (options.store, options.dim, options.rows, options.unapplied) == (["redis"], [16, 64], 1_000_000, 2)
     assert (train.BATCH_IDS, train.N_SHARDS, train.TARGETS) == (106_496, 2, {16: 1.5, 64: 1.4})
     options = build_parser().parse_args(["deepfm"])
-    assert (options.store, options.mode, options.dim) == (["redis", "memcached"], ["async", "sync"], 8)
+    assert (options.store, options.mode, options.dim, options.shards) == (["redis", "memcached"], ["async", "sync"], 8, 1)
 
 
 @pytest.mark.parametrize("arguments", [["train", "--seconds", "0"], ["train", "--store", "memcached"], ["deepfm", "--batch", "0"]])
