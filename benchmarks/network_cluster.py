@@ -31,8 +31,11 @@ class NetworkedCluster(LocalCluster):
         trainers: int,
         durability: str,
         memory_mb: int = 1024,
+        cache_mb: int | None = None,
     ) -> None:
-        super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, durability=durability, memory_mb=memory_mb)
+        super().__init__(
+            store, nodes, shards=shards, mode=mode, trainers=trainers, durability=durability, memory_mb=memory_mb, cache_mb=cache_mb
+        )
         self._spec = network
         self._network: Network | None = None
 
