@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
@@ -11,7 +12,7 @@ from kvemb.stores.registry import open_store
 from paramserver.applier import Applier
 from paramserver.archive import ShardArchive
 from paramserver.chores import Chores
-from paramserver.claim import save, save_at_stop
+from paramserver.claim import require_owner, save, save_at_stop
 from paramserver.committer import Committer, Handover
 from paramserver.data_dir import DataDir
 from paramserver.held import HeldRows
@@ -79,6 +80,7 @@ class Shard:
             evicted=self._evicted if self._chores.can_repair or not parts.config.storage.allow_row_loss else None,
             moves_only=parts.config.storage.allow_row_loss,
             lost=self._chores.ask_repair if self._chores.can_repair else None,
+            still_ours=partial(require_owner, data, parts.engine.epoch),
             fenced=self._lost_the_shard,
         )
         self.address = self._server.address

@@ -1,8 +1,10 @@
-"""Watches the storage nodes: for rows they threw away by themselves, and for nodes that lost everything while nobody wrote to them.
+"""Watches the storage nodes: for rows they threw away by themselves, and for nodes that lost everything while nobody wrote to them. And
+whether the shard is still ours.
 
 Nodes that may evict are refused when they are connected, but settings can be changed while a server runs, and memcached can lose rows by
 moving slab pages without counting an eviction. A node that restarted empty is noticed by the next batch that touches it; a shard that has
-no batch must notice too, because every shard has a part in the repair.
+no batch must notice too, because every shard has a part in the repair. In the same way a shard that another process has taken over is told
+by its next batch; one without batches would stay, hold its port and answer questions.
 """
 
 import logging
@@ -10,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvemb.errors import FencedError, NodeLostError, StorageError
+from kvemb.errors import FencedError, NodeLostError, ParameterServerError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import Store
 
 INTERVAL_S = 5.0
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
 _SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers
+_LONGEST_PAUSE_S = 20.0  # a look that a stopped process or a swapping host drew out says nothing about the next one
 log = logging.getLogger("paramserver")
 
 Lost = Callable[[str, NodeLostError], None]
@@ -32,9 +35,10 @@ class NodeWatch:
         evicted: told when a node has thrown rows away; None does not look.
         moves_only: look only for rows that went with slab pages. What was evicted because memory is full would be evicted again.
         lost: called while nodes are lost; None does not look.
+        still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
         interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made
-            every second, but no sooner than 50 times what the last one took, if all nodes answered.
+            every second, but no sooner than 50 times what the last one took, if all nodes answered; after 20 s at the latest.
         clock: monotonic seconds.
     """
 
@@ -46,16 +50,18 @@ class NodeWatch:
         evicted: Lost | None = None,
         moves_only: bool = False,
         lost: Callable[[], object] | None = None,
+        still_ours: Callable[[], None] = lambda: None,
         fenced: Callable[[FencedError], object] = lambda error: None,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._timeout_s, self._interval_s = store, timeout_s, interval_s
         self._evicted, self._moves_only, self._lost, self._fenced = evicted, moves_only, lost, fenced
-        self._clock = clock
+        self._still_ours, self._clock = still_ours, clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-node-watch", daemon=True)
         self._before: dict[str, int] = {}
+        self._trouble = ""  # of asking whose the shard is
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
@@ -102,6 +108,23 @@ class NodeWatch:
             return False
         return True
 
+    def look_for_another_owner(self) -> None:
+        """Ask whether the shard is still ours; where that cannot be told, the next batch will say so.
+
+        Raises:
+            FencedError: it is not.
+        """
+        try:
+            self._still_ours()
+        except FencedError:
+            raise
+        except (OSError, ParameterServerError) as error:
+            if str(error) != self._trouble:
+                log.warning("cannot tell whether this process still owns the shard: %s", error)
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
+
     def _run(self) -> None:
         try:
             self._look_now_and_then()
@@ -112,9 +135,11 @@ class NodeWatch:
         pause_s, waited_s = MARKERS_INTERVAL_S, 0.0
         while not self._stop.wait(pause_s):
             waited_s += pause_s
+            self.look_for_another_owner()
             started_s = self._clock()
             answered = self.look_for_lost_nodes()  # waiting for a node that is down is no work, and it may be back at any time
-            pause_s = max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * (self._clock() - started_s) if answered else 0.0)
+            work_s = self._clock() - started_s if answered else 0.0
+            pause_s = min(max(MARKERS_INTERVAL_S, _SHARE_OF_TIME * work_s), _LONGEST_PAUSE_S)
             if waited_s >= self._interval_s:
                 waited_s = 0.0
                 self.look_for_evictions()

@@ -1,6 +1,7 @@
 """Shards that die at any point, wake up as zombies, roll, or meet another configuration: the ledger is kept, or the start is refused."""
 
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -51,6 +52,21 @@ def test_a_shard_that_wakes_up_after_another_took_over_changes_nothing(kind: str
         assert zombie.poll() == 5
         verdict = run.finish()
         assert verdict.kept, f"{verdict}\n{run.last_words()}"
+
+
+def test_a_shard_without_pushes_that_looked_at_its_nodes_for_long_still_learns_of_a_take_over(require_server: Callable[[str], str]) -> None:
+    require_server("memcached")
+    with FaultyCluster("memcached", 3, shards=1, storage={"timeout_s": 5}) as cluster:
+        with processes.paused(cluster.servers[0].process):
+            time.sleep(2.5)  # a look begins every second; this one takes more than a second
+        time.sleep(0.5)
+        zombie = cluster.shards[0]
+        processes.pause(zombie)
+        cluster.move_shard(0)
+        cluster.start_shard(0, "--take-over")
+        processes.resume(zombie)
+        eventually(lambda: zombie.poll() is not None, "the zombie does not end")
+        assert zombie.poll() == 5
 
 
 def test_all_shards_may_be_restarted_in_turn_under_load(require_server: Callable[[str], str]) -> None:

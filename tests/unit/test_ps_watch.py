@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from kvemb.config import StorageConfig
-from kvemb.errors import FencedError, NodeUnavailableError
+from kvemb.errors import FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.memory import MemoryStore
 from kvemb.stores.repair import LostNode
@@ -45,7 +47,11 @@ def watched(store: SlowStore, n: int, lost: Callable[[], object] = lambda: None)
 
 
 def test_the_next_look_comes_no_sooner_than_fifty_times_what_the_last_one_took() -> None:
-    assert watched(SlowStore([0.0078125, 0.5, 0.03125]), 4) == [1.0, 1.0, 25.0, 1.5625]
+    assert watched(SlowStore([0.0078125, 0.25, 0.03125]), 4) == [1.0, 1.0, 12.5, 1.5625]
+
+
+def test_one_long_look_does_not_put_off_the_next_one_for_minutes() -> None:
+    assert watched(SlowStore([3.0, 0.01]), 3) == [1.0, 20.0, 1.0]
 
 
 def test_a_look_that_failed_is_soon_made_again() -> None:
@@ -69,3 +75,18 @@ def test_a_watch_that_is_fenced_ends() -> None:
     watch._stop = Pauses(5)  # type: ignore[assignment]
     watch._run()
     assert [str(error) for error in said] == ["shard 0 has epoch 4 now"]
+
+
+def test_a_shard_without_batches_learns_that_another_process_has_taken_it_over(caplog: pytest.LogCaptureFixture) -> None:
+    damaged = ParameterServerError("epoch: expected a number")
+    answers: list[Exception] = [OSError(5, "Input/output error"), damaged, damaged, FencedError("a process with epoch 4 owns it")]
+    said: list[FencedError] = []
+
+    def still_ours() -> None:
+        raise answers.pop(0)
+
+    watch = NodeWatch(SlowStore([]), 1.0, still_ours=still_ours, fenced=said.append)
+    watch._stop = Pauses(9)  # type: ignore[assignment]
+    watch._run()
+    assert (len(said), answers) == (1, [])
+    assert len(caplog.records) == 2, "the same trouble is told once"
