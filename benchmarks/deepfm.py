@@ -36,14 +36,14 @@ def deepfm(options: argparse.Namespace) -> Report:
     gradients and Adam; (b) a classic parameter server, --shards shards that keep rows in their own memory and serve pulls and pushes over
     gRPC, with our messages and update rules and nothing else (benchmarks/memory_ps.py); (c) ours over Redis and (d) over memcached, one
     node, as many shards (one trainer on two cores needs one: a second one takes a seventh more CPU time); (b), (c) and (d) sync (a step
-    returns when it is applied) and async (at most 2 pushes unapplied, waited for inside the step); "ahead": the rows of the next batch
-    are pulled by a thread meanwhile (trainer.torch.prepare; "exact" in sync mode, "stale" in async). Read: ms/step is the median of a
-    turn's steps plus its share of the flush that ends the turn; ratio is this line's step
-    divided by the faster of (a)'s, within a round: below 1 is faster than torch alone; / (b) is the same with (b) of the same mode;
-    trainer and other ms are CPU time per step of this process, and of shards and storage together. Values are medians of the rounds with
-    (smallest..largest). Everybody begins with the same rows (ahead: drawn alike); at the end the mean loss of the last round must be that
-    of (a) with sparse gradients within 2 % (async: rows may be two pushes old; 6 % where they are pulled ahead, too). --durability is of
-    our shards' journal: with none, a killed shard loses what it had not written yet, as (b) loses everything.
+    returns when it is applied) and async (at most 2 pushes unapplied, waited for inside the step); "ahead": the rows of the next batch are
+    pulled by a thread meanwhile (trainer.torch.prepare; "exact" in sync mode, "stale" in async). Read: ms/step is the median of a turn's
+    steps plus its share of the flush that ends the turn; ratio is this line's step divided by the faster of (a)'s, within a round: below 1
+    is faster than torch alone; / (b) is the same with (b) of the same mode; trainer and other ms are CPU time per step of this process,
+    and of shards and storage together. Values are medians of the rounds with (smallest..largest). Everybody begins with the same rows
+    (ahead: drawn alike); at the end the mean loss of the last round must be that of (a) with sparse gradients within 2 % (async: rows may
+    be two pushes old; 6 % where they are pulled ahead, too). --durability is of our shards' journal: with none, a killed shard loses what
+    it had not written yet, as (b) loses everything.
     """
     _torch().set_num_threads(1)
     sections = []

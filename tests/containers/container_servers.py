@@ -12,7 +12,7 @@ from testcontainers.core.container import DockerContainer
 
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
-from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer, join_cluster
+from kvemb.local_cluster.servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, join_cluster
 from kvemb.net.deadline import Deadline
 from kvemb.testing.servers import ServerNodes, memcached_client, redis_client
 
@@ -113,8 +113,7 @@ class ContainerServer(StorageServer):
 
     def _command(self) -> list[str]:
         if self.kind == "memcached":
-            options = ["-M", "-o", "no_slab_reassign", "-o", "no_lru_maintainer", "-R", "200"]
-            return ["memcached", *options, "-m", str(self._memory_mb), "-c", "4096"]
+            return ["memcached", *MEMCACHED_OPTIONS, "-m", str(self._memory_mb), "-c", "4096"]
         program = "valkey-server" if self.kind == "valkey" else "redis-server"
         settings = {
             "port": str(self._inner_port), "save": "", "appendonly": "no", "maxmemory-policy": "noeviction",
