@@ -53,8 +53,8 @@ class StorageConfig:
         username, password: of Redis; resolved from the environment.
         allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are brought back by the batch
             that touches them, and all of a node's after memcached moved a slab page; until then pulls see them made anew.
-        on_lost_node: what a trainer's pull does while a node is down or the parameter servers bring its rows back: "wait" for it within
-            the pull's timeout, or "fail" at once.
+        on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back: "wait"
+            for it within the call's timeout, or "fail" at once.
     """
 
     kind: str

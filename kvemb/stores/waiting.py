@@ -12,10 +12,10 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError,
 from kvemb.net.deadline import Deadline
 
 WAIT, FAIL = "wait", "fail"
-PASSING = (NodeLostError, NodeSuspectError)
-"""Errors that a repair ends."""
-ABSENT = (*PASSING, NodeUnavailableError, WrongNodeError)
-"""And what comes to an end when a node is back where it was; a connection that is being opened is told at once."""
+PASSING = (NodeLostError, NodeSuspectError, NodeUnavailableError)
+"""Errors that a repair ends, or a node that is started again."""
+ABSENT = (*PASSING, WrongNodeError)
+"""And what ends when a node is back at its address. Who is only connecting is told at once: the address may never have been right."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")

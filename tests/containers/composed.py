@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
+LOG_CHARS = 6_000  # of a service, at its end
 DOCKER_S = 120.0  # a single command of docker or compose, on a machine that is busy
 # Every process of that name is killed; what runs as process 1 is the init, which then ends the container as a crash would.
 _KILL = 'for at in /proc/[0-9]*; do [ "$(cat "$at/comm" 2>/dev/null)" != "$0" ] || kill -9 "${at#/proc/}"; done'
@@ -49,7 +50,9 @@ class Composed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            print(self.compose("ps").stdout, self.logs()[-20_000:], sep="\n")
+            print(self.compose("ps").stdout)
+            for service in self.compose("config", "--services").stdout.split():
+                print(f"== {service}", self.logs(service)[-LOG_CHARS:], sep="\n")  # each: the tail of all of them would be one node's
         self._down()
 
     def mount(self, config: Path) -> None:
@@ -96,8 +99,9 @@ class Composed:
         docker("volume", "rm", *(f"{self.project}_{volume}" for volume in volumes))
 
     def exit_code(self, service: str, timeout_s: float) -> int:
-        """Wait for the end of a job."""
-        return int(docker("wait", self.container(service), timeout_s=timeout_s).stdout)
+        """Wait for the end of a job, behind the restarts that its policy allows."""
+        self.wait(lambda: self.inspect(service, "{{.State.Status}}") == "exited", f"the end of {service}", timeout_s)
+        return int(self.inspect(service, "{{.State.ExitCode}}"))
 
     def logs(self, *services: str) -> str:
         """What the services have written."""

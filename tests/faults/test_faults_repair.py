@@ -10,7 +10,7 @@ from conftest import Training
 from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
 
 import kvemb
-from kvemb.errors import NodeLostError, WrongNodeError
+from kvemb.errors import NodeLostError, NodeUnavailableError, WrongNodeError
 from kvemb.keys import RowKeys
 from kvemb.testing.faults import processes, storage
 from kvemb.testing.faults.cluster import FaultyCluster
@@ -156,6 +156,27 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
             processes.resume(local.shards[0])
             add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
             eventually(lambda table=table: np.unique(table.pull(IDS)).tolist() == [2], "not repaired")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", ["wait", "fail"])
+@pytest.mark.parametrize("store", ["memcached", "redis"])
+def test_connecting_to_a_node_that_is_down_waits_or_fails_as_configured(
+    store: str, policy: str, require_server: Callable[[str], str]
+) -> None:
+    require_server({"memcached": "memcached", "redis": "redis-server"}[store])
+    with FaultyCluster(store, 2, shards=1, storage={"timeout_s": 2, "on_lost_node": policy}) as local:
+        with kvemb.connect(local.url) as cluster:
+            add(counting_table(cluster, "t"), IDS).wait_applied(timeout_s=PATIENCE_S)
+        processes.kill(local.servers[1].process)
+        with pytest.raises(NodeUnavailableError, match=local.node_proxies[1].address) as told:
+            kvemb.connect(local.url, timeout_s=1 if policy == "wait" else PATIENCE_S)
+        assert ("Waited 1 s for it" in str(told.value)) == (policy == "wait")
+        if policy == "wait":
+            waker = threading.Timer(0.5, lambda: local.restart_node(1))
+            waker.start()
+            with kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
+                require(cluster.table("t"), IDS, 1)
+            waker.join()
 
 
 def test_slots_that_move_while_training_keep_their_rows(training: Training) -> None:

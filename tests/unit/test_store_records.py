@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.config import StorageConfig, parse
-from kvemb.errors import ConfigError, FencedError, NodeLostError, NodeUnavailableError, ProtocolError
+from kvemb.errors import ConfigError, FencedError, NodeLostError, NodeUnavailableError, ProtocolError, WrongNodeError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
@@ -160,9 +160,9 @@ def test_other_errors_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     clock = Clock(monkeypatch)
 
     def call() -> str:
-        raise NodeUnavailableError("node a:1: refused")
+        raise WrongNodeError("node a:1: another node's marker")
 
-    with pytest.raises(NodeUnavailableError, match=r"refused$"):
+    with pytest.raises(WrongNodeError, match=r"marker$"):
         waiting(call, Deadline(clock.now_s + 10, 10), PASSING)
     assert clock.slept == []
 
