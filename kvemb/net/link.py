@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
+from kvemb.net.names import host_and_port
 
 _BUFFER_BYTES = 1 << 20
 _MAX_BUFFER_BYTES = 64 << 20
@@ -110,9 +111,9 @@ def connect(address: str, deadline: Deadline) -> socket.socket:
     Raises:
         NodeUnavailableError: refused, unreachable, unknown host, or not within the deadline.
     """
-    host, _, port = address.rpartition(":")
+    endpoint = host_and_port(address, deadline)
     try:
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, deadline.remaining_s()))
+        sock = socket.create_connection(endpoint, timeout=max(0.001, deadline.remaining_s()))
     except OSError as error:
         reason = "no answer within the deadline" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise NodeUnavailableError(f"node {address}: cannot connect: {reason}. Is the server running, and the address right?") from error

@@ -15,6 +15,7 @@ from kvemb.errors import NodeUnavailableError, ProtocolError, UnsafeNodeError
 from kvemb.keys import KEY_SIZE
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link, connect
+from kvemb.net.names import host_and_port
 from kvemb.stores.base import Capabilities, NodeStats
 from kvemb.stores.node_store import NodeStore
 from kvemb.wire.meta import MetaCodec
@@ -98,9 +99,9 @@ def _ask(address: str, deadline: Deadline, *arguments: str) -> dict[str, str]:
 @contextmanager
 def _client(address: str, deadline: Deadline) -> Iterator[Client]:
     """A pymemcache client for a few administrative commands; its errors are translated."""
-    host, _, port = address.rpartition(":")
+    endpoint = host_and_port(address, deadline)
     wait_s = max(0.001, deadline.remaining_s())
-    client = Client((host, int(port)), connect_timeout=wait_s, timeout=wait_s, no_delay=True)
+    client = Client(endpoint, connect_timeout=wait_s, timeout=wait_s, no_delay=True)
     try:
         yield client
     except OSError as error:

@@ -18,6 +18,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeUnavailableError, ProtocolError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
+from kvemb.net.names import host_and_port
 from kvemb.stores.base import NodeStats
 
 log = logging.getLogger("kvemb")
@@ -140,12 +141,12 @@ def node_stats(address: str, fields: dict[str, Any]) -> NodeStats:
 @contextmanager
 def client(address: str, config: StorageConfig, deadline: Deadline, *, text: bool = True) -> Iterator["redis.Redis"]:
     """A redis-py client for a few administrative commands; its errors are translated. Without `text` replies stay bytes."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address, deadline)
     wait_s = max(0.001, deadline.remaining_s())
     with translated(address):
         made = redis.Redis(
-            host=host.strip("[]"),
-            port=int(port),
+            host=host,
+            port=port,
             username=config.username,
             password=config.password,
             socket_timeout=wait_s,
@@ -185,11 +186,11 @@ def client_name(role: str) -> str:
 
 def connection_to(address: str, config: StorageConfig, deadline: Deadline, role: str | None = None) -> Connection:
     """A redis-py connection that is not connected yet, under the name of a role if it has one."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address, deadline)
     wait_s = max(0.001, deadline.remaining_s())
     return Connection(
-        host=host.strip("[]"),
-        port=int(port),
+        host=host,
+        port=port,
         username=config.username,
         password=config.password,
         client_name=None if role is None else client_name(role),
