@@ -1,7 +1,8 @@
 """Looking up a node's name within a deadline.
 
 The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a name server that does not answer, as for the name of a
-container that was stopped, would hold a batch far beyond its deadline. So a thread looks up, and its callers wait as long as they may.
+container that was stopped, would hold a batch far beyond its deadline. So a thread looks up, and its callers wait as long as they may, and
+never for long: a Redis Cluster whose primary has lost its name has another primary in the meantime, and who is told tries again.
 Thread- and fork-safe. What must not live here: connecting.
 """
 
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 
+_PATIENCE_S = 2.0
 _pending: dict[str, "Future[None]"] = {}  # by host: whoever asks meanwhile waits for the same answer
 os.register_at_fork(after_in_child=_pending.clear)  # a child has none of the threads
 
@@ -25,7 +27,7 @@ def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
         deadline: of looking up.
 
     Raises:
-        NodeUnavailableError: the host is not known, or no name server told it in time.
+        NodeUnavailableError: the host is not known, or no name server told it within 2 s, or the deadline.
 
     Example:
         >>> host_and_port("[::1]:6379", Deadline.after(1))
@@ -57,11 +59,12 @@ def _look_up(host: str, address: str, deadline: Deadline) -> None:
         except BaseException:
             _pending.pop(host, None)
             raise
+    wait_s = min(_PATIENCE_S, deadline.remaining_s())
     try:
-        lookup.result(deadline.remaining_s())
+        lookup.result(wait_s)
     except OSError as error:
         late = isinstance(error, TimeoutError)
-        why = f"no name server told where that is within {deadline.timeout_s:g} s" if late else error.strerror or error
+        why = f"no name server told where that is within {wait_s:.1f} s" if late else error.strerror or error
         raise NodeUnavailableError(f"node {address}: {why}. Is the node running, and its name right?") from error
 
 
