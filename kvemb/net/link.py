@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import NodeUnavailableError, ProtocolError
+from kvemb.net.connecting import connect_timeout_s, host_and_port
 from kvemb.net.deadline import Deadline
-from kvemb.net.names import host_and_port
 
 _BUFFER_BYTES = 1 << 20
 _MAX_BUFFER_BYTES = 64 << 20
@@ -109,13 +109,13 @@ def connect(address: str, deadline: Deadline) -> socket.socket:
     """Open a TCP connection.
 
     Raises:
-        NodeUnavailableError: refused, unreachable, unknown host, or not within the deadline.
+        NodeUnavailableError: refused, unreachable, unknown host, or not in time; see `kvemb.net.connecting`.
     """
     endpoint = host_and_port(address, deadline)
     try:
-        sock = socket.create_connection(endpoint, timeout=max(0.001, deadline.remaining_s()))
+        sock = socket.create_connection(endpoint, timeout=connect_timeout_s(deadline))
     except OSError as error:
-        reason = "no answer within the deadline" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise NodeUnavailableError(f"node {address}: cannot connect: {reason}. Is the server running, and the address right?") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

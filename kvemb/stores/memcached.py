@@ -13,9 +13,9 @@ from pymemcache.exceptions import MemcacheError, MemcacheUnexpectedCloseError
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError, ProtocolError, UnsafeNodeError
 from kvemb.keys import KEY_SIZE
+from kvemb.net.connecting import connect_timeout_s, host_and_port
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link, connect
-from kvemb.net.names import host_and_port
 from kvemb.stores.base import Capabilities, NodeStats
 from kvemb.stores.node_store import NodeStore
 from kvemb.wire.meta import MetaCodec
@@ -101,7 +101,7 @@ def _client(address: str, deadline: Deadline) -> Iterator[Client]:
     """A pymemcache client for a few administrative commands; its errors are translated."""
     endpoint = host_and_port(address, deadline)
     wait_s = max(0.001, deadline.remaining_s())
-    client = Client(endpoint, connect_timeout=wait_s, timeout=wait_s, no_delay=True)
+    client = Client(endpoint, connect_timeout=connect_timeout_s(deadline), timeout=wait_s, no_delay=True)
     try:
         yield client
     except OSError as error:

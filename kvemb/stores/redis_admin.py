@@ -16,9 +16,9 @@ from redis.retry import Retry
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeUnavailableError, ProtocolError, StorageError, UnsafeNodeError
+from kvemb.net.connecting import connect_timeout_s, host_and_port
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
-from kvemb.net.names import host_and_port
 from kvemb.stores.base import NodeStats
 
 log = logging.getLogger("kvemb")
@@ -150,7 +150,7 @@ def client(address: str, config: StorageConfig, deadline: Deadline, *, text: boo
             username=config.username,
             password=config.password,
             socket_timeout=wait_s,
-            socket_connect_timeout=wait_s,
+            socket_connect_timeout=connect_timeout_s(deadline),
             protocol=2,
             decode_responses=text,
             retry=Retry(NoBackoff(), 0),
@@ -195,7 +195,7 @@ def connection_to(address: str, config: StorageConfig, deadline: Deadline, role:
         password=config.password,
         client_name=None if role is None else client_name(role),
         socket_timeout=wait_s,
-        socket_connect_timeout=wait_s,
+        socket_connect_timeout=connect_timeout_s(deadline),
         socket_keepalive=True,
         protocol=2,
         retry=None,

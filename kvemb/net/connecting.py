@@ -1,9 +1,11 @@
-"""Looking up a node's name within a deadline.
+"""How long a connection may take to come about: looking up the node's name, and TCP's greeting.
 
-The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a name server that does not answer, as for the name of a
-container that was stopped, would hold a batch far beyond its deadline. So a thread looks up, and its callers wait as long as they may, and
-never for long: a Redis Cluster whose primary has lost its name has another primary in the meantime, and who is told tries again.
-Thread- and fork-safe. What must not live here: connecting.
+A node that is gone may say nothing at all: its name is told by no name server, its address answers no packet. Who waited for that as long
+as a batch may take would not see that a Redis Cluster has long put another primary in its place. So connecting fails after two seconds,
+enough for a greeting that was lost once, and who is told tries again, if there is time.
+
+The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a thread looks up, and its callers wait.
+Thread- and fork-safe. What must not live here: connecting itself, which the clients of storage servers do.
 """
 
 import os
@@ -19,6 +21,16 @@ _pending: dict[str, "Future[None]"] = {}  # by host: whoever asks meanwhile wait
 os.register_at_fork(after_in_child=_pending.clear)  # a child has none of the threads
 
 
+def connect_timeout_s(deadline: Deadline) -> float:
+    """Return how long to wait for a TCP connection, in seconds; above 0, which sockets take for "not at all".
+
+    Example:
+        >>> connect_timeout_s(Deadline.after(30)), 0 < connect_timeout_s(Deadline.after(0.1)) <= 0.1
+        (2.0, True)
+    """
+    return max(0.001, min(_PATIENCE_S, deadline.remaining_s()))
+
+
 def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
     """Split an address whose name resolves: who connects then is not held up by its name.
 
@@ -27,7 +39,7 @@ def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
         deadline: of looking up.
 
     Raises:
-        NodeUnavailableError: the host is not known, or no name server told it within 2 s, or the deadline.
+        NodeUnavailableError: the host is not known, or no name server told it in time.
 
     Example:
         >>> host_and_port("[::1]:6379", Deadline.after(1))
@@ -36,7 +48,7 @@ def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:
     name, _, port = address.rpartition(":")
     host = name.strip("[]")
     if not _is_numeric(host):
-        _look_up(host, address, deadline)
+        _look_up(host, address, connect_timeout_s(deadline))
     return host, int(port)
 
 
@@ -50,7 +62,7 @@ def _is_numeric(host: str) -> bool:
     return False
 
 
-def _look_up(host: str, address: str, deadline: Deadline) -> None:
+def _look_up(host: str, address: str, wait_s: float) -> None:
     mine: Future[None] = Future()
     lookup = _pending.setdefault(host, mine)
     if lookup is mine:
@@ -59,7 +71,6 @@ def _look_up(host: str, address: str, deadline: Deadline) -> None:
         except BaseException:
             _pending.pop(host, None)
             raise
-    wait_s = min(_PATIENCE_S, deadline.remaining_s())
     try:
         lookup.result(wait_s)
     except OSError as error:

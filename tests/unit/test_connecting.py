@@ -1,18 +1,22 @@
-"""Names of nodes are looked up within a deadline. The resolver stands in for the system's: it answers when it is told to."""
+"""A node that says nothing at all costs a connection two seconds, or the deadline where that is less.
+
+The resolver stands in for the system's, and answers when it is told to; the address that drops what comes is real.
+"""
 
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
+from kvemb.net.connecting import host_and_port
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import connect
-from kvemb.net.names import host_and_port
 from kvemb.stores import redis_admin
 from kvemb.stores.cluster_map import fetch_slot_map
 from kvemb.stores.memcached import MemcachedStore
@@ -69,6 +73,37 @@ def test_a_name_that_nobody_tells_costs_the_deadline_and_no_more(resolver: Resol
         host_and_port(NAME, Deadline.after(FOREVER_S))  # a primary that has lost its name may have a successor
     resolver.told.set()
     assert host_and_port(NAME, Deadline.after(FOREVER_S)) == ("node.test", 6379)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that answers no packet, as that of a machine which is gone: its queue of connections is full."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "connecting",
+    [
+        connect,
+        lambda address, deadline: redis_admin.open_link(address, StorageConfig("redis", (address,)), "trainer", set(), deadline),
+        lambda address, deadline: redis_admin.info(address, StorageConfig("redis", (address,)), deadline),
+        lambda address, deadline: MemcachedStore(StorageConfig("memcached", (address,), on_lost_node="fail"), "trainer").open(deadline),
+    ],
+    ids=["link", "redis link", "redis client", "memcached"],
+)
+def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
+    silent: str, connecting: Callable[[str, Deadline], object]
+) -> None:
+    deadline = Deadline.after(FOREVER_S)
+    with pytest.raises(NodeUnavailableError, match=silent):
+        connecting(silent, deadline)
+    assert deadline.remaining_s() > FOREVER_S / 2
 
 
 @pytest.mark.parametrize(
