@@ -305,3 +305,23 @@ def test_how_many_pushes_may_be_on_their_way_is_handed_on(cluster: kvemb.Cluster
     done = run(model_of(), cluster, "bounded", max_unapplied=3)
     assert done.optimizer is not None
     assert done.optimizer.max_unapplied == 3
+
+
+def test_who_still_calls_a_module_that_was_replaced_is_told(cluster: kvemb.Cluster, name: str) -> None:
+    model = model_of()
+    teacher = nn.Sequential(model[0])  # another model with the same embedding
+    run(model, cluster, name)
+    model[0](torch.tensor([3]))
+    with pytest.raises(InvalidInputError, match=f"was module '0' until distribute replaced it by one over table '{name}'"):
+        teacher(torch.tensor([3]))
+
+
+def test_a_module_that_was_put_back_may_be_called(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: object) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr(import_module("trainer.torch.distribute"), "JoinedStep", failing)
+    model = model_of()
+    with pytest.raises(RuntimeError, match="told to fail"):
+        run(model, cluster, name)
+    assert model[0](torch.tensor([3])).shape == (1, 3)

@@ -1,6 +1,8 @@
 """Which embeddings distribute replaces, leaves or refuses; nothing is connected, nothing is changed."""
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +134,47 @@ def view_beside(model: Model) -> None:
     model.first = model.user.weight.detach()[:10]
 
 
+class Holder:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: object) -> None:
+        self.kept = kept
+
+
+def in_an_object(model: Model) -> None:
+    model.config = SimpleNamespace(fields={"user": [Holder(model.user)]})
+
+
+def in_a_dict_of_lists(model: Model) -> None:
+    model.by_field = {"user": [model.user]}
+
+
+def bound_method(model: Model) -> None:
+    model.look_up = model.user.forward
+
+
+def partial_function(model: Model) -> None:
+    model.look_up = partial(torch.add, other=model.user.weight)
+
+
+def closure(model: Model) -> None:
+    user = model.user
+    model.look_up = lambda ids: user(ids)
+
+
+def default_of_a_function(model: Model) -> None:
+    model.look_up = lambda ids, *, rows=model.user: rows(ids)
+
+
+def in_a_module_of_its_own(model: Model) -> None:
+    model.every = [nn.Sequential(nn.Sequential(model.user))]
+
+
+def in_a_hook_of_another_module(model: Model) -> None:
+    user = model.user
+    model.small.register_forward_hook(lambda module, args, out: out + user(args[0]))
+
+
 REFUSED: dict[Callable[[Model], None], str] = {
     tied: "'user': its weight is tied to 'decoder.weight' \\(Linear\\)",
     tied_by_memory: "tied to 'decoder.weight'",
@@ -150,6 +193,14 @@ REFUSED: dict[Callable[[Model], None], str] = {
     weight_in_a_tuple: "'user': attribute 'pair' \\(tuple\\) holds its weight, too",
     weight_beside: "'user': attribute 'rows' \\(Parameter\\) holds its weight, too",
     view_beside: "'user': attribute 'first' \\(Tensor\\) holds its weight, too",
+    in_an_object: "'user': attribute 'config' \\(SimpleNamespace\\) holds it, too",
+    in_a_dict_of_lists: "'user': attribute 'by_field' \\(dict\\) holds it, too",
+    bound_method: "'user': attribute 'look_up' \\(method\\) holds it, too",
+    partial_function: "'user': attribute 'look_up' \\(partial\\) holds its weight, too",
+    closure: "'user': attribute 'look_up' \\(function\\) holds it, too",
+    default_of_a_function: "'user': attribute 'look_up' \\(function\\) holds it, too",
+    in_a_module_of_its_own: "'user': attribute 'every' \\(list\\) holds it, too",
+    in_a_hook_of_another_module: "'user': attribute 'small._forward_hooks' \\(OrderedDict\\) holds it, too",
 }
 
 
@@ -160,6 +211,16 @@ def test_what_no_table_can_be_is_refused_by_name_and_may_be_left(spoil: Callable
     with pytest.raises(InvalidInputError, match=REFUSED[spoil]):
         make_plan(model, 10)
     assert [site.table for site in make_plan(model, 10, leave=["user"]).sites] == ["towers.item.0"]
+
+
+def test_who_holds_the_model_or_its_optimizer_holds_nothing_that_stays_behind() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    model.trainer = SimpleNamespace(model=model, optimizers=[optimizer], schedulers=[scheduler], wrapped=nn.DataParallel(model))
+    model.look_up = model.forward
+    model.rest = [model.small, *model.towers["item"][1:]]
+    assert len(make_plan(model, 10).sites) == 2
 
 
 def test_a_subclass_without_a_forward_of_its_own_is_replaced() -> None:

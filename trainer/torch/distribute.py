@@ -225,6 +225,18 @@ def _replace(model: nn.Module, tables: Sequence[SiteTable], undo: list[Callable[
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
                 undo.append(partial(parent._modules.__setitem__, name, child))
+    for one in tables:
+        for path, module in one.site.modules:
+            undo.append(module.register_forward_pre_hook(partial(_refuse_call, path, one.site.table)).remove)
+
+
+def _refuse_call(path: str, table: str, module: nn.Module, args: object) -> None:
+    """Stand before the forward pass of a module that was replaced: whoever still calls it would not notice."""
+    raise InvalidInputError(
+        f"this {type(module).__name__} was module {path!r} until distribute replaced it by one over table {table!r}; it has the weights of "
+        "then, and nobody trains them. Who calls it has kept it, or shares it with that model: take the model's own, after distribute, "
+        "or a copy.deepcopy made before"
+    )
 
 
 def _module(old: Kept, one: SiteTable) -> nn.Module:

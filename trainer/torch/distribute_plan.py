@@ -13,6 +13,7 @@ from torch import nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.table_def import check_table_name
+from trainer.torch.distribute_held import HeldBeside, held_beside
 from trainer.torch.lookup import TableModule
 
 Names = Mapping[str, str] | Callable[[str], str]
@@ -25,7 +26,6 @@ _HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_SUBMODULES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,8 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
             left.append((path_of[key], why))
         else:
             weights.setdefault(id(module._parameters.get("weight", module)), []).append((path_of[key], module))
-    problems = [problem for group in weights.values() for problem in _problems(model, group)]
+    beside = held_beside(model)
+    problems = [problem for group in weights.values() for problem in _problems(model, beside, group)]
     if problems:
         raise InvalidInputError(
             "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their paths]"
@@ -147,7 +148,7 @@ def _reason_to_stay(module: Kept, min_rows: int) -> str:
     return ""
 
 
-def _problems(model: nn.Module, holders: list[tuple[str, Kept]]) -> Iterator[str]:
+def _problems(model: nn.Module, beside: Iterable[HeldBeside], holders: list[tuple[str, Kept]]) -> Iterator[str]:
     """What keeps the modules that hold one weight from being replaced."""
     for path, module in holders:
         for problem in _problems_of(module):
@@ -163,32 +164,22 @@ def _problems(model: nn.Module, holders: list[tuple[str, Kept]]) -> Iterator[str
                     f"{holders[0][0]!r}: its weight is tied to {(path + '.' + name).lstrip('.')!r} ({type(other).__name__}), which needs "
                     "all of its rows at once"
                 )
-    for path, other in model.named_modules():
-        if id(other) not in replaced:
-            yield from _held_beside(path, other, holders)
+    yield from _held_beside(beside, holders)
 
 
-def _held_beside(path: str, other: nn.Module, holders: list[tuple[str, Kept]]) -> Iterator[str]:
+def _held_beside(beside: Iterable[HeldBeside], holders: list[tuple[str, Kept]]) -> Iterator[str]:
     """Attributes that are no submodules or parameters, and would go on with the module that is replaced, or with its weight."""
-    weight = holders[0][1].weight
-    for name, value in vars(other).items():
-        if name in _SUBMODULES:
+    modules, weight = {id(module) for _, module in holders}, holders[0][1].weight
+    for one in beside:
+        if id(one.owner) in modules:
             continue
-        for one in _contents(value):
-            what = "its weight" if isinstance(one, torch.Tensor) and _same_memory(one, weight) else ""
-            what = "it" if any(one is module for _, module in holders) else what
-            if what:
-                yield (
-                    f"{holders[0][0]!r}: attribute {(path + '.' + name).lstrip('.')!r} ({type(value).__name__}) holds {what}, too, and "
-                    "would go on with the rows of now; hold modules in a ModuleList or ModuleDict, weights not at all"
-                )
-                break
-
-
-def _contents(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    return value if isinstance(value, list | tuple | set | frozenset) else (value,)
+        what = "its weight" if any(isinstance(held, torch.Tensor) and _same_memory(held, weight) for held in one.held) else ""
+        what = "it" if any(id(held) in modules for held in one.held) else what
+        if what:
+            yield (
+                f"{holders[0][0]!r}: attribute {one.attribute!r} ({one.kind}) holds {what}, too, and would go on with the rows of now; "
+                "hold modules in a ModuleList or ModuleDict, weights not at all"
+            )
 
 
 def _problems_of(module: Kept) -> Iterator[str]:

@@ -1,0 +1,120 @@
+"""What holds modules and tensors of a model beside its tree of modules: whoever has an embedding there would go on with its old rows.
+
+What must not live here: what is refused (`distribute_plan`). Strategy: one walk over the attributes of all modules, into containers,
+objects, bound and partial functions, closures, and modules that are no part of the model. Not into the model's own modules, which are
+walked themselves, nor into optimizers, which give up the weights that are replaced. It ends after so many objects: an attribute may refer
+to half the program. What it does not see is refused when it is called (`distribute`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_SUBMODULES = ("_parameters", "_buffers", "_modules")
+_DEEPEST, _MOST = 8, 100_000
+_PLAIN = (
+    *(str, bytes, int, float, complex, type(None), np.generic, np.ndarray, torch.dtype, torch.device, torch.Size),
+    *(type, ModuleType, torch.optim.Optimizer),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldBeside:
+    """An attribute that leads to modules or tensors without being a submodule, parameter or buffer.
+
+    Args:
+        owner: the model's module whose attribute it is.
+        attribute: its path in the model.
+        kind: the type of its value.
+        held: what it leads to.
+    """
+
+    owner: nn.Module
+    attribute: str
+    kind: str
+    held: tuple[Tensor | nn.Module, ...]
+
+
+def held_beside(model: nn.Module) -> list[HeldBeside]:
+    """Return the attributes of a model's modules that lead to tensors, or to modules.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(2, 1))
+        >>> model.look_up = {"item": [partial(model[0])]}
+        >>> [(one.attribute, one.kind, one.held) for one in held_beside(model)]
+        [('look_up', 'dict', (Embedding(2, 1),))]
+    """
+    walk = _Walk(model)
+    found = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _SUBMODULES and not isinstance(value, _PLAIN) and (held := tuple(walk.reached(value))):
+                found.append(HeldBeside(module, f"{path}.{name}".lstrip("."), type(value).__name__, held))
+    return found
+
+
+class _Walk:
+    """A walk over what attributes refer to; what was walked once is left out, but for tensors and the model's modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {id(module) for module in model.modules()}
+        self._seen: set[int] = set()
+
+    def reached(self, value: object, depth: int = 0) -> Iterator[Tensor | nn.Module]:
+        if isinstance(value, Tensor) or id(value) in self._own:
+            yield value  # type: ignore[misc]  # the model's own are modules
+            return
+        if depth > _DEEPEST or id(value) in self._seen or len(self._seen) >= _MOST:
+            return
+        self._seen.add(id(value))
+        for part in _parts(value):
+            if not isinstance(part, _PLAIN):
+                yield from self.reached(part, depth + 1)
+
+
+def _parts(value: Any) -> Iterable[object]:
+    """What a value refers to, without running code of its own."""
+    if isinstance(value, dict | MappingProxyType):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        return (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    if isinstance(value, CellType):
+        try:
+            return (value.cell_contents,)
+        except ValueError:  # not filled yet
+            return ()
+    return [*getattr(value, "__dict__", {}).values(), *slots_of(value).values()]
+
+
+def slots_of(value: object) -> dict[str, Any]:
+    """Return what an object has in the `__slots__` of its classes, by name.
+
+    Example:
+        >>> class Pair:
+        ...     __slots__ = ("left", "right")
+        >>> pair = Pair()
+        >>> pair.left = 1
+        >>> slots_of(pair)
+        {'left': 1}
+    """
+    found = {}
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            member = vars(kind).get(name)
+            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
