@@ -55,6 +55,13 @@ class Own:
         self.me = self
 
 
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 def ids(generator: torch.Generator) -> Tensor:
     return torch.randint(0, 90, (4, 3), generator=generator)
 
@@ -67,6 +74,7 @@ BATCHES: dict[str, Callable[[Tensor], Any]] = {
     "namedtuple": lambda x: Named(x, x[:, 0]),
     "dataclass": lambda x: Data(x, (x,)),
     "object": Own,
+    "slots": Slotted,
 }
 GET: dict[str, Callable[[Any], Tensor]] = {
     "tensor": lambda b: b,
@@ -76,6 +84,7 @@ GET: dict[str, Callable[[Any], Tensor]] = {
     "namedtuple": lambda b: b.x,
     "dataclass": lambda b: b.x,
     "object": lambda b: b.x,
+    "slots": lambda b: b.x,
 }
 USES: dict[str, Callable[[Styled, Tensor], Tensor]] = {
     "whole": lambda m, x: m.one(x).sum(dim=(1, 2)) + m.bag(x).sum(dim=1),

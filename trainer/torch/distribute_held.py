@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from trainer.torch.attributes import attributes_of
 
 _SUBMODULES = ("_parameters", "_buffers", "_modules")
 _DEEPEST, _MOST = 8, 100_000
@@ -96,25 +98,4 @@ def _parts(value: Any) -> Iterable[object]:
             return (value.cell_contents,)
         except ValueError:  # not filled yet
             return ()
-    return [*getattr(value, "__dict__", {}).values(), *slots_of(value).values()]
-
-
-def slots_of(value: object) -> dict[str, Any]:
-    """Return what an object has in the `__slots__` of its classes, by name.
-
-    Example:
-        >>> class Pair:
-        ...     __slots__ = ("left", "right")
-        >>> pair = Pair()
-        >>> pair.left = 1
-        >>> slots_of(pair)
-        {'left': 1}
-    """
-    found = {}
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            member = vars(kind).get(name)
-            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+    return list(attributes_of(value).values())

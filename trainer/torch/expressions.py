@@ -7,7 +7,7 @@ A node is a part of the batch (`Leaf`), what a torch function made of nodes and 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from trainer.torch.attributes import attributes_of
 from trainer.torch.feeds import part_of
 
 _DEEPEST, _LONGEST, _MOST = 6, 256, 10_000
@@ -137,7 +138,7 @@ def without_move(
 
 
 def parts_of(batch: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Walk a batch: mappings, sequences, dataclasses and other objects with attributes, down to arrays and tensors, itself included.
+    """Walk a batch: mappings, sequences and objects with attributes, down to arrays and tensors, itself included.
 
     Example:
         >>> [path for path, _ in parts_of({"ids": torch.tensor([1]), "more": (torch.tensor([2]), "text")})]
@@ -162,10 +163,8 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, list | tuple):
         yield from enumerate(value[:_LONGEST])
-    elif is_dataclass(value):
-        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
     else:
-        yield from getattr(value, "__dict__", {}).items()
+        yield from attributes_of(value).items()
 
 
 def name_of(function: Callable[..., Any]) -> str:
