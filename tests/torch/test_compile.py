@@ -8,7 +8,8 @@ import torch
 from making_cluster import MakingCluster
 from torch import nn
 
-from trainer.torch import distribute
+import kvemb
+from trainer.torch import SparseOptimizer, clip_grad_norm_, distribute
 
 
 class Model(nn.Module):
@@ -44,3 +45,35 @@ def test_a_compiled_model_learns_what_the_model_learns(backend: str) -> None:
     losses, cluster = trained(backend)
     assert losses == pytest.approx(expected, rel=1e-6)
     assert len(cluster.pushes) == 6
+
+
+def stepped(*, compiled: bool, joined: bool) -> tuple[list[float], MakingCluster]:
+    """Train with a whole step in one function, as tutorials compile it: backward, clipping and the optimizers' steps."""
+    model, cluster = Model(), MakingCluster()
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adagrad(model.parameters(), lr=0.1)]
+    rule = optimizers[0] if joined else kvemb.optim.adagrad(lr=0.1)
+    distribute(model, cluster, min_rows=10, optimizer=rule, carry_weights=True, quiet=True)
+    if not joined:
+        optimizers = [SparseOptimizer(model), torch.optim.Adagrad(model.top.parameters(), lr=0.1)]
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids)
+        loss.backward()
+        clip_grad_norm_(model, 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    run, generator = torch.compile(step, backend="eager") if compiled else step, torch.Generator().manual_seed(0)
+    return [run(torch.randint(0, 100, (8, 3), generator=generator)).item() for _ in range(5)], cluster
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*is deprecated:DeprecationWarning")  # torch's compiler, of torch
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_step_that_is_compiled_pushes_what_it_pushed(joined: bool) -> None:
+    expected, _ = stepped(compiled=False, joined=joined)
+    losses, cluster = stepped(compiled=True, joined=joined)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert len(cluster.pushes) == 5

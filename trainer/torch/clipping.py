@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.segment import group
+from trainer.torch.eager import eager
 from trainer.torch.lookup import Pending, TableModule
 
 
+@eager
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """Scale all gradients of a model down, in place, so that their norm together is at most `max_norm`.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainer.torch.eager import eager
 from trainer.torch.lookup import Pending
 from trainer.torch.optimizer import SparseOptimizer
 from trainer.torch.optimizer_map import MappedGroup
@@ -76,6 +77,7 @@ class JoinedStep:
 
         return args[:1], {**kwargs, "closure": evaluated_and_pushed}
 
+    @eager
     def _push(self) -> None:
         for group in self._sparse.param_groups:
             follows = self._follows[group["table"]]

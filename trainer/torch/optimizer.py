@@ -17,6 +17,7 @@ from torch import nn
 from kvemb.errors import InvalidInputError
 from kvemb.ids import to_caller
 from trainer.report import current_report
+from trainer.torch.eager import eager
 from trainer.torch.gradients import Part, merge, unscale_factor
 from trainer.torch.lookup import Pending
 from trainer.torch.ports import AckPort, ClusterPort, Held
@@ -95,6 +96,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if leaf.grad is not None:
                     leaf.grad = torch.zeros_like(leaf.grad)
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients of all backward passes since the last step, all tables in one push.
 
