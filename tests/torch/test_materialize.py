@@ -1,6 +1,6 @@
 """materialize: a plain copy computes what the model computes, can be exported, and leaves the model alone; state_dict holds references."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -204,3 +204,31 @@ def test_state_dict_holds_a_reference_that_loads_into_the_same_table_only(tmp_pa
     other = nn.Sequential(Embedding(cluster.table("other", 2)), nn.Linear(2, 1))
     with pytest.raises(InvalidInputError, match=r"the state is of table 't' \(dim 2, .*this module is over table 'other'"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_state_of_a_plain_model_is_refused_and_not_left_out(strict: bool) -> None:
+    plain = nn.Sequential(nn.Embedding(30, 2), nn.Linear(2, 1))
+    model = nn.Sequential(Embedding(MakingCluster().table("t", 2)), nn.Linear(2, 1))
+    with pytest.raises(InvalidInputError, match=r"the state holds '0.weight'.*table 't'.*before distribute.*or leave this key out"):
+        model.load_state_dict(plain.state_dict(), strict=strict)
+    del (state := plain.state_dict())["0.weight"]
+    model.load_state_dict(state, strict=False)
+    assert torch.equal(model[1].weight, plain[1].weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda model, ids: torch.jit.trace(model, (ids,)),
+        lambda model, ids: torch.export.export(model, (ids,)),
+        lambda model, ids: torch.vmap(model)(ids),
+        lambda model, ids: model(ids.to("meta")),
+    ],
+    ids=["trace", "export", "vmap", "meta"],
+)
+def test_what_would_record_a_batch_or_has_none_is_pointed_to_materialize(record: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    model = nn.Sequential(Embedding(MakingCluster().table("t", 2))).eval()
+    with pytest.raises(InvalidInputError, match=r"table 't': .*trainer.torch.materialize"):
+        record(model, torch.tensor([[1, 2], [3, 4]]))

@@ -11,6 +11,7 @@ would write rows, which only parameter servers do), scale_grad_by_freq (other tr
 always travel by row), device and dtype (results are float32 on the device of `input`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,16 @@ class _TorchModule(TableModule):
                 "table.pull(ids), all with trainer.torch.materialize(model)"
             )
         return super().__getattr__(name)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse the weight of a plain model: with `strict=False` it would be left out without a word."""
+        if prefix + "weight" in state_dict:
+            raise InvalidInputError(
+                f"the state holds {prefix + 'weight'!r}, the rows of a plain model, and this module is over table {self.table.name!r}, "
+                "whose rows are in a cluster. Load such a state before distribute(…, carry_weights=True); or leave this key out, if the "
+                "table's rows are what you want"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Embedding(_TorchModule):

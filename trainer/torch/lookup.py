@@ -27,6 +27,7 @@ MAX_PENDING = 1000
 """Lookups of one module that may wait for a step: more than any sane gradient accumulation, and memory stays
 bounded.
 """
+_PLAIN = "to trace, export or transform a model, take its copy of plain modules, trainer.torch.materialize(model)"
 
 
 class Lookup:
@@ -202,8 +203,20 @@ class TableModule(LookupModule):
             got = input.dtype if isinstance(input, Tensor) else type(input).__name__
             raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
         definition = self.table.definition
-        flat, _ = normalize(input.detach().cpu().numpy(), definition.id_dtype, definition.name, definition.num_ids)
+        flat, _ = normalize(self._values(input), definition.id_dtype, definition.name, definition.num_ids)
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
+
+    def _values(self, input: Tensor) -> NDArray[Any]:
+        """Read ids out of a tensor; refused where that would make them constants, or where there are none."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise InvalidInputError(f"table {self.table.name!r}: torch.jit.trace would write down the rows of this one batch; {_PLAIN}")
+        try:
+            array: NDArray[Any] = input.detach().cpu().numpy()
+        except RuntimeError as error:
+            if input.device.type not in ("cpu", "meta"):
+                raise  # the device's own
+            raise InvalidInputError(f"table {self.table.name!r}: ids must be a plain tensor with values ({error}); {_PLAIN}") from error
+        return array
 
     def take(self, found: Found, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Turn what was found for `asked_of(input)` into tensors.
