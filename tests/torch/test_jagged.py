@@ -1,5 +1,6 @@
 """Jagged features: made in every way, found by whatever walks a batch, and through a DataLoader's workers."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
@@ -134,3 +135,11 @@ VALUES = torch.tensor([1, 2, 3])
 def test_what_does_not_fit_is_refused(make: object) -> None:
     with pytest.raises(InvalidInputError):
         make()
+
+
+def test_lists_of_floats_are_not_cut_off() -> None:
+    for make in (lambda: JaggedTensor.from_lists([[1, 2], [0.5]]), lambda: KeyedJaggedTensor.from_lists({"a": [[], torch.tensor([1.5])]})):
+        with pytest.raises(InvalidInputError, match=r"are floats, and torch.int64 would cut them off; give dtype=torch.float32"):
+            make()
+    assert JaggedTensor.from_lists([[0.5, 2], []], torch.float32).values().tolist() == [0.5, 2.0]
+    assert JaggedTensor.from_lists([[], np.array([2**40])]).values().tolist() == [2**40]

@@ -74,11 +74,14 @@ class JaggedTensor(_Jagged):
     def from_lists(cls, bags: Iterable[Sequence[Any]], dtype: torch.dtype = torch.int64) -> "JaggedTensor":
         """Make a feature from b lists of numbers; tensors [l] are fine, too.
 
+        Raises:
+            InvalidInputError: a list holds floats, and `dtype` is one of integers.
+
         Example:
             >>> JaggedTensor.from_lists([[1, 2], [], [3]]).lengths().tolist()
             [2, 0, 1]
         """
-        parts = [torch.as_tensor(bag, dtype=dtype) for bag in bags]
+        parts = [_tensor(bag, dtype) for bag in bags]
         values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         return cls(values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
@@ -228,6 +231,16 @@ Jagged = TypeVar("Jagged", JaggedTensor, KeyedJaggedTensor)
 
 def _map(features: Jagged, change: Callable[[Tensor], Tensor]) -> Jagged:
     return cast(Jagged, pytree.tree_map_only(Tensor, change, features))
+
+
+def _tensor(bag: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Read a list; never by cutting floats off, for weights are floats."""
+    if dtype.is_floating_point:
+        return torch.as_tensor(bag, dtype=dtype)
+    given = torch.as_tensor(bag)
+    if given.is_floating_point() and given.numel():
+        raise InvalidInputError(f"from_lists: {given[:8].tolist()} are floats, and {dtype} would cut them off; give dtype=torch.float32")
+    return given.to(dtype)
 
 
 def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
