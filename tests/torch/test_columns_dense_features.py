@@ -9,6 +9,7 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import torch
 from creating_cluster import CreatingCluster, pushed_grad, rows_of
+from torch import nn
 from torch.nn import functional as F
 
 from kvemb import init, optim
@@ -24,7 +25,7 @@ from trainer.columns import (
     weighted_categorical_column,
 )
 from trainer.columns.columns import DenseColumn
-from trainer.torch import SparseOptimizer
+from trainer.torch import SparseOptimizer, prepare
 from trainer.torch.columns import DenseFeatures
 from trainer.torch.jagged import JaggedTensor
 from trainer.torch.shared import Ahead, distinct_of, found_of
@@ -295,6 +296,24 @@ def test_tables_are_pulled_in_at_most_so_many_groups(n_groups: int, n_pulls: int
     got = layer(features)
     assert cluster.n_round_trips == n_pulls
     assert torch.equal(got, DenseFeatures(columns, cluster)(features))
+
+
+@pytest.mark.parametrize("consistency", ["stale", "bounded", "exact"])
+def test_a_prepared_loader_keeps_to_the_groups(consistency: str) -> None:
+    cluster = CreatingCluster("sync")
+    layer = DenseFeatures([embedded(key) for key in "abc"], cluster, emb_num_groups=2)
+    model = nn.ModuleList([layer, DenseFeatures([embedded("d")], cluster), DenseFeatures([embedded("e")], cluster)])
+    optimizer = SparseOptimizer(model)
+    batches = [{key: torch.tensor([at, n]) for at, key in enumerate("abcde")} for n in range(6)]
+    k = 0 if consistency == "bounded" else None
+    with prepare(model, batches, consistency=consistency, k=k, threads_num=1, capacity=1) as prepared:
+        for features in prepared:
+            sum(module(features).sum() for module in model).backward()
+            optimizer.step()
+    groups = [set(names.removesuffix("_embedding") for names in asked) for asked in cluster.asked]
+    assert {"a", "b", "c"} not in groups, "as without prepare"
+    assert all(groups.count(group) >= 5 for group in ({"a", "c"}, {"b"}, {"d", "e"}))
+    assert layer.tables[0].shared.n_ahead == 5 * 5
 
 
 def test_unique_inputs_are_not_searched_for_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ class TableCollection(LookupModule, Generic[RecipeT]):
         self.recipe = recipe
         self.tables = nn.ModuleList(TableModule(table, None) for table in tables)
         self._by_name: dict[str, TableModule] = {module.table.name: module for module in self.table_modules()}
-        self._groups = [list(self._by_name)[first::n_groups] for first in range(min(n_groups, len(tables)))]
+        self.groups = [list(self._by_name)[first::n_groups] for first in range(min(n_groups, len(tables)))]
+        """Names of the tables that are pulled together."""
         if tables:
             share_lookups(modules_by_table(self))
 
@@ -60,7 +61,7 @@ class TableCollection(LookupModule, Generic[RecipeT]):
             if module.recording:
                 module.pending.check_room()
         taken: dict[str, LookedUp] = {}
-        for group in self._groups:
+        for group in self.groups:
             shared, recording = self._by_name[group[0]].shared, any(self._by_name[name].recording for name in group)
             found = shared.look_up([asked[name] for name in group], recording=recording)
             for name, one in zip(group, found, strict=True):

@@ -33,7 +33,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
             2**30 buckets is dense (`create_table`'s num_ids); beyond that its rows have keys of their own.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
         reduce: of the tables: how gradients of different trainers combine, "sum" or "mean".
-        emb_num_groups: pull the tables in at most so many pulls; more than 1 bounds the size of each.
+        emb_num_groups: pull the tables in at most so many pulls, ahead (`prepare`) as well; more than 1 bounds the size of each.
         emb_dtype: how the tables store weights: "float32", "float16", "bfloat16", or a mapping from column name to that.
         emb_wire_dtype: how gradients travel, the same names (`Table.set_wire_dtype`), or a mapping from column name.
         emb_unique: whether no id stands twice in a batch: the search for duplicates is left out. True, or a mapping from column name. A

@@ -29,6 +29,7 @@ from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
 from trainer.report import StepReport
 from trainer.torch.feeds import Plan
+from trainer.torch.grouped_pulls import grouped
 from trainer.torch.lookup import TableModule
 from trainer.torch.ports import AckPort, Changed, Held
 from trainer.torch.shared import SharedLookups
@@ -49,12 +50,13 @@ class Mode:
     consistency: str
     k: int | None
 
-    def of(self, modules: Sequence[TableModule]) -> Consistency:
-        """Make what keeps it for these modules."""
+    def of(self, model: nn.Module, modules: Sequence[TableModule]) -> Consistency:
+        """Make what keeps it for these modules of a model."""
         cluster = modules[0].table.cluster
+        pulls = grouped(model, cluster)
         if self.consistency == "exact":
-            return Exact(cluster, lambda: modules[0].shared.state, lambda: cluster.changes, lambda: cluster.all_stored)
-        return Stale(cluster) if self.k is None else Bounded(cluster, self.k)
+            return Exact(pulls, lambda: modules[0].shared.state, lambda: cluster.changes, lambda: cluster.all_stored)
+        return Stale(pulls) if self.k is None else Bounded(pulls, self.k)
 
 
 class Prepared(LoaderRuns[Any]):
@@ -73,7 +75,7 @@ class Prepared(LoaderRuns[Any]):
         super().__init__(loader, sizes)
         self._model, self._plan, self._executor, self._steps = model, plan, executor, steps
         self._modules = [module for ones in modules_by_table(model).values() for module in ones]
-        self._consistency = mode.of(self._modules)
+        self._consistency = mode.of(model, self._modules)
         self._pipeline: Pipeline[Any, RowsAhead] | None = None
         self._installed: RowsAhead | None = None
         self._n_since_step = 0
