@@ -284,6 +284,18 @@ def test_a_column_embedded_twice_is_read_once() -> None:
     assert len(reads) == once
 
 
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_results_do_not_depend_on_torchs_default_dtype(combiner: str) -> None:
+    layer = DenseFeatures([embedded("c", combiner=combiner), numeric_column("x")], CreatingCluster())
+    features = {"c": [[1, 2, 2], [], [3]], "x": [1.5, 2.0, 0.1]}
+    expected = layer(features)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(layer(features), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # --- options ------------------------------------------------------------------------------------------------------------------------
 
 

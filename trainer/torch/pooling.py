@@ -32,7 +32,7 @@ def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None 
         return _bags(at, leaf, offsets, "mean", None)
     factors = weights
     if combiner != "sum":
-        weights = torch.ones(at.shape[0], device=at.device) if weights is None else weights
+        weights = leaf.new_ones(at.shape[0]) if weights is None else weights
         factors = weights / _norms(weights, lengths, combiner)
     return _bags(at, leaf, offsets, "sum", factors)
 
