@@ -322,6 +322,18 @@ def test_a_long_accumulation_is_bounded_per_module() -> None:
         model[0](torch.tensor([1]))
 
 
+def test_lookups_that_nobody_pushes_are_told_of_once_and_long_before_they_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    model = Embedding(MemoryCluster().table("t", 2))
+    SparseOptimizer(model)
+    for _ in range(100):
+        model(torch.tensor([1])).sum().backward()
+    assert not caplog.messages
+    for _ in range(3):
+        model(torch.tensor([1])).sum().backward()
+    (message,) = caplog.messages
+    assert message.startswith("table 't': 100 lookups have a gradient and wait for step() of the optimizer that was given to distribute")
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan])
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
     with pytest.raises(InvalidInputError, match="timeout_s"):

@@ -10,6 +10,7 @@ leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Ba
 """
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -23,10 +24,14 @@ from kvemb.ids import normalize
 from trainer.torch.ports import TablePort
 from trainer.torch.shared import Asked, Found, SharedLookups
 
+log = logging.getLogger("kvemb")
 MAX_PENDING = 1000
 """Lookups of one module that may wait for a step: more than any sane gradient accumulation, and memory stays
 bounded.
 """
+_MANY_PENDING = 100
+"""Lookups of one module that wait, after which a log line asks whether anybody takes steps."""
+_STEPS = "the optimizer that was given to distribute, or of a SparseOptimizer made from this model,"
 _PLAIN = "to trace, export or transform a model, take its copy of plain modules, trainer.torch.materialize(model)"
 
 
@@ -55,7 +60,8 @@ class Pending:
 
     def __init__(self, table: TablePort, n_modules: int = 1) -> None:
         self.table = table
-        self.limit = MAX_PENDING * n_modules
+        self.limit, self._many = MAX_PENDING * n_modules, _MANY_PENDING * n_modules
+        self._told = False
         self.leaves: list[Tensor] = []
         self.lookups: list[Lookup] = []
         self.group_params: Callable[[], list[Tensor]] | None = None
@@ -105,8 +111,14 @@ class Pending:
         if len(self.lookups) >= self.limit:
             raise InvalidInputError(
                 f"table {self.table.name!r}: {len(self.lookups)} lookups have a gradient and none was pushed. Call "
-                "step() of a SparseOptimizer made from this model after backward(), or zero_grad() to drop them; use "
-                "model.eval() or torch.no_grad() where nothing is trained."
+                f"step() of {_STEPS} after backward(), or zero_grad() to drop them; use model.eval() or torch.no_grad() where nothing "
+                "is trained."
+            )
+        if len(self.lookups) >= self._many and not self._told:
+            self._told = True
+            log.warning(
+                "table %r: %d lookups have a gradient and wait for step() of %s; more than %d are refused",
+                *(self.table.name, len(self.lookups), _STEPS, self.limit),
             )
 
 
