@@ -134,6 +134,21 @@ def view_beside(model: Model) -> None:
     model.first = model.user.weight.detach()[:10]
 
 
+class OwnCall(nn.Embedding):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input) * 2
+
+
+def own_call(model: Model) -> None:
+    model.user = OwnCall(100, 4)
+
+
+def own_parameters(model: Model) -> None:
+    model.user.bias = nn.Parameter(torch.zeros(4))
+    model.user.register_buffer("scale", torch.ones(1))
+    model.user.projection = nn.Linear(4, 4)
+
+
 class Holder:
     __slots__ = ("kept",)
 
@@ -180,6 +195,8 @@ REFUSED: dict[Callable[[Model], None], str] = {
     tied_by_memory: "tied to 'decoder.weight'",
     hooked: "'user': it has hooks",
     own_forward: "'user': OwnForward has a forward of its own",
+    own_call: "'user': OwnCall has a forward of its own",
+    own_parameters: "'user': it has bias, scale, projection beside its weight, which would be lost",
     max_norm: "'user': max_norm",
     by_frequency: "'user': scale_grad_by_freq",
     parametrized: "'user': its weight is computed from others",

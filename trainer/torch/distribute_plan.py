@@ -186,8 +186,11 @@ def _problems_of(module: Kept) -> Iterator[str]:
     kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
     if "weight" not in module._parameters:
         yield "its weight is computed from others (a parametrization)"
-    if type(module).forward is not kind.forward or "forward" in vars(module):
+    if any(getattr(type(module), name) is not getattr(kind, name) for name in ("forward", "__call__")) or "forward" in vars(module):
         yield f"{type(module).__name__} has a forward of its own"
+    own = [name for held in (module._parameters, module._buffers, module._modules) for name in held if name != "weight"]
+    if own and "weight" in module._parameters:
+        yield f"it has {', '.join(own)} beside its weight, which would be lost; keep that in the module around it"
     if module.max_norm is not None:
         yield "max_norm: a lookup would write rows, which only parameter servers do"
     if module.scale_grad_by_freq:
