@@ -325,3 +325,11 @@ def test_a_module_that_was_put_back_may_be_called(cluster: kvemb.Cluster, name: 
     with pytest.raises(RuntimeError, match="told to fail"):
         run(model, cluster, name)
     assert model[0](torch.tensor([3])).shape == (1, 3)
+
+
+def test_what_is_no_model_or_no_connection_is_refused(cluster: kvemb.Cluster, url: str) -> None:
+    rule = optim.sgd(lr=0.1)
+    with pytest.raises(InvalidInputError, match=r"the model must be a torch.nn.Module, got <class"):
+        distribute(nn.Linear, cluster, optimizer=rule)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"give a connection, of kvemb.connect"):
+        distribute(model_of(), url, optimizer=rule)  # type: ignore[arg-type]

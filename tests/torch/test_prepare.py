@@ -199,3 +199,9 @@ def test_staleness_of_what_was_pushed_is_told() -> None:
 def test_a_model_without_tables_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="no trainer"):
         prepare(nn.Linear(2, 1), [], features={})
+
+
+@pytest.mark.parametrize("model", [[torch.tensor([1])], nn.Linear], ids=["loader", "class"])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(InvalidInputError, match=r"the model must be a torch.nn.Module, got (list|<class)"):
+        prepare(model, [])  # type: ignore[arg-type]

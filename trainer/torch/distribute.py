@@ -112,6 +112,8 @@ def distribute(
         ...     len(cluster.table("word"))
         2
     """
+    if not hasattr(cluster, "create_table"):
+        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
     _check_arguments(optimizer, carry_weights, initializer, (dtype, seed, reduce))
     _check_bound(optimizer, max_unapplied)
     plan = make_plan(model, min_rows, names, leave)

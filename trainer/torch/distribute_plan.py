@@ -109,6 +109,8 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
 
 
 def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"the model must be a torch.nn.Module, got {model if isinstance(model, type) else type(model).__name__}")
     if isinstance(model, _KINDS):
         raise InvalidInputError("the model is an embedding itself and cannot be replaced in place; put it into a module")
     for path, module in model.named_modules():

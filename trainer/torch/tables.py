@@ -16,8 +16,10 @@ def modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
     """Find the modules over each table, by its name, in the model's order.
 
     Raises:
-        InvalidInputError: there is none, or the tables belong to several clusters.
+        InvalidInputError: there is none, the tables belong to several clusters, or `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"the model must be a torch.nn.Module, got {model if isinstance(model, type) else type(model).__name__}")
     found: dict[str, list[TableModule]] = {}
     for module in model.modules():
         if isinstance(module, TableModule):
