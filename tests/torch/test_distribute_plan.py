@@ -236,6 +236,7 @@ def test_who_holds_the_model_or_its_optimizer_holds_nothing_that_stays_behind() 
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     model.trainer = SimpleNamespace(model=model, optimizers=[optimizer], schedulers=[scheduler], wrapped=nn.DataParallel(model))
     model.look_up = model.forward
+    model.trainer.wrapper = SimpleNamespace(**vars(optimizer))
     model.rest = [model.small, *model.towers["item"][1:]]
     assert len(make_plan(model, 10).sites) == 2
 

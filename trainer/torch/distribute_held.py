@@ -83,6 +83,8 @@ class _Walk:
 
 def _parts(value: Any) -> Iterable[object]:
     """What a value refers to, without running code of its own."""
+    if isinstance(value, dict) and {"params", "lr"} <= value.keys():
+        return ()  # a group of an optimizer's, which wrappers of one share: it gives the weight up
     if isinstance(value, dict | MappingProxyType):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
