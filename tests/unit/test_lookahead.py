@@ -1,6 +1,8 @@
 """trainer.prefetch: batches in order with what was fetched for them, errors at the batch concerned, nothing left behind."""
 
 import gc
+import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -11,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvemb.errors import DeadlineExceededError, InvalidInputError
+from kvemb.errors import ClosedError, DeadlineExceededError, InvalidInputError
+from kvemb.net.deadline import Deadline
 from trainer import prefetch
 from trainer.lookahead.prefetch import size_of
 from trainer.lookahead.sizes import CHOICE_EVERY, FIRST_CHOICE_AFTER, Sizes
@@ -137,7 +140,7 @@ def test_threads_remain_however_their_number_changes(sizes: tuple[int, ...]) -> 
     while len(ours()) > sizes[-1] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(ours()) == sizes[-1]
-    threads.close(30)
+    threads.close(Deadline.after(30))
     assert ours() == []
 
 
@@ -157,6 +160,60 @@ def test_an_interrupt_while_rows_are_awaited_does_not_wait_for_them() -> None:
     assert ended.wait(30)
     while ours():
         time.sleep(0.01)
+
+
+def test_an_interrupt_while_the_loader_is_read_does_not_wait_for_pulls() -> None:
+    gate, began, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def pull(batch: int) -> None:
+        if batch == 1:
+            began.set()
+            gate.wait(WAIT_S)
+            ended.set()
+
+    def loader() -> Iterator[int]:
+        yield from (0, 1)
+        assert began.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(prefetch(loader(), same, pull, threads_num=1, capacity=3))
+    assert not ended.is_set(), "it was not waited for"
+    gate.set()
+    while ours():
+        time.sleep(0.01)
+
+
+def test_a_pull_that_never_ends_is_waited_for_as_long_as_was_said_and_no_longer() -> None:
+    gate = threading.Event()
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"within 4 s: .* timeout of its own"):
+        next(iter(prefetch(range(8), same, lambda batch: gate.wait(WAIT_S), threads_num=2, capacity=4, timeout_s=4)))
+    assert time.monotonic() - began_s < 7
+    gate.set()
+    while ours():
+        time.sleep(0.01)
+
+
+def test_a_forked_child_is_told_at_once_and_can_begin_a_run_of_its_own() -> None:
+    gate = threading.Event()
+    batches = prefetch(range(8), same, lambda batch: batch > 2 and os.getpid() == parent and gate.wait(WAIT_S), threads_num=2, capacity=4)
+    parent, run = os.getpid(), iter(batches)
+    next(run)
+
+    def child() -> None:
+        signal.alarm(20)
+        with pytest.raises(ClosedError, match=rf"process {parent}"):
+            next(run)
+        assert len(list(batches)) == 8
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30)
+    gate.set()
+    assert process.exitcode == 0
+    assert len(list(run)) == 7, "the parent's goes on"
 
 
 class Lazy:

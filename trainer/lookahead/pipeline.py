@@ -14,9 +14,10 @@ Who does what:
 * Batches are handed out in order. At most `capacity` of them, done or being done, lie ahead of the one in use.
 
 Errors of the loader or of the work come up from `next` at the batch concerned, after those before it; then the run is over. `close` ends it
-at any time. Use it from one thread.
+at any time. Use it from one thread. A fork's child has none of the threads: `next` says so there, and `close` waits for nothing.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvemb.errors import DeadlineExceededError
+from kvemb.errors import ClosedError, DeadlineExceededError
+from kvemb.net.deadline import Deadline
 from trainer.lookahead.sizes import Sizes
 from trainer.lookahead.threads import Executor, PullThreads
 from trainer.report_times import counted
@@ -33,6 +35,7 @@ from trainer.report_times import counted
 B = TypeVar("B")
 R = TypeVar("R")
 _BRIEF_S = 0.5
+"""How long the end waits for what is being done, once nobody wants to wait any more."""
 
 
 @dataclass(eq=False)
@@ -91,6 +94,7 @@ class Pipeline(Generic[B, R]):
         self._batches: Iterator[B] | None = batches
         self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
         self._patience_s = timeout_s  # of the end, with what is being done
+        self._pid = os.getpid()
         self._own = PullThreads(sizes.threads_num) if executor is None else None
         self._executor: Executor = executor or self._own  # type: ignore[assignment]
         self.ahead: deque[Entry[B, R]] = deque()
@@ -103,20 +107,23 @@ class Pipeline(Generic[B, R]):
 
         Raises:
             StopIteration: the loader has ended; the run is closed.
-            DeadlineExceededError: the executor did not get to the batch.
+            DeadlineExceededError: the batch's work was not done in time.
+            ClosedError: the run was begun by the parent of this forked process.
             Exception: of the loader or the work; the run is closed.
         """
         try:
+            self._check_process()
             self._note_step()
             if not self.ahead:
                 self._read()
             if not self.ahead:
-                error, self._error = self._error, None
-                raise error or StopIteration
+                raise self._end()
             result = self._wait(self.ahead[0])
             entry = self.ahead.popleft()
             self._fill()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit | DeadlineExceededError):
+                self._patience_s = _BRIEF_S
             self.close()
             raise
         self._waited.n_batches += 1
@@ -138,18 +145,20 @@ class Pipeline(Generic[B, R]):
         return results
 
     def close(self) -> None:
-        """End the run: nothing more is begun, and what is being done is waited for; briefly if the wait for rows was interrupted.
+        """End the run: nothing more is begun, and what is being done is waited for; briefly if `next` was interrupted or out of time.
         Idempotent.
         """
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()
-        for entry in entries:
-            entry.done.cancel()
-        if self._own is not None:
-            self._own.close(self._patience_s)
-        for entry in entries:  # of a foreign executor: its threads must not be at it any more when this returns
-            if not entry.done.cancelled():
-                _settle(entry.done, self._patience_s)
+        if os.getpid() == self._pid:
+            deadline = Deadline.after(self._patience_s)
+            for entry in entries:
+                entry.done.cancel()
+            if self._own is not None:
+                self._own.close(deadline)
+            for entry in entries:  # of a foreign executor: its threads must not be at it any more when this returns
+                if not entry.done.cancelled():
+                    _settle(entry.done, deadline)
         close = getattr(batches, "close", None)  # of a generator; a DataLoader's iterator ends when nobody refers to it
         if close is not None:
             close()
@@ -179,18 +188,33 @@ class Pipeline(Generic[B, R]):
         began_s = time.perf_counter()
         try:
             return entry.done.result(self._timeout_s)[0]
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit):  # also where it is waited for outside of `next`, by `coming`
             self._patience_s = _BRIEF_S
             raise
         except TimeoutError:
             if entry.done.done():
                 raise  # the work's own
-            raise DeadlineExceededError(
-                f"the rows of a batch were not pulled within {self._timeout_s:g} s: its task still waits or works in the executor. "
-                "Give an executor that has threads to spare, or none."
-            ) from None
+            raise self._late() from None
         finally:
             self._waited.waited(time.perf_counter() - began_s)
+
+    def _end(self) -> Exception:
+        error, self._error = self._error, None
+        return error or StopIteration()
+
+    def _late(self) -> DeadlineExceededError:
+        if self._own is None:
+            why = "its task still waits or works in the executor. Give an executor that has threads to spare, or none."
+        else:
+            why = "the pull neither ended nor failed by itself. Give it a timeout of its own, below this one."
+        return DeadlineExceededError(f"the rows of a batch were not pulled within {self._timeout_s:g} s: {why}")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this iteration was begun by process {self._pid}, whose threads do not survive fork(). Iterate the loader anew in this "
+                "process, or start it with the 'spawn' or 'forkserver' method."
+            )
 
     def _note_step(self) -> None:
         """Take in how long the batch that was handed out last was used."""
@@ -209,6 +233,6 @@ def _timed(work: Callable[[B], tuple[R, int]], batch: B) -> tuple[R, float, int]
     return result, time.perf_counter() - began_s, size_bytes
 
 
-def _settle(done: "Future[Any]", timeout_s: float) -> None:
+def _settle(done: "Future[Any]", deadline: Deadline) -> None:
     with suppress(TimeoutError):
-        done.exception(timeout_s)
+        done.exception(deadline.remaining_s())

@@ -15,8 +15,10 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from kvemb.errors import ClosedError
+from kvemb.net.deadline import Deadline
 
 NAME = "kvemb-lookahead"
+_AT_EXIT_S = 10.0
 
 
 class Executor(Protocol):
@@ -71,16 +73,16 @@ class PullThreads:
                 self._tasks.put(None)
                 self._n_staying -= 1
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, deadline: Deadline) -> None:
         """End the threads once they have done what they are at and what is queued; cancel what shall not be done first. Idempotent.
 
         Args:
-            timeout_s: of the wait for all of them; a thread that takes longer ends by itself later.
+            deadline: of the wait for all of them; a thread that takes longer ends by itself later.
         """
         with self._lock:
             self._closed = True
         self._end.detach()
-        _end(self._tasks, self._threads, timeout_s)
+        _end(self._tasks, self._threads, deadline)
 
     def _start_one(self) -> None:
         name = f"{NAME}-{len(self._threads)}"
@@ -111,12 +113,12 @@ def _run(future: "Future[Any]", task: Callable[..., Any], args: tuple[Any, ...])
         future.set_result(result)
 
 
-def _end(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], timeout_s: float = 10.0) -> None:
+def _end(tasks: "SimpleQueue[Task | None]", threads: list[threading.Thread], deadline: Deadline | None = None) -> None:
     for _ in threads:
         tasks.put(None)
     me = threading.current_thread()  # the last reference to a pool may be dropped by a task of its own
-    share_s = timeout_s / max(1, len(threads))
+    deadline = deadline or Deadline.after(_AT_EXIT_S)
     for thread in threads:
         if thread is not me:
-            thread.join(share_s)
+            thread.join(deadline.remaining_s())
     threads.clear()
