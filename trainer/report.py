@@ -74,14 +74,17 @@ class StepReport:
         self._staleness = StalenessLog()
         self._loss: Any = None
         self._since_s: float | None = None  # when the step under way began; None while the report is not in force
+        self._outer: StepReport | None = None  # the one that was in force before
         self._seen, self._before = StepTimes(), StepTimes()  # sums behind the last step, and the one before it
         self._written, self._shown = StepTimes(), StepTimes()
         self.total = StepTimes()
         """Sums over all steps; the one under way is in all but `n_steps` and `total_s`."""
 
     def begin(self) -> None:
-        """Put it in force in this thread; the first step begins now. The one that was in force before is not any more."""
+        """Put it in force in this thread; the first step begins now. The one that was in force before is again behind `end`."""
         self._since_s = self._clock_s()
+        if (outer := _current.get()) is not self:
+            self._outer = outer
         _current.set(self)
         count_in(self.total)
 
@@ -90,9 +93,11 @@ class StepReport:
         if self._since_s is None:
             return
         self._since_s, self.total = None, self._seen.copy()  # what came behind the last step belongs to none
+        outer, self._outer = self._outer, None
         if _current.get() is self:
-            _current.set(None)
-            count_in(None)
+            outer = outer if outer is not None and outer.in_force else None
+            _current.set(outer)
+            count_in(None if outer is None else outer.total)
         if self._line is not None:
             self._line.end()
         if self.total.n_steps > self._written.n_steps:
@@ -141,6 +146,11 @@ class StepReport:
             self._write()
         if self._line is not None and self._line.due:
             self._line.show(self._progress())
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._since_s is not None
 
     @property
     def last(self) -> StepTimes:

@@ -1,6 +1,7 @@
 """Steps of the torch bridge report themselves: rows, waits, losses, staleness."""
 
 import io
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -89,6 +90,40 @@ def test_waits_of_a_prefetching_loop_are_reported() -> None:
     assert (report.total.n_steps, table.n_pulls) == (4, 4)
     assert min(report.total.ahead_s, report.total.loader_s) > 0
     assert report.total.lookup_s == 0
+
+
+def test_reading_the_batch_that_is_watched_and_batches_that_are_skipped_counts_as_the_loaders_time() -> None:
+    model = Embedding(MemoryCluster().table("user", 4))
+    optimizer, report = SparseOptimizer(model), StepReport(stream=io.StringIO())
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for ids in [*IDS, *IDS[:1]]:
+            time.sleep(0.1)
+            yield ids
+
+    for i, ids in enumerate(prepare(model, slowly(), report=report, threads_num=1, capacity=1)):
+        if i >= 4:
+            model(ids).sum().backward()
+            optimizer.step()
+    assert report.total.n_steps == 1
+    assert report.total.loader_s >= 0.5, "all five of them, one by one"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_evaluation_inside_of_a_reported_loop_does_not_end_its_report(own: bool) -> None:
+    stream, model = io.StringIO(), Embedding(MemoryCluster().table("user", 4))
+    optimizer, report = SparseOptimizer(model), StepReport(stream=stream)
+    evaluated = prepare(model, list(IDS), report=StepReport(stream=stream) if own else report, threads_num=1, capacity=1)
+    for i, ids in enumerate(prepare(model, list(IDS), report=report, threads_num=1, capacity=1)):
+        model(ids).sum().backward()
+        optimizer.step()
+        if i == 1:
+            with torch.no_grad():
+                for other in evaluated:
+                    model(other)
+    assert report.total.n_steps == 4
+    assert stream.getvalue().splitlines() == [report.summary()], "one line, at the end"
+    assert current_report() is None
 
 
 def test_a_prepared_loader_puts_its_report_in_force_while_it_is_iterated() -> None:

@@ -61,6 +61,19 @@ class Waited:
         if (times := counted()) is not None:
             times.loader_s += seconds
 
+    def reading(self, batches: Iterator[B]) -> Iterator[B]:
+        """Read without a pipeline, and add the time."""
+        while True:
+            began_s = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.read(time.perf_counter() - began_s)
+            yield batch
+            del batch
+
     def waited(self, seconds: float) -> None:
         """Add time of waiting for work, to the report in force, too."""
         self.working_s += seconds

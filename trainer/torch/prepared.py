@@ -27,7 +27,7 @@ from trainer.lookahead.run import LoaderRuns
 from trainer.lookahead.sizes import Sizes
 from trainer.lookahead.staleness import MeanStaleness, StalenessLog
 from trainer.lookahead.threads import Executor
-from trainer.report import StepReport
+from trainer.report import StepReport, current_report
 from trainer.torch.feeds import Plan
 from trainer.torch.grouped_pulls import grouped
 from trainer.torch.lookup import TableModule
@@ -148,7 +148,7 @@ class Prepared(LoaderRuns[Any]):
         return run if self._steps is None else _reported(run, self._steps)
 
     def _unreported(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        for n, batch in enumerate(batches if self._plan is None else (), start=1):
+        for n, batch in enumerate(self.waited.reading(batches) if self._plan is None else (), start=1):
             trace = Trace(self._model, batch)
             self._n_since_step += 1
             with trace:
@@ -226,6 +226,9 @@ class Prepared(LoaderRuns[Any]):
 
 
 def _reported(run: Generator[Any, None, None], steps: StepReport) -> Generator[Any, None, None]:
+    if current_report() is steps:  # a loop inside of a loop that is reported already
+        yield from run
+        return
     with steps:
         yield from run
 
