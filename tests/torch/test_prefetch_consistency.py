@@ -1,5 +1,7 @@
 """What each consistency promises, on real clusters: exact is bit for bit training without prefetch; bounded never exceeds k."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -195,6 +197,29 @@ def test_bounded_never_lacks_more_than_k_batches(require_server: Callable[[str],
     assert max(seen) > 0, "some were used although rows had changed"
     assert "pulled again" in loader.report
     assert ": the rows of 0 of" not in loader.report
+
+
+def test_an_interrupt_while_the_shards_are_asked_does_not_wait_for_pulls() -> None:
+    cluster: Any = MemoryCluster()
+    model, gate, asked = Embedding(cluster.table("one", 2)), threading.Event(), threading.Event()
+
+    def progress() -> list[tuple[int, int]]:
+        if threading.current_thread() is threading.main_thread():
+            assert asked.wait(30)
+            raise KeyboardInterrupt
+        if cluster.calls:
+            asked.set()
+            gate.wait(30)
+        cluster.calls.append("progress")
+        return [(1, 1)]
+
+    cluster.progress, cluster.calls = progress, []
+    loader = prepare(model, few_ids(8), consistency="bounded", k=1, features={"": lambda batch: batch}, threads_num=1, capacity=4)
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loader))
+    assert time.monotonic() - began_s < 20
+    gate.set()
 
 
 @pytest.mark.parametrize(

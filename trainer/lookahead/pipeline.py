@@ -136,7 +136,7 @@ class Pipeline(Generic[B, R]):
             self._fill()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit | DeadlineExceededError):
-                self._patience_s = _BRIEF_S
+                self.hurry()
             self.close()
             raise
         self._waited.n_batches += 1
@@ -157,9 +157,13 @@ class Pipeline(Generic[B, R]):
                 break
         return results
 
+    def hurry(self) -> None:
+        """Let the end wait for what is being done briefly only: somebody wants to be gone."""
+        self._patience_s = _BRIEF_S
+
     def close(self) -> None:
-        """End the run: nothing more is begun, and what is being done is waited for; briefly if `next` was interrupted or out of time.
-        Idempotent.
+        """End the run: nothing more is begun, and what is being done is waited for; briefly after `hurry`, and if `next` was interrupted or
+        out of time. Idempotent.
         """
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()
@@ -202,7 +206,7 @@ class Pipeline(Generic[B, R]):
         try:
             return entry.done.result(self._timeout_s)[0]
         except (KeyboardInterrupt, SystemExit):  # also where it is waited for outside of `next`, by `coming`
-            self._patience_s = _BRIEF_S
+            self.hurry()
             raise
         except TimeoutError:
             if entry.done.done():

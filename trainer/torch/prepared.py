@@ -174,7 +174,11 @@ class Prepared(LoaderRuns[Any]):
                     batch, rows = run.next()
                 except StopIteration:
                     return
-                self._install(rows)
+                try:
+                    self._install(rows)
+                except (KeyboardInterrupt, SystemExit):
+                    run.hurry()
+                    raise
                 del rows
                 yield batch
                 del batch
