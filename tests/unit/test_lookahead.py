@@ -257,6 +257,28 @@ def test_close_and_the_context_manager_end_a_run_that_is_kept() -> None:
         assert ours() == []
 
 
+def test_a_run_that_another_thread_waits_for_is_not_closed_under_it() -> None:
+    gate, reading, got = threading.Event(), threading.Event(), []
+
+    def loader() -> Iterator[int]:
+        yield 0
+        reading.set()
+        assert gate.wait(WAIT_S)
+        yield 1
+
+    batches = prefetch(loader(), same, same, threads_num=1, capacity=1)
+    loop = threading.Thread(target=lambda: got.extend(batches))
+    loop.start()
+    assert reading.wait(WAIT_S)
+    for wrong in (batches.close, lambda: next(batches._run()), lambda: iter(batches)):
+        with pytest.raises(InvalidInputError, match="one thread"):
+            wrong()
+    gate.set()
+    loop.join(WAIT_S)
+    assert got == [(0, 0), (1, 1)], "the loop went on"
+    assert ours() == []
+
+
 def test_an_abandoned_run_keeps_no_batch_alive() -> None:
     class Batch:
         pass

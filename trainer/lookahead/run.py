@@ -5,6 +5,7 @@ What must not live here: what happens in a run (`pipeline`).
 
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sized
+from inspect import GEN_RUNNING, getgeneratorstate
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -31,8 +32,9 @@ class Run(Generic[T]):
         """Return the next batch.
 
         Raises:
-            InvalidInputError: the loader was iterated anew.
+            InvalidInputError: the loader was iterated anew, or another thread waits for a batch.
         """
+        self._check_idle()
         if self._replaced:
             raise InvalidInputError(
                 "this iteration was ended when the same prepared loader was iterated again: it has one run at a time. "
@@ -41,13 +43,26 @@ class Run(Generic[T]):
         return next(self._batches)
 
     def close(self) -> None:
-        """End the run. Idempotent."""
+        """End the run. Idempotent.
+
+        Raises:
+            InvalidInputError: another thread waits for a batch; the run goes on.
+        """
+        self._check_idle()
         self._batches.close()
 
     def replace(self) -> None:
-        """End the run, since another one begins."""
+        """End the run, since another one begins; raises as `close`."""
+        self._check_idle()
         self._replaced = True
         self._batches.close()
+
+    def _check_idle(self) -> None:
+        if getgeneratorstate(self._batches) == GEN_RUNNING:
+            raise InvalidInputError(
+                "the next batch of this prepared loader is being waited for: iterate and close it in one thread. To end the loop from outside, "
+                "set a flag that the loop looks at."
+            )
 
 
 class _Lent(Generic[T]):
