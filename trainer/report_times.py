@@ -13,7 +13,7 @@ MATTERS = 0.1
 _SHOWN = 0.005
 
 _ADVICE = {
-    "rows": "raise capacity or threads_num",
+    "rows": "raise capacity or threads_num, or add storage nodes",
     "lookups": "look them up ahead: trainer.torch.prepare(model, loader), trainer.prefetch",
     "foreseen": "their lookups were not foreseen, the prepared loader's report says which",
     "push window": "add shards (parameter_servers.shards), or raise max_unapplied",
@@ -96,7 +96,7 @@ class StepTimes:
 
         Example:
             >>> StepTimes(n_steps=10, total_s=1.0, ahead_s=0.31).advice()
-            'trainer waited 31 % for rows: raise capacity or threads_num'
+            'trainer waited 31 % for rows: raise capacity or threads_num, or add storage nodes'
             >>> StepTimes(n_steps=10, total_s=1.0, ahead_s=0.01).advice()
             'compute-bound: nothing to turn'
         """

@@ -107,7 +107,7 @@ def test_what_is_waited_for_behind_the_last_step_belongs_to_none() -> None:
 @pytest.mark.parametrize(
     ("waits", "advice"),
     [
-        ({"ahead_s": 0.31, "rows_ahead": 9}, "trainer waited 31 % for rows: raise capacity or threads_num"),
+        ({"ahead_s": 0.31, "rows_ahead": 9}, "trainer waited 31 % for rows: raise capacity or threads_num, or add storage nodes"),
         ({"lookup_s": 0.31}, "trainer waited 31 % for rows: look them up ahead"),
         ({"lookup_s": 0.31, "rows_ahead": 9}, "trainer waited 31 % for rows: their lookups were not foreseen"),
         ({"window_s": 0.2, "ahead_s": 0.1}, "trainer waited 20 % for the push window: add shards"),
