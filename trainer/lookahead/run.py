@@ -60,8 +60,8 @@ class Run(Generic[T]):
     def _check_idle(self) -> None:
         if getgeneratorstate(self._batches) == GEN_RUNNING:
             raise InvalidInputError(
-                "the next batch of this prepared loader is being waited for: iterate and close it in one thread. To end the loop from outside, "
-                "set a flag that the loop looks at."
+                "the next batch of this prepared loader is being waited for: iterate and close it in one thread. To end the loop from "
+                "outside, set a flag that the loop looks at."
             )
 
 
