@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, StorageError
 from trainer.lookahead.rows import Changed, Puller, RowsAhead, held_of_all
-from trainer.lookahead.threads import call_aside
 
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as
-_ASKING_S = 60.0  # the shards have 30 s to say how far they are
 Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 """Ids and versions of rows that are held for batches to come, by table."""
 
@@ -106,7 +104,7 @@ class Bounded(Stale):
 
     def use(self, rows: RowsAhead) -> None:
         """Pull again what is too old. The new rows have in them all that was in storage when the shards were asked."""
-        now = call_aside(self._progress, _ASKING_S)
+        now = self._progress()
         self._n_used += 1
         if behind(rows.as_of, now) > self._k:
             self._n_again += 1

@@ -12,12 +12,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from kvemb.errors import ClosedError, DeadlineExceededError
+from kvemb.errors import ClosedError
 from kvemb.net.deadline import Deadline
 
-T = TypeVar("T")
 NAME = "kvemb-lookahead"
 _AT_EXIT_S = 10.0
 
@@ -91,30 +90,6 @@ class PullThreads:
         self._threads.append(thread)
         self._n_staying += 1
         thread.start()
-
-
-def call_aside(task: Callable[[], T], timeout_s: float) -> T:
-    """Run a task in a thread of its own, and wait for it.
-
-    An interrupt ends the wait and not the task: gRPC, interrupted while it begins a call, keeps its channel's lock for ever.
-
-    Raises:
-        DeadlineExceededError: it took longer; it ends by itself later.
-        Exception: the task's own.
-    """
-    threads = PullThreads(1)
-    done = threads.submit(task)
-    patience_s = 0.0
-    try:
-        result: T = done.result(timeout_s)
-        patience_s = _AT_EXIT_S  # the thread is at its end
-    except TimeoutError:
-        if done.done():
-            raise  # the task's own
-        raise DeadlineExceededError(f"a call to the parameter servers did not end within {timeout_s:g} s, its own deadline") from None
-    finally:
-        threads.close(Deadline.after(patience_s))
-    return result
 
 
 def _serve(tasks: "SimpleQueue[Task | None]") -> None:
