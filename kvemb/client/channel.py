@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvemb.client import aside
 from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
 from kvemb.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.messages import SERVICE, Reply
@@ -31,6 +32,8 @@ _OPTIONS = (
 )
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
 _REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress"})
+_GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
+_STUCK = "gRPC did not end the call at its deadline; connect anew"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -42,6 +45,7 @@ class Pending:
 
     def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
         self._channel, self._method, self._request, self._deadline = channel, method, request, deadline
+        self._closed = False
         self._future = self._send()
 
     def result(self, reply_type: type[M]) -> M:
@@ -56,26 +60,37 @@ class Pending:
             try:
                 return reply_type.decode(self._answer())
             except ShardUnavailableError:
-                if self._method not in _REPEATABLE or self._future.cancelled() or self._deadline.remaining_s() <= pause_s:
+                if self._method not in _REPEATABLE or self._closed or self._deadline.remaining_s() <= pause_s:
                     raise
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._future = self._send()
 
     def _send(self) -> Any:
+        timeout_s = self._deadline.remaining_s()
+
+        def begin() -> Any:
+            return self._channel.unary(self._method).future(self._request, timeout=timeout_s, wait_for_ready=True)
+
         try:
-            verb = self._channel.unary(self._method)
-            return verb.future(self._request, timeout=self._deadline.remaining_s(), wait_for_ready=True)
-        except ValueError as error:  # what gRPC says of a closed channel
-            raise self._channel.unavailable(self._method, "the cluster was closed") from error
+            return aside.make(begin, timeout_s + _GRACE_S)
+        except ValueError as error:
+            raise self._over() from error
+
+    def _over(self) -> ShardUnavailableError:
+        self._closed = True
+        return self._channel.unavailable(self._method, "the cluster was closed")
 
     def _answer(self) -> bytes:
         try:
-            reply = Reply.decode(self._future.result())
-        except grpc.FutureCancelledError as error:
-            raise self._channel.unavailable(self._method, "the cluster was closed") from error
+            data = self._future.result(self._deadline.remaining_s() + _GRACE_S)
+        except (grpc.FutureCancelledError, ValueError) as error:  # the latter is what gRPC says of a closed channel
+            raise self._over() from error
+        except (grpc.FutureTimeoutError, TimeoutError) as error:
+            raise self._channel.unavailable(self._method, _STUCK) from error
         except grpc.RpcError as error:
             raise self._channel.translate(error, self._method, self._deadline.timeout_s) from error
+        reply = Reply.decode(data)
         if reply.error:
             raise from_wire(reply.error)
         return reply.body
