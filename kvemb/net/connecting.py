@@ -68,9 +68,9 @@ def _look_up(host: str, address: str, wait_s: float) -> None:
     if lookup is mine:
         try:
             threading.Thread(target=_resolve, args=(host, mine), name=f"kvemb-name-{host}", daemon=True).start()
-        except BaseException:
+        except RuntimeError:  # the interpreter is ending, and starts no threads any more: connecting itself looks up
             _pending.pop(host, None)
-            raise
+            mine.set_result(None)
     try:
         lookup.result(wait_s)
     except OSError as error:

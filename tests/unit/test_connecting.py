@@ -142,6 +142,16 @@ def test_a_name_that_is_not_known_is_told_at_once_and_asked_for_again(resolver: 
     assert host_and_port(NAME, Deadline.after(FOREVER_S)) == ("node.test", 6379)
 
 
+def test_where_no_thread_can_be_started_connecting_looks_up_by_itself(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        assert host_and_port(NAME, Deadline.after(FOREVER_S)) == ("node.test", 6379)
+    assert resolver.n_asked == 0
+
+
 def test_a_forked_child_looks_up_for_itself(resolver: Resolver) -> None:
     with pytest.raises(NodeUnavailableError):
         host_and_port(NAME, Deadline.after(0.1))
