@@ -24,8 +24,6 @@ MAY_IMPORT = {"kvemb": {"kvemb"}, "paramserver": {"paramserver", "kvemb"}, "trai
 # The one upward arrow: a facade hands on a package that is found under no other name where kvemb is installed (kvemb/own).
 FACADES = {
     "kvemb.torch": "trainer.torch",
-    "kvemb.tensorflow": "trainer.tensorflow",
-    "kvemb.jax": "trainer.jax",
     "kvemb.columns": "trainer.columns",
     "kvemb.trainer": "trainer",
     "kvemb.shard_program": "paramserver.__main__",
