@@ -20,7 +20,6 @@ gives no memory back. Not thread-safe; its users hold the lock.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,50 +36,6 @@ _MAX_LOAD = 0.85
 _GROWTH = 1.18
 _BLOCK_ROWS = 1 << 16
 _WINDOW_BUCKETS = 1 << 13
-
-
-class Index(Protocol):
-    """What shards ask of an index. `RowIndex` holds all of it in memory.
-
-    One that keeps sorted runs of (id, version) on disk would have to offer the same in batches: `get` of 10**5 random ids without a read
-    from disk for each of those that do not exist (a filter per run), `put` and `erase` into a small table in memory that is written out
-    as a run (an erased id as such, until the runs below are merged), and `arrays` and `sorted_ids` as merges of all runs. The journal and
-    the saved state already bring an index back after a crash, so its runs need not be durable one by one.
-    """
-
-    def __len__(self) -> int:
-        """How many ids there are."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that it takes."""
-
-    def get(self, ids: Ids) -> Versions:
-        """See `RowIndex.get`."""
-
-    def put(self, ids: Ids, versions: Versions) -> None:
-        """See `RowIndex.put`."""
-
-    def find(self, ids: Ids) -> "Found":
-        """See `RowIndex.find`."""
-
-    def at(self, found: "Found") -> Versions:
-        """See `RowIndex.at`."""
-
-    def set_at(self, found: "Found", version: int) -> None:
-        """See `RowIndex.set_at`."""
-
-    def erase(self, ids: Ids) -> int:
-        """See `RowIndex.erase`."""
-
-    def arrays(self) -> tuple[Ids, Versions]:
-        """See `RowIndex.arrays`."""
-
-    def between(self, low: int, high: int) -> Ids:
-        """See `RowIndex.between`."""
-
-    def sorted_ids(self, after: int, first: bool, limit: int) -> Ids:
-        """See `RowIndex.sorted_ids`."""
 
 
 @dataclass(frozen=True, eq=False)

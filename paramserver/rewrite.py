@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from kvemb.errors import FencedError, LostRowError
 from kvemb.record import split_version
 from kvemb.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.row_index import RowIndex
 from kvemb.table_def import TableDef
 
 from .batch import ASSIGN, CheckedRows
-from .index import RowIndex
 from .tables import TableState
 from .timeline import Timeline
 from .validate import shown_id

@@ -12,12 +12,12 @@ from pathlib import Path
 from kvemb.config import Config
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
 from kvemb.table_registry import META_NAME
 
 from .barrier import Barrier, Membership
-from .cache import CacheBudget
 from .claim import CLUSTER_NAME, claim, confirm, require_owner, save
 from .data_dir import DataDir
 from .disk_trouble import mend, named

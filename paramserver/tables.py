@@ -12,11 +12,10 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.row_index import Found
+from kvemb.record_cache import CacheBudget, RecordCache
+from kvemb.row_index import Found, RowIndex
 from kvemb.table_def import TableDef
 
-from .cache import CacheBudget, RecordCache
-from .index import RowIndex
 from .optim import build
 
 Ids = NDArray[np.uint64]

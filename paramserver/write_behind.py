@@ -24,10 +24,10 @@ from kvemb.errors import FencedError, ForeignPageError, NodeLostError, NodeSuspe
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE, split_version
+from kvemb.record_cache import RecordCache
 from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
 from kvemb.table_def import TableDef
 
-from .cache import RecordCache
 from .patience import MAX_CONFLICT_ROUNDS, RETRYABLE, pauses
 from .pieces import Pace
 from .prepared import Prepared

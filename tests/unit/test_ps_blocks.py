@@ -12,13 +12,13 @@ from kvemb.errors import LostRowError, NodeUnavailableError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import engine as engine_module
 from paramserver import scratch as scratch_module
 from paramserver.batch import APPLY, ASSIGN, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine, Pause
 from paramserver.tables import Tables
 

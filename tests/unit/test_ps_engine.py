@@ -12,12 +12,12 @@ from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, Record
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine, Pause
 from paramserver.prepared import Prepared
 from paramserver.tables import Tables

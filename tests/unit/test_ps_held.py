@@ -9,11 +9,11 @@ from kvemb.errors import PushRejectedError
 from kvemb.message_format import FreshRows
 from kvemb.messages import PushReply, digest_tables
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.rounding import to_float32
 from kvemb.stores.memory import memory_node
 from paramserver import stream
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
-from paramserver.cache import CacheBudget
 from paramserver.engine import Applied, Engine
 from paramserver.held import HeldRows
 from paramserver.pieces import row_bytes

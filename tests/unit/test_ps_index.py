@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import row_search
+from kvemb.row_index import RowIndex
 from kvemb.row_search import home
-from paramserver.index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
 STEP = st.tuples(st.sampled_from(["put", "erase"]), st.lists(IDS, unique=True, max_size=30))

@@ -13,11 +13,11 @@ from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeL
 from kvemb.hashing import shard_of
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.engine import Engine
 from paramserver.repair import Repairer
 from paramserver.rescue import NO_BATCH, Ahead

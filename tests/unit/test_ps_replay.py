@@ -21,13 +21,13 @@ from kvemb.errors import FencedError, JournalBehindError, JournalDamagedError, L
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import pieces
 from paramserver.barrier import Membership
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.engine import Engine
 from paramserver.journal import BatchEntry, Entry, Position, SessionEntry, Watermark, encode
 from paramserver.replay import Recovered, Recovery

@@ -25,13 +25,13 @@ from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableErro
 from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart, WriteResult
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import save_job
 from paramserver.applier import Applier
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.committer import Committer, Handover
 from paramserver.engine import Engine
 from paramserver.image import image

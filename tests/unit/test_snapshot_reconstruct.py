@@ -15,11 +15,11 @@ from kvemb.config import StorageConfig
 from kvemb.errors import JournalFullError, LostRowError, StorageError, UnknownTableError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
+from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart
 from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.cache import CacheBudget
 from paramserver.engine import Engine
 from paramserver.journal import BatchEntry, Journal, Position, encode, files
 from paramserver.optim import Optimizer
