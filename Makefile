@@ -41,7 +41,7 @@ test: setup
 
 chaos: setup
 	@sh scripts/servers.sh
-	@$(PY) -m kvemb.testing.faults.chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 libraries: setup
 	@bash scripts/libraries.sh $(ARGS)

@@ -158,7 +158,7 @@ class Ledger:
         for trainer, name in enumerate(self._names):
             docker("rm", "-f", name, check=False)
             plan = ["--seed", str(self._seed), "--trainers", str(self._n_trainers), "--trainer", str(trainer)]
-            program = ["python", "-m", "kvemb.testing.faults.trainer", "--config", "/etc/kvemb/kvemb.yaml", *plan]
+            program = ["python", "-m", "chaos.trainer", "--config", "/etc/kvemb/kvemb.yaml", *plan]
             self._run(["-d", "--name", name], [*program, "--file", f"/var/lib/kvemb/ledger-{trainer}", "--pause-s", "0.02"])
 
     def acks(self) -> list[int]:
@@ -179,7 +179,7 @@ class Ledger:
             assert docker("wait", name).stdout.strip() == "0", docker("logs", "--tail", "50", name).stderr
 
     def verdict(self) -> dict[str, object]:
-        """Judge every row; see `kvemb.testing.faults.ledger.Verdict`."""
+        """Judge every row; see `chaos.ledger.Verdict`."""
         found: dict[str, object] = json.loads(self._judge("verify", str(self._n_trainers), str(self._seed)).splitlines()[-1])
         return found
 
@@ -187,8 +187,10 @@ class Ledger:
         return self._run(["--rm", "-T"], ["python", "/etc/kvemb/judge.py", *arguments])
 
     def _run(self, options: list[str], command: list[str]) -> str:
-        judge = Path(__file__).with_name("judge.py")
-        volumes = ["-v", f"{self._volume}:/var/lib/kvemb", "-v", f"{judge}:/etc/kvemb/judge.py:ro"]
+        tests = Path(__file__).parents[1]
+        programs = {tests / "containers" / "judge.py": "judge.py", tests / "chaos": "chaos"}  # Python finds both in its working folder
+        volumes = ["-v", f"{self._volume}:/var/lib/kvemb"]
+        volumes += [word for path, name in programs.items() for word in ("-v", f"{path}:/etc/kvemb/{name}:ro")]
         return self._cluster.compose("run", "--no-deps", *options, *volumes, "trainer", *command).stdout
 
     def _remove(self) -> None:

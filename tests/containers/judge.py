@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from chaos.ledger import ACKED, DIM, TABLE, Plan, Record, Verifier
+from chaos.trainer import create_table
 
 import kvemb
-from kvemb.testing.faults.ledger import ACKED, DIM, TABLE, Plan, Record, Verifier
-from kvemb.testing.faults.trainer import create_table
 
 CONFIG = "/etc/kvemb/kvemb.yaml"
 FOLDER = Path("/var/lib/kvemb")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from chaos.cluster import FaultyCluster
+from chaos.run import LedgerRun
 from jobs import PATIENCE_S
 
 import kvemb
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.run import LedgerRun
 
 LAUNCHER = str(Path(__file__).with_name("shard_launcher.py"))
 KINDS = ("memcached", "redis", pytest.param("redis-cluster", marks=pytest.mark.long))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos.cluster import FaultyCluster
+from chaos.run import LedgerRun
 from conftest import LAUNCHER
 from jobs import PATIENCE_S, eventually
 from replayed import Replayed
@@ -22,8 +24,6 @@ from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError, KvembError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.run import LedgerRun
 
 N, DIM = 3000, 5
 OLD = np.arange(2000)

@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import redis
+from chaos.cluster import FaultyCluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, nodes_of, raw_part, require
@@ -22,7 +23,6 @@ from kvemb.errors import KvembError, MessageError, RecordError, from_wire
 from kvemb.keys import RowKeys
 from kvemb.messages import Empty
 from kvemb.pages import PagedKeys
-from kvemb.testing.faults.cluster import FaultyCluster
 from kvemb.testing.servers import memcached_client, redis_client
 
 IDS = np.arange(200)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chaos import processes
+from chaos.cluster import FaultyCluster
+from chaos.run import LedgerRun
 from jobs import PATIENCE_S
 
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults import processes
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.run import LedgerRun
 
 
 def library() -> str:

@@ -6,14 +6,14 @@ from contextlib import ExitStack, suppress
 
 import pytest
 import redis
+from chaos import processes
+from chaos.cluster import FaultyCluster
+from chaos.run import LedgerRun
 from jobs import PATIENCE_S, eventually
 
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults import processes
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.run import LedgerRun
 from kvemb.testing.servers import redis_client
 
 pytestmark = pytest.mark.long

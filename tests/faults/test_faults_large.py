@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from chaos.cluster import FaultyCluster
+from chaos.proxy import DOWN, UP, Flow
 from jobs import PATIENCE_S
 
 import kvemb
@@ -15,8 +17,6 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.message_format import TableRows
 from kvemb.messages import MAX_REQUEST_BYTES, Empty, RowsRequest
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.proxy import DOWN, UP, Flow
 
 N_ROWS, DIM = 24_000, 4
 SLOW = Flow(bytes_per_s=512 << 10)  # to read the rows of one batch takes several seconds, the timeout is one

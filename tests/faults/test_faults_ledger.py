@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos.ledger import ACKED, BAD_READ, DIM, SENT, LedgerFile, Plan, Record, Verdict, Verifier, torn
 
 from kvemb.hashing import shard_of
-from kvemb.testing.faults.ledger import ACKED, BAD_READ, DIM, SENT, LedgerFile, Plan, Record, Verdict, Verifier, torn
 
 PLAN = Plan(seed=5, n_trainers=3)
 N = 70  # a little more than two generations

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from chaos import processes, storage
+from chaos.cluster import FaultyCluster
+from chaos.proxy import UP, Flow
 from jobs import PATIENCE_S, eventually
 from replayed import Replayed
 
 import kvemb
 from kvemb.record import split_version
-from kvemb.testing.faults import processes, storage
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.proxy import UP, Flow
 from kvemb.testing.servers import redis_client
 
 N, DIM = 3000, 5

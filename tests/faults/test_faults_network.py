@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from chaos.cluster import FaultyCluster
+from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from jobs import DIM, PATIENCE_S, add, counting_table, eventually, require
 
 import kvemb
 from kvemb.errors import KvembError
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.proxy import DOWN, UP, FaultProxy, Flow
 
 IDS = np.arange(2000)
 WAYS = {"both ways": None, "up": UP, "down": DOWN}

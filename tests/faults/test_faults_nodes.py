@@ -4,14 +4,14 @@ import time
 
 import numpy as np
 import pytest
+from chaos import processes, storage
+from chaos.cluster import FaultyCluster
+from chaos.proxy import UP, Flow
 from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
 
 import kvemb
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ShardUnavailableError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults import processes, storage
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.proxy import UP, Flow
 
 IDS = np.arange(3000)
 

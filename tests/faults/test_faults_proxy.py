@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-
-from kvemb.testing.faults.proxy import DOWN, UP, FaultProxy, Flow
+from chaos.proxy import DOWN, UP, FaultProxy, Flow
 
 PATIENCE_S = 20.0
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
+from chaos import processes
+from chaos.cluster import FaultyCluster
+from chaos.proxy import DOWN, Flow
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, raw_part, require
 
 import kvemb
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError
 from kvemb.messages import SERVICE
-from kvemb.testing.faults import processes
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.proxy import DOWN, Flow
 from paramserver.streams import MAX_STREAMS_OF_PEER
 
 IDS = np.arange(50)

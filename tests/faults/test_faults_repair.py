@@ -6,16 +6,16 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
+from chaos import processes, storage
+from chaos.cluster import FaultyCluster
+from chaos.ledger import TABLE
+from chaos.proxy import Flow
 from conftest import Training
 from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
 
 import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError, WrongNodeError
 from kvemb.keys import RowKeys
-from kvemb.testing.faults import processes, storage
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.ledger import TABLE
-from kvemb.testing.faults.proxy import Flow
 from kvemb.testing.servers import memcached_client
 
 IDS = np.arange(2000)

@@ -8,6 +8,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import yaml
+from chaos import processes
+from chaos.cluster import FaultyCluster
+from chaos.run import LedgerRun
 from conftest import Training
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, ids_of_shard, raw_part, require
 from shard_launcher import POINTS
@@ -15,9 +18,6 @@ from shard_launcher import POINTS
 import kvemb
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults import processes
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.run import LedgerRun
 
 IDS = np.arange(100)
 STORAGE_POINTS = ("in the middle of a write", "after a write")

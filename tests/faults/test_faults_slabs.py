@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from chaos.cluster import FaultyCluster
 from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
 
 import kvemb
@@ -14,7 +15,6 @@ from kvemb.keys import RowKeys
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.local_cluster.servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.cluster import FaultyCluster
 from kvemb.testing.servers import memcached_client
 
 N = 60_000

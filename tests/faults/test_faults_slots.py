@@ -1,12 +1,12 @@
 """The second ledger: optimizers with memory. Counts cannot see a torn slot, so rows and slots are compared, bit for bit, with a replay."""
 
 import numpy as np
+from chaos import processes, storage
+from chaos.cluster import FaultyCluster
 from jobs import PATIENCE_S
 from replayed import Replayed
 
 import kvemb
-from kvemb.testing.faults import processes, storage
-from kvemb.testing.faults.cluster import FaultyCluster
 
 N_PUSHES, N_ROWS, DIM = 40, 600, 5
 OPTIMIZERS = {

@@ -12,11 +12,11 @@ from types import TracebackType
 
 import redis
 
+from chaos.proxy import FaultProxy
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
 from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.proxy import FaultProxy
 
 _SHARD_START_S = 90.0  # it may have a long journal to replay, on a machine that does much else
 

@@ -1,6 +1,6 @@
 """The faults that a chaos run draws from: each does something bad to a running ledger and undoes it. Recovery is the product's business.
 
-What must not live here: when which fault happens (chaos), what it costs (chaos), whether the promise was kept (ledger).
+What must not live here: when which fault happens (`__main__`), what it costs (`__main__`), whether the promise was kept (ledger).
 """
 
 import random
@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from chaos import processes, storage
+from chaos.proxy import DOWN, UP, FaultProxy, Flow
+from chaos.run import LedgerRun
 from kvemb.local_cluster.servers import KINDS
-from kvemb.testing.faults import processes, storage
-from kvemb.testing.faults.proxy import DOWN, UP, FaultProxy, Flow
-from kvemb.testing.faults.run import LedgerRun
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
 _OWN_MAP_KINDS = ("valkey", "redis", "memcached")

@@ -1,21 +1,23 @@
 """A ledger run: a faulty cluster, its trainers as processes, and the verdict at the end. Tests and chaos put the faults in between."""
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 import kvemb
+from chaos.cluster import FaultyCluster
+from chaos.ledger import ACKED, DIM, TABLE, Ids, Plan, Record, Verdict, Verifier
+from chaos.trainer import create_table
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, python_env
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.ledger import ACKED, DIM, TABLE, Ids, Plan, Record, Verdict, Verifier
-from kvemb.testing.faults.trainer import create_table
 
 _FENCE_TABLE = "ledger_fence"
 
@@ -54,8 +56,8 @@ class LedgerRun:
         plan = ["--seed", str(self.plan.seed), "--trainers", str(self.plan.n_trainers), "--trainer", str(trainer)]
         files = ["--config", str(self.cluster.config_path), "--file", str(self._files[trainer])]
         times = ["--pause-s", str(self._pause_s), "--grace-s", str(self._grace_s)]
-        command = [sys.executable, "-m", "kvemb.testing.faults.trainer", *plan, *files, *times]
-        process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", python_env())
+        command = [sys.executable, "-m", "chaos.trainer", *plan, *files, *times]
+        process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", _trainer_env())
         self.trainers[trainer : trainer + 1] = [process]
         return process
 
@@ -113,3 +115,9 @@ class LedgerRun:
                 if deadline.expired:
                     raise
                 time.sleep(0.2)
+
+
+def _trainer_env() -> dict[str, str]:
+    """What a trainer's process needs to find this package, too."""
+    env = python_env()
+    return {**env, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), env["PYTHONPATH"]])}

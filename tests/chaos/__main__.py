@@ -1,4 +1,4 @@
-"""`python -m kvemb.testing.faults.chaos`: the ledger under a seeded random schedule of faults, and what came of it.
+"""`make chaos`, or `PYTHONPATH=tests python -m chaos`: the ledger under a seeded random schedule of faults, and what came of it.
 
 Faults come one after the other, at times a fault of the network beside one of a process; after each, every trainer must get an
 acknowledgement again before the next. What happens follows from the seed; what exactly it meets depends on the machine's timing.
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from chaos.catalogue import FAULTS, Fault, Scene
+from chaos.cluster import FaultyCluster
+from chaos.ledger import ACKED, Verdict
+from chaos.run import LedgerRun
 from kvemb.errors import KvembError
 from kvemb.local_cluster.servers import KINDS
 from kvemb.net.deadline import Deadline
-from kvemb.testing.faults.catalogue import FAULTS, Fault, Scene
-from kvemb.testing.faults.cluster import FaultyCluster
-from kvemb.testing.faults.ledger import ACKED, Verdict
-from kvemb.testing.faults.run import LedgerRun
 
 CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
@@ -155,7 +155,7 @@ def chosen_faults(store: str, only: list[str]) -> tuple[Fault, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run chaos; return 0 when the promise was kept."""
-    parser = argparse.ArgumentParser(prog="python -m kvemb.testing.faults.chaos", description="The ledger under random faults.")
+    parser = argparse.ArgumentParser(prog="python -m chaos", description="The ledger under random faults.")
     parser.add_argument("--store", default="redis", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, help="of faults and pushes; drawn unless given")

@@ -1,4 +1,4 @@
-"""A trainer of the ledger, as a process of its own: `python -m kvemb.testing.faults.trainer …`. Pushes until SIGTERM, whatever happens.
+"""A trainer of the ledger, as a process of its own: `python -m chaos.trainer …`. Pushes until SIGTERM, whatever happens.
 
 It trusts what the errors promise: after "nothing was sent" it sends the same push again, after anything else a push that was not
 acknowledged stays as it is. What must not live here: what a push consists of (ledger).
@@ -13,9 +13,9 @@ from collections import deque
 from pathlib import Path
 
 import kvemb
+from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, Plan, Record, torn
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
-from kvemb.testing.faults.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, Plan, Record, torn
 
 _CREATE_S = 30.0
 _TRY_S = 1.0
@@ -128,7 +128,7 @@ def create_table(url: str) -> None:
 
 def main() -> int:
     """Run one trainer."""
-    parser = argparse.ArgumentParser(prog="python -m kvemb.testing.faults.trainer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m chaos.trainer", description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--trainers", type=int, required=True)
