@@ -6,9 +6,12 @@ Fixtures of one part live with its tests.
 import os
 import shutil
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 
 import hypothesis
 import pytest
+
+from kvemb.stores import registry
 
 pytest.register_assert_rewrite("kvemb.testing")
 
@@ -53,3 +56,10 @@ def find_server(name: str) -> str:
 def require_server() -> Callable[[str], str]:
     """`require_server("memcached")` returns its path, or skips (in CI: fails) the test; see `find_server`."""
     return find_server
+
+
+@pytest.fixture
+def memory_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage kind "memory" (tests/memory_store.py) is found as one that another distribution brings."""
+    points = (EntryPoint("memory", "memory_store:MemoryStore", "kvemb.stores"),)
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)

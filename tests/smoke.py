@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 LR = 0.5
-STORES = {"memory", "redis", "valkey", "redis-cluster", "memcached"}
+STORES = {"redis", "valkey", "redis-cluster", "memcached"}
 
 
 def check(condition: bool, what: str) -> None:

@@ -9,7 +9,6 @@ from kvemb.stores.base import Store
 
 # The kinds of this distribution, so that a source checkout works without being installed.
 _OWN = {
-    "memory": "kvemb.stores.memory:MemoryStore",
     "redis": "kvemb.stores.redis:RedisStore",
     "valkey": "kvemb.stores.redis:RedisStore",
     "redis-cluster": "kvemb.stores.redis_cluster:RedisClusterStore",

@@ -5,13 +5,13 @@ import time
 import numpy as np
 import pytest
 import redis
+from memory_store import MemoryStore
 
 import kvemb
 from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.stores.base import NodeStats
-from kvemb.stores.memory import MemoryStore
 from paramserver.watch import NodeWatch
 
 

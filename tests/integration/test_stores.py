@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from memory_store import memory_node
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
@@ -21,7 +22,6 @@ from kvemb.keys import text_slot
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
 from kvemb.stores.base import Store, WritePart
 from kvemb.stores.markers import MARKER_KEY
-from kvemb.stores.memory import memory_node
 from kvemb.stores.registry import open_store
 from kvemb.stores.topology import NodeMap
 from kvemb.testing.repair_contract import RepairContract
@@ -76,7 +76,7 @@ class MemoryNodes(Nodes):
 
 class TestMemoryStore(RepairContract):
     @pytest.fixture
-    def nodes(self) -> Nodes:
+    def nodes(self, memory_kind: None) -> Nodes:
         return MemoryNodes()
 
 

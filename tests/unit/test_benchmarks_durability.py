@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 
 import kvemb
 from benchmarks import checkpoint, disk, durability, recovery, recovery_steps
@@ -24,7 +25,6 @@ from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, WritePart
-from kvemb.stores.memory import MemoryStore
 from kvemb.stores.repair import LostNode
 from kvemb.table_def import TableDef
 

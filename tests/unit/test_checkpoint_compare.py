@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.compare import Comparison, compare
@@ -19,7 +20,6 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import WritePart
-from kvemb.stores.memory import MemoryStore
 from tests.unit.checkpoint_files import CLUSTER_ID, USER, block_of, ids_of, save
 
 _NUMBERS = count()

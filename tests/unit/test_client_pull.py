@@ -5,6 +5,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.pull
 from kvemb import init, optim
@@ -15,7 +16,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.pull import initial_rows, prepare_pull, pull
 from kvemb.rounding import round_nearest
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 
 SOON = Deadline.after(60)

@@ -27,6 +27,7 @@ from paramserver.shard import Shard
 from paramserver.start import start
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
+pytestmark = pytest.mark.usefixtures("memory_kind")
 _NUMBERS = count()
 OTHER = TableDef("other", 2, optim.sgd(), uniform())
 

@@ -4,6 +4,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -14,7 +15,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import engine as engine_module
 from paramserver import scratch as scratch_module

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.memory import MemoryStore
 from kvemb.stores.owners import newest_owner, owner_name
 from kvemb.table_def import TableDef
 from paramserver.claim import CLAIMING, EPOCH, LOADED, STATE, claim, confirm, read_epoch, require_owner, save, save_at_stop

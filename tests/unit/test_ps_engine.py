@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -15,7 +16,6 @@ from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.engine import Applied, Engine, Pause

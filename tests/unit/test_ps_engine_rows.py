@@ -5,13 +5,13 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import WritePart, WriteResult
-from kvemb.stores.memory import MemoryStore
 from paramserver.batch import APPLY, Batch
 from paramserver.engine import Applied, Engine
 from tests.unit.test_ps_engine import ADAM, HALF, SGD, Storage, engine_on, read, rows

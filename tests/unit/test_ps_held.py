@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from memory_store import memory_node
 
 from kvemb.errors import PushRejectedError
 from kvemb.message_format import FreshRows
@@ -11,7 +12,6 @@ from kvemb.messages import PushReply, digest_tables
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.rounding import to_float32
-from kvemb.stores.memory import memory_node
 from paramserver import stream
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
 from paramserver.engine import Applied, Engine

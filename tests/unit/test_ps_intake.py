@@ -9,6 +9,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -29,7 +30,6 @@ from kvemb.errors import (
 from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, ReadResult
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.applier import Applier
 from paramserver.barrier import Barrier

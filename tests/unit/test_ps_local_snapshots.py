@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -14,7 +15,6 @@ from kvemb.config import StorageConfig, parse
 from kvemb.errors import FencedError, KvembError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.barrier import Membership
 from paramserver.batch import APPLY, Batch, CheckedRows
@@ -33,6 +33,7 @@ from paramserver.snapshot.snapshotter import from_storage
 from paramserver.start import start as start_shard
 from paramserver.tables import Tables
 
+pytestmark = pytest.mark.usefixtures("memory_kind")
 _NUMBERS = count()
 ADAM = TableDef("adam", 4, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
 IDS = np.arange(2000, dtype=np.uint64)

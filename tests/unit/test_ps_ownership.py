@@ -5,6 +5,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -24,7 +25,6 @@ from kvemb.errors import (
 from kvemb.keys import table_tag
 from kvemb.net.deadline import Deadline
 from kvemb.stores.markers import Identity, Marker
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from kvemb.table_registry import META_NAME
 from paramserver.data_dir import DataDir

@@ -5,6 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -15,7 +16,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.engine import Engine

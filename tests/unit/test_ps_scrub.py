@@ -4,6 +4,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from memory_store import memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -12,7 +13,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.row_index import HASHES, RowIndex
 from kvemb.stores.base import WritePart
-from kvemb.stores.memory import memory_node
 from kvemb.table_def import TableDef
 from paramserver.scrub import Scrub
 from tests.unit.test_ps_repair import ADAM, SGD, Shard, provision

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from memory_store import MemoryStore
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.memory import MemoryStore
 from kvemb.stores.repair import LostNode
 from paramserver.watch import NodeWatch
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -27,7 +28,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart, WriteResult
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver import save_job
 from paramserver.applier import Applier

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from memory_store import memory_node
 
 from kvemb.errors import NodeUnavailableError, RecordError
 from kvemb.keys import RowKeys
@@ -11,7 +12,6 @@ from kvemb.pull import initial_rows, prepare_pull, pull
 from kvemb.record import make_version
 from kvemb.rounding import round_nearest
 from kvemb.row_cache import RowCache
-from kvemb.stores.memory import memory_node
 from kvemb.table_def import TableDef
 from tests.unit.test_client_pull import ITEM, SOON, USER, CountingStore, store, write
 

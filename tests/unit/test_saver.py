@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 from numpy.typing import NDArray
 
 from kvemb import optim
@@ -25,7 +26,6 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
-from kvemb.stores.memory import MemoryStore
 from kvemb.table_def import TableDef
 from paramserver import save_job
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
@@ -17,7 +18,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart
-from kvemb.stores.memory import MemoryStore, memory_node
 from kvemb.table_def import TableDef
 from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.engine import Engine
