@@ -134,6 +134,10 @@ class TableDef:
         """Where rows lie on storage that has pages; None for a table without num_ids."""
         return None if self.num_ids is None else page_layout(self.record.size_bytes)
 
+    def shown_id(self, row_id: int) -> int:
+        """Return an id as its caller wrote it: negative where the table's ids are signed."""
+        return row_id - (1 << 64) if self.id_dtype == "int64" and row_id >> 63 else row_id
+
     def keys(self, ids: NDArray[np.uint64], *, pages: bool, new: NDArray[np.bool_] | None = None) -> RowKeys:
         """Return the keys of rows.
 

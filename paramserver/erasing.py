@@ -14,8 +14,6 @@ from kvemb.record import HEADER_SIZE, split_version
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
 from kvemb.table_def import TableDef
 
-from .validate import shown_id
-
 Ids = NDArray[np.uint64]
 Versions = NDArray[np.uint64]
 May = Callable[[Ids, Versions, NDArray[np.bool_]], NDArray[np.bool_]]
@@ -89,7 +87,7 @@ def not_newer(
     later = found & (stored > np.uint64(newest)) & (stored >> np.uint64(48) > np.uint64(epoch))
     if later.any():
         at = int(np.argmax(later))
-        row = f"table {definition.name!r}, id {shown_id(definition, int(ids[at]))}: version {split_version(int(stored[at]))}"
+        row = f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}: version {split_version(int(stored[at]))}"
         raise FencedError(f"{row} in storage is of a later epoch than ours ({epoch}): another process owns this shard now")
     may: NDArray[np.bool_] = found & (stored < np.uint64(version))
     return may

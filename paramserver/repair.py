@@ -38,7 +38,6 @@ from .rescue import NO_BATCH, Ahead, Pause
 from .snapshot import Wanted
 from .tables import Tables, TableState
 from .timeline import Timeline
-from .validate import shown_id
 
 Ids = NDArray[np.uint64]
 T = TypeVar("T")
@@ -212,7 +211,7 @@ class Repairer:
         if n_rows:
             self._store.make_way(self._keys(state.definition, ids[wrong]), self._deadline())
             self._bring_back([(state, ids[wrong], wanted[wrong])], port)
-            name, first = state.definition.name, shown_id(state.definition, int(ids[np.argmax(wrong)]))
+            name, first = state.definition.name, state.definition.shown_id(int(ids[np.argmax(wrong)]))
             log.error("table %r: %d rows were missing, old or overwritten in storage, the first was id %s; they have been restored",
                       name, n_rows, first)  # fmt: skip
         return n_rows
@@ -391,7 +390,7 @@ class Repairer:
     def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, known: Ids) -> None:
         later = stored >> np.uint64(48) > np.maximum(known >> np.uint64(48), np.uint64(self.epoch))
         if later.any():
-            row = f"table {definition.name!r}, id {shown_id(definition, int(ids[np.argmax(later)]))}"
+            row = f"table {definition.name!r}, id {definition.shown_id(int(ids[np.argmax(later)]))}"
             raise FencedError(f"{row}: was written by a process of a later epoch than ours ({self.epoch}), which owns this shard now")
 
     def _erase(self, state: TableState, ids: Ids, port: _Port) -> None:

@@ -21,7 +21,6 @@ from kvemb.table_def import TableDef
 from .batch import ASSIGN, CheckedRows
 from .tables import TableState
 from .timeline import Timeline
-from .validate import shown_id
 
 _BEHIND = "A node lost writes, or another program wrote rows: bring the node's data back."
 
@@ -103,7 +102,7 @@ def rows_to_write(
     if not later.any():
         timeline.refuse_lost(definition, ids[wrong], stored[wrong], known[wrong])
     at = int(np.argmax(later if later.any() else wrong))
-    row = f"table {definition.name!r}, id {shown_id(definition, int(ids[at]))}"
+    row = f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}"
     got, expected = (f"version {split_version(int(v))}" if v else "no row" for v in (stored[at], known[at]))
     if later.any():
         raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({timeline.epoch}): another process owns this shard now")

@@ -14,8 +14,6 @@ from kvemb.errors import JournalBehindError
 from kvemb.record import MAX_K, split_version
 from kvemb.table_def import TableDef
 
-from .validate import shown_id
-
 ORDERS = (
     "No row was taken back, and no version in storage is lost. Put the files of that folder back as they were; or start the shard with "
     "--roll-back: it goes on from where its journal ends, rows that are newer are set back, and the pushes behind it are lost (load a "
@@ -61,7 +59,7 @@ class Timeline:
         expected = f"version {split_version(int(known[at]))}" if known[at] else "no such row"
         raise JournalBehindError(
             f"{self.where} lacks batches that were acknowledged and applied: table {definition.name!r}, id "
-            f"{shown_id(definition, int(ids[at]))} has version {split_version(int(stored[at]))} in storage, expected {expected} by the "
+            f"{definition.shown_id(int(ids[at]))} has version {split_version(int(stored[at]))} in storage, expected {expected} by the "
             f"shard's index ({int(lost.sum())} such rows or more; versions are (epoch, k)). The journal reached batch {self.k} when the "
             f"shard was started. {ORDERS}"
         )

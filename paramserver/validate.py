@@ -84,34 +84,29 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind
     return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
 
 
-def shown_id(definition: TableDef, row_id: int) -> int:
-    """Return an id as its caller wrote it: negative where the table's ids are signed."""
-    return row_id - (1 << 64) if definition.id_dtype == "int64" and row_id >> 63 else row_id
-
-
 def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.ndarray) -> None:
     finite = np.isfinite(values)
     if finite.all():
         return
     bad = np.flatnonzero(~finite.all(axis=1))
-    first = shown_id(definition, int(rows.ids[bad[0]]))
+    first = definition.shown_id(int(rows.ids[bad[0]]))
     raise PushRejectedError(f"{at}: NaN or infinity in {len(bad)} rows, first id {first}; the whole part was refused")
 
 
 def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, n_shards: int) -> None:
     outside = first_outside(rows.ids, definition.num_ids)
     if outside is not None:
-        row_id = shown_id(definition, int(rows.ids[outside]))
+        row_id = definition.shown_id(int(rows.ids[outside]))
         raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
     owners = shard_of(rows.ids, n_shards)
     if (owners != shard).any():
         wrong = int(np.argmax(owners != shard))
-        row_id = shown_id(definition, int(rows.ids[wrong]))
+        row_id = definition.shown_id(int(rows.ids[wrong]))
         raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {n_shards}")
     if (rows.ids[1:] > rows.ids[:-1]).all():
         return  # ascending, as clients send them: none stands twice
     ordered = np.sort(rows.ids)
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
-        row_id = shown_id(definition, int(ordered[np.argmax(twice)]))
+        row_id = definition.shown_id(int(ordered[np.argmax(twice)]))
         raise PushRejectedError(f"{at}: id {row_id} stands twice; sum the gradients of equal ids first")

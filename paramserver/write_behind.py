@@ -34,7 +34,6 @@ from .prepared import Prepared
 from .rescue import NO_BATCH, Pause, Rescue
 from .scratch import Scratch
 from .tables import Tables, TableState
-from .validate import shown_id
 
 Ids = NDArray[np.uint64]
 _WRITE_BYTES = 64 << 20  # of one write, at most
@@ -262,7 +261,7 @@ class WriteBehind:
         if later.any():
             first = int(np.argmax(later))
             raise FencedError(
-                f"table {definition.name!r}, id {shown_id(definition, int(ids[first]))}: version {split_version(int(stored[first]))} in "
+                f"table {definition.name!r}, id {definition.shown_id(int(ids[first]))}: version {split_version(int(stored[first]))} in "
                 f"storage is of a later epoch than ours ({self._epoch}): another process owns this shard now"
             )
         if read.tokens is not None:

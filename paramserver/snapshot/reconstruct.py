@@ -22,7 +22,6 @@ from ..journal import BatchEntry, Journal, decode
 from ..journal.entry import Find
 from ..rewrite import new_records
 from ..tables import TableState
-from ..validate import shown_id
 from .rounds import Rounds
 from .run_file import whole
 from .runs import Base, Runs
@@ -146,7 +145,7 @@ class Reconstructor:
         got, expected = int(rows.base.versions[at]), int(rows.wanted[at])
         state = f"version {split_version(got)}" if rows.base.exists[at] else "no row"
         return LostRowError(
-            f"table {definition.name!r}, id {shown_id(definition, int(rows.ids[at]))}: snapshot and journal give {state}, expected version "
+            f"table {definition.name!r}, id {definition.shown_id(int(rows.ids[at]))}: snapshot and journal give {state}, expected version "
             f"{split_version(expected)} by the shard's index ({n_wrong} such rows; versions are (epoch, k)). Load a checkpoint."
         )
 

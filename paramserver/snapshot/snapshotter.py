@@ -16,7 +16,6 @@ from kvemb.record import split_version
 from kvemb.stores.base import ReadPart, Store
 
 from ..tables import TableState
-from ..validate import shown_id
 from .run_file import ERASED, ROWS
 from .run_writer import RunWriter
 from .runs import Runs
@@ -170,6 +169,6 @@ def _check(table: TableState, ids: Ids, expected: Ids, got: Ids) -> None:
         at = int(np.argmax(wrong))
         state = f"version {split_version(int(got[at]))}" if got[at] else "no row"
         raise LostRowError(
-            f"table {table.definition.name!r}, id {shown_id(table.definition, int(ids[at]))}: {state} in storage, expected version "
+            f"table {table.definition.name!r}, id {table.definition.shown_id(int(ids[at]))}: {state} in storage, expected version "
             f"{split_version(int(expected[at]))} by the shard's index ({int(wrong.sum())} such rows in a slice of the snapshot)"
         )
