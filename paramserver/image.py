@@ -1,8 +1,8 @@
 """The image of a running shard: what its saved state holds, taken between two batches. Pure, apart from the locks it takes."""
 
 from .journal import Position
+from .shard_parts import ShardParts
 from .state_file import ShardState, TableImage
-from .verbs import ShardParts
 
 
 def image(parts: ShardParts, position: Position | None) -> ShardState:

@@ -44,10 +44,10 @@ from .load_plan import LoadPlan, decode, encode
 from .registry import Registry
 from .rescue import Pause
 from .rows_out import RowsOut
+from .shard_parts import ShardParts
 from .snapshot.run_file import ROWS
 from .snapshot.runs import Runs
 from .state_file import TableImage
-from .verbs import ShardParts
 
 PLAN, SWITCHED, LOADED = "load", "load.switched", "loaded"
 SNAPSHOT, STAGED = "snapshot", "staged"

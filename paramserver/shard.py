@@ -25,9 +25,10 @@ from .reached import Progress
 from .saver import Saver
 from .scrub import Scrub
 from .service import Server
+from .shard_parts import ShardParts
 from .snapshot import Snapshotter
 from .snapshot.snapshotter import from_storage
-from .verbs import ShardParts, Verbs
+from .verbs import Verbs
 from .watch import NodeWatch
 from .write_behind import Bound, WriteBehind
 

@@ -36,11 +36,11 @@ from .replay import Recovered, Recovery
 from .rescue import Pause
 from .sessions import Sessions
 from .shard import Shard
+from .shard_parts import ShardParts
 from .snapshot import Reconstructor, Runs
 from .state_file import ShardState, TableImage
 from .tables import Tables, TableState
 from .timeline import Timeline
-from .verbs import ShardParts
 
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20

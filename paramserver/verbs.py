@@ -3,12 +3,10 @@
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kvemb.config import Config
 from kvemb.errors import (
     InvalidInputError,
     LostRowError,
@@ -49,42 +47,15 @@ from kvemb.table_def import TableDef
 from .batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from .chores import Chores
 from .drop_verbs import DropVerbs
-from .engine import Engine
-from .intake import Intake
-from .ledger import Ledger
-from .registry import Registry
-from .repair import Repairer
-from .replay import Recovered
-from .snapshot import Runs
+from .shard_parts import ShardParts
 from .stream import PushStream
 from .streams import BytesInHand
-from .tables import Tables
-from .timeline import Timeline
 from .validate import check_held, check_part, check_rows
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
 _LONGEST_WAIT_S = 3600.0
 log = logging.getLogger("paramserver")
-
-
-@dataclass(frozen=True)
-class ShardParts:
-    """The parts of a running shard that the verbs need."""
-
-    config: Config
-    shard: int
-    cluster_id: bytes
-    registry: Registry
-    tables: Tables
-    engine: Engine
-    intake: Intake
-    ledger: Ledger
-    recovered: Recovered
-    timeline: Timeline
-    runs: Runs | None = None
-    repairer: Repairer | None = None
-    snapshot_due: bool = False
 
 
 class Archive(Protocol):

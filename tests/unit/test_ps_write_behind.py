@@ -43,11 +43,11 @@ from paramserver.rescue import NO_BATCH
 from paramserver.save_job import SaveOrder
 from paramserver.saver import Saver
 from paramserver.sessions import Sessions
+from paramserver.shard_parts import ShardParts
 from paramserver.snapshot import Wanted
 from paramserver.snapshot.snapshotter import from_storage
 from paramserver.tables import Tables
 from paramserver.timeline import Timeline
-from paramserver.verbs import ShardParts
 from paramserver.write_behind import Bound, WriteBehind
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.test_ps_replay import (
