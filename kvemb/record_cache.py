@@ -6,7 +6,7 @@ Trainers keep what came back with their acks (`kvemb.row_cache`).
 
 When the budget is used up, a table takes the room of rows of its own that were not used lately (CLOCK: a hand goes round, passes over
 rows that were used since its last visit, and takes the others). Rows that are pinned stay until they are unpinned or forgotten: of those
-there may be no other copy (`paramserver.write_behind`). Memory is claimed from the system as rows come, not before. Not thread-safe.
+there may be no other copy (`paramserver.engine.write_behind`). Memory is claimed from the system as rows come, not before. Not thread-safe.
 """
 
 from dataclasses import dataclass

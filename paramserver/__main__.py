@@ -18,9 +18,9 @@ from pathlib import Path
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 
-from .disk_trouble import named
-from .shard import Shard
-from .start import start
+from .disk.disk_errors import named
+from .lifecycle.shard import Shard
+from .lifecycle.start import start
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,35 @@ def arrows(module: str, source: str, *, known: frozenset[str], is_package: bool 
                 yield node.args[0].value, node.lineno
 
 
+# Rooms of paramserver, lowest first. Every module is in one; a room imports rooms of the lines before its own, and itself.
+ROOMS = (
+    {"optim", "disk"},
+    {"model"},
+    {"journal", "engine"},
+    {"ingest", "snapshot"},
+    {"repair"},
+    {"apply", "recovery"},
+    {"rpc", "checkpoint"},
+    {"lifecycle"},
+    {"__main__"},
+)
+
+
 def layer(module: str) -> int:
     """The layer of a module of kvemb; the package itself and modules without a layer are on top."""
     name = module.split(".")[1] if "." in module else ""
     return next((i for i, names in enumerate(LAYERS) if name in names), len(LAYERS))
+
+
+def room(module: str) -> tuple[int, str]:
+    """The height and the name of a module's room in paramserver; the package itself is below all."""
+    name = module.split(".")[1] if "." in module else ""
+    return next((i for i, names in enumerate(ROOMS) if name in names), -1), name
+
+
+def may_enter(module: str, target: str) -> bool:
+    (height, name), (to_height, to_name) = room(module), room(target)
+    return name == to_name or to_height < height
 
 
 def fault(module: str, target: str) -> str | None:
@@ -101,6 +127,8 @@ def fault(module: str, target: str) -> str | None:
         return f"{top} must not import {to}"
     if top == to == "kvemb" and layer(target) > layer(module):
         return "imports upward (a new module that is imported from below needs its place in LAYERS)"
+    if top == to == "paramserver" and not may_enter(module, target):
+        return "imports a room that is not below its own (ROOMS)"
     if is_in(module, PURE) and not is_pure(target):
         return "is pure: NumPy and the standard library without sockets, threads, processes and clocks"
     if to in SOCKETS and not (is_in(module, MAY_TOUCH_SOCKETS) or module.startswith("kvemb.local")):
@@ -138,6 +166,24 @@ def test_trainer_and_paramserver_name_their_own_modules_relatively(module: str) 
     assert not [line for line in lines if re.match(r"\s*(from|import) (trainer|paramserver)\b", line)]
 
 
+@pytest.mark.parametrize("module", sorted(name for name in SOURCES if name.startswith("paramserver.")))
+def test_every_module_is_in_a_room(module: str) -> None:
+    assert room(module)[0] >= 0, f"{module} is in no room: see ROOMS"
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    known = frozenset(SOURCES)
+    to = {
+        name: {
+            t for t, _ in arrows(name, path.read_text(encoding="utf-8"), known=known, is_package=path.name == "__init__.py") if t in known
+        }
+        for name, path in SOURCES.items()
+        if name.startswith("paramserver.")
+    }
+    circles = TopologicalSorter({name: targets & to.keys() - {name} for name, targets in to.items()})
+    circles.prepare()  # raises CycleError, which names them
+
+
 def test_the_three_packages_are_there() -> None:
     assert {"kvemb", "paramserver", "trainer"} <= set(SOURCES)
 
@@ -158,8 +204,8 @@ KNOWN = frozenset({"kvemb", "kvemb.errors", "kvemb.net", "kvemb.net.deadline", "
         ("kvemb.table", "import paramserver"),
         ("kvemb.table", "def f():\n    from trainer.torch import Embedding"),
         ("kvemb.table", "import importlib\nimportlib.import_module('trainer.torch')"),
-        ("kvemb.torch", "import paramserver.service"),
-        ("paramserver.service", "from trainer import columns"),
+        ("kvemb.torch", "import paramserver.rpc.service"),
+        ("paramserver.rpc.service", "from trainer import columns"),
         ("trainer.columns", "import paramserver.optim"),
         ("kvemb.stores.base", "from kvemb.table import Table"),
         ("kvemb.stores.base", "from kvemb import table"),
@@ -175,7 +221,9 @@ KNOWN = frozenset({"kvemb", "kvemb.errors", "kvemb.net", "kvemb.net.deadline", "
         ("paramserver.optim.adam", "import grpc"),
         ("paramserver.optim.adam", "from paramserver import service"),
         ("kvemb.stores.redis", "import socket"),
-        ("paramserver.service", "import select"),
+        ("paramserver.engine.engine", "from ..ingest.ingest import Intake"),
+        ("paramserver.journal.entry", "from ..engine import arena"),
+        ("paramserver.rpc.service", "import select"),
         ("kvemb.table", "import torch"),
         ("kvemb.torch", "import torch"),
         ("trainer.columns", "import torch.nn"),
@@ -197,7 +245,7 @@ def test_a_bad_arrow_is_caught(module: str, source: str) -> None:
         ("kvemb.torch", "from trainer.torch import Embedding"),
         ("trainer.torch.bag", "import torch\nfrom trainer.columns import Columns\nimport kvemb"),
         ("paramserver.optim.adam", "from kvemb.errors import InvalidInputError\nfrom dataclasses import dataclass"),
-        ("paramserver.service", "import grpc\nfrom paramserver.optim import adam"),
+        ("paramserver.rpc.service", "import grpc\nfrom paramserver.optim import adam"),
     ],
 )
 def test_a_good_arrow_passes(module: str, source: str) -> None:

@@ -7,6 +7,6 @@
     <url>/shard-<i>.json                                what one shard has finished, while a save is under way
     <url>/manifest.json                                 written last: without it there is no checkpoint
 
-What must not live here: how a running cluster is cut or filled (paramserver.saver, paramserver.loader). pyarrow and fsspec are imported
-when they are first used, so that clusters that never save need neither.
+What must not live here: how a running cluster is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and
+fsspec are imported when they are first used, so that clusters that never save need neither.
 """

@@ -23,7 +23,7 @@ from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServer
 from kvemb.message_format import ItemBudget
 from kvemb.table_def import MAX_DIM, TableDef
 
-from ..batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from ..model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20

@@ -1,8 +1,8 @@
-"""Adagrad, per element and per row. Kernels: see `base`."""
+"""Adagrad, per element and per row. Kernels: see `update_rule`."""
 
 import numpy as np
 
-from .base import Array, Factors
+from .update_rule import Array, Factors
 
 
 def adagrad(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:

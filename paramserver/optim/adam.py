@@ -1,4 +1,4 @@
-"""Adam, AMSGrad and AdamW. Kernels: see `base`. What `step` counts is a decision: docs/adr/0004."""
+"""Adam, AMSGrad and AdamW. Kernels: see `update_rule`. What `step` counts is a decision: docs/adr/0004."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import numpy as np
 
 from kvemb.optim import OptimizerSpec
 
-from .base import Array, Factors, Kernel
+from .update_rule import Array, Factors, Kernel
 
 
 def kernel(spec: OptimizerSpec) -> Kernel:

@@ -1,8 +1,8 @@
-"""FTRL-Proximal. Kernels: see `base`."""
+"""FTRL-Proximal. Kernels: see `update_rule`."""
 
 import numpy as np
 
-from .base import Array, Factors
+from .update_rule import Array, Factors
 
 
 def ftrl(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:

@@ -1,4 +1,4 @@
-"""RMSprop, plain, centered and with momentum. Kernels: see `base`."""
+"""RMSprop, plain, centered and with momentum. Kernels: see `update_rule`."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from kvemb.optim import OptimizerSpec
 
-from .base import Array, Factors, Kernel
+from .update_rule import Array, Factors, Kernel
 
 
 def kernel(spec: OptimizerSpec) -> Kernel:

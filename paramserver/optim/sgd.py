@@ -1,10 +1,10 @@
-"""Gradient descent, with or without momentum. Kernels: see `base`."""
+"""Gradient descent, with or without momentum. Kernels: see `update_rule`."""
 
 import numpy as np
 
 from kvemb.optim import OptimizerSpec
 
-from .base import Array, Factors, Kernel
+from .update_rule import Array, Factors, Kernel
 
 
 def kernel(spec: OptimizerSpec) -> Kernel:

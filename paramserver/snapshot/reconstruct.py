@@ -1,11 +1,12 @@
 """Records made anew: the local snapshot's, brought forward by the journal, exactly as the engine wrote them.
 
-Replay uses the engine's own arithmetic (`paramserver.rewrite`) with what the journal kept: version, step, run-time values. A row's result
-does not depend on the rows beside it, so only the rows asked for are computed. A row stops at the version asked for: what the journal has
-beyond it is not applied yet. Apply thread only, since it reads the snapshot's files.
+Replay uses the engine's own arithmetic (`paramserver.model.transition`) with what the journal kept: version, step, run-time values. A row's
+result does not depend on the rows beside it, so only the rows asked for are computed. A row stops at the version asked for: what the
+journal has beyond it is not applied yet. Apply thread only, since it reads the snapshot's files.
 
 One pass reads the whole journal, so as many rows are made in one pass as the memory given allows, of all tables at once. What the journal
-has for them is gathered and applied in rounds (`rounds`): a pass over a journal of small batches costs what its rows cost, not its batches.
+has for them is gathered and applied in rounds (`reconstruct_rounds`): a pass over a journal of small batches costs what its rows cost, not
+its batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +18,14 @@ from numpy.typing import NDArray
 from kvemb.errors import LostRowError
 from kvemb.record import MAX_K, split_version
 
-from ..batch import APPLY, ERASE, CheckedRows
 from ..journal import BatchEntry, Journal, decode
 from ..journal.entry import Find
-from ..rewrite import new_records
-from ..tables import TableState
-from .rounds import Rounds
-from .run_file import whole
-from .runs import Base, Runs
+from ..model.batch import APPLY, ERASE, CheckedRows
+from ..model.tables import TableState
+from ..model.transition import new_records
+from .reconstruct_rounds import Rounds
+from .run_set import Base, Runs
+from .sorted_run import whole
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

@@ -15,10 +15,10 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import split_version
 from kvemb.stores.base import ReadPart, Store
 
-from ..tables import TableState
-from .run_file import ERASED, ROWS
-from .run_writer import RunWriter
-from .runs import Runs
+from ..model.tables import TableState
+from .run_set import Runs
+from .sorted_run import ERASED, ROWS
+from .sorted_run_writer import RunWriter
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

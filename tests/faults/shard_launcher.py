@@ -13,16 +13,16 @@ from typing import Any
 from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.net.link import Link
-from paramserver import loader
 from paramserver.__main__ import main
-from paramserver.engine import Engine
-from paramserver.journal import files
-from paramserver.ledger import Ledger
-from paramserver.rows_out import RowsOut
-from paramserver.save_job import SaveJob
-from paramserver.saver import Saver
+from paramserver.checkpoint import loader
+from paramserver.checkpoint.save_job import SaveJob
+from paramserver.checkpoint.saver import Saver
+from paramserver.checkpoint.unconditional_writer import RowsOut
+from paramserver.engine.engine import Engine
+from paramserver.journal import segment_files
+from paramserver.journal.fenced_log import Ledger
 from paramserver.snapshot import Runs
-from paramserver.snapshot.run_writer import RunWriter
+from paramserver.snapshot.sorted_run_writer import RunWriter
 
 POINTS = (
     "before fetch",
@@ -120,7 +120,7 @@ def install(shard: str) -> None:
     _patch(Engine, "_prepare", after("after optimize"))
     _patch(Engine, "_settle", before("after a write"))
     _patch(Link, "send", half_write)
-    _patch(files, "write_all", half_entry)
+    _patch(segment_files, "write_all", half_entry)
     _patch(Ledger, "commit", before("before a commit"))
     _patch(Ledger, "commit", after("after a commit"))
 

@@ -17,8 +17,8 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import WritePart
 from kvemb.stores.registry import open_store
-from paramserver import scrub
-from paramserver.start import start
+from paramserver.lifecycle.start import start
+from paramserver.repair import scrub
 
 PATIENCE_S = 60.0
 IDS = np.arange(3000)

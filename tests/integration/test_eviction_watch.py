@@ -12,7 +12,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.stores.base import NodeStats
-from paramserver.watch import NodeWatch
+from paramserver.repair.node_watch import NodeWatch
 
 
 class CountingStore(MemoryStore):

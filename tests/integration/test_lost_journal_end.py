@@ -20,9 +20,9 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.registry import open_store
-from paramserver.journal import files
+from paramserver.journal import segment_files
 from paramserver.journal.segment import entries, unpack_header
-from paramserver.reached import Reached, newest_reached, reached_name
+from paramserver.recovery.high_water_mark import Reached, newest_reached, reached_name
 
 PATIENCE_S = 60.0
 IDS = np.arange(20)
@@ -30,7 +30,7 @@ PROGRAMS = {"redis": "redis-server", "memcached": "memcached", "valkey": "valkey
 
 
 def newest(journal: Path) -> Path:
-    return files.path_of(journal, files.numbers(journal)[-1])
+    return segment_files.path_of(journal, segment_files.numbers(journal)[-1])
 
 
 def cut_in_an_entry(journal: Path) -> None:

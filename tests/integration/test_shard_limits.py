@@ -17,9 +17,11 @@ from kvemb.config import load
 from kvemb.errors import InvalidInputError
 from kvemb.messages import MAX_REQUEST_BYTES, CreateTableRequest, Empty, PushPart, PushReply, StatusReply, TableReply
 from kvemb.net.deadline import Deadline
-from paramserver import registry, sessions, stream, streams
-from paramserver.pending import Limits
-from paramserver.start import start
+from paramserver.ingest import sessions
+from paramserver.ingest.unapplied_parts import Limits
+from paramserver.lifecycle.start import start
+from paramserver.model import table_registry
+from paramserver.rpc import push_parts, stream_limits
 from tests.integration.test_paramserver import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, free_port, part, server
 
 __all__ = ["cluster", "server"]  # fixtures
@@ -88,13 +90,13 @@ def sees_through(pushes: Callable[[], Pushes], sent: Callable[[], PushPart]) -> 
 def test_idle_push_streams_keep_no_new_trainer_out(cluster: Cluster) -> None:
     shard = cluster.start()
     shard.create()
-    peers = [Peer(shard.address) for _ in range(1 + streams.MAX_STREAMS // streams.MAX_STREAMS_OF_PEER)]
-    idle = [Pushes(peer) for peer in peers for _ in range(streams.MAX_STREAMS_OF_PEER)]
-    assert len(idle) > streams.MAX_STREAMS
+    peers = [Peer(shard.address) for _ in range(1 + stream_limits.MAX_STREAMS // stream_limits.MAX_STREAMS_OF_PEER)]
+    idle = [Pushes(peer) for peer in peers for _ in range(stream_limits.MAX_STREAMS_OF_PEER)]
+    assert len(idle) > stream_limits.MAX_STREAMS
     hello = shard.hello("late")
     assert sees_through(lambda: Pushes(shard), lambda: part(hello, 1, [3], trainer="late")).state == "applied"
     ended = [pushes for pushes in idle if pushes._replies.done()]
-    assert len(ended) >= len(idle) + 1 - streams.MAX_STREAMS
+    assert len(ended) >= len(idle) + 1 - stream_limits.MAX_STREAMS
     for peer in peers:
         peer.channel.close()
 
@@ -102,11 +104,11 @@ def test_idle_push_streams_keep_no_new_trainer_out(cluster: Cluster) -> None:
 def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_same(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "_MAY_LEAVE_AFTER_S", 1e6)
+    monkeypatch.setattr(stream_limits, "_MAY_LEAVE_AFTER_S", 1e6)
     made = launch()
     greedy, other = made.peer(), made.peer()
     other.create()
-    kept = [Pushes(greedy) for _ in range(streams.MAX_STREAMS_OF_PEER)]
+    kept = [Pushes(greedy) for _ in range(stream_limits.MAX_STREAMS_OF_PEER)]
     hello = greedy.hello()
     for pushes in kept:
         pushes.send(part(hello, 1, [1]))
@@ -114,14 +116,14 @@ def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_s
     with pytest.raises(grpc.RpcError) as caught:
         Pushes(greedy).next()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert f"{streams.MAX_STREAMS_OF_PEER} push streams of this connection" in str(caught.value.details())
+    assert f"{stream_limits.MAX_STREAMS_OF_PEER} push streams of this connection" in str(caught.value.details())
     assert Pushes(other).applied(part(other.hello("b"), 1, [1], trainer="b")).state == "applied"
 
 
 def test_a_stream_that_is_idle_is_ended_and_its_trainer_does_not_notice(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_LONGEST_IDLE_S", 0.2)
+    monkeypatch.setattr(push_parts, "_LONGEST_IDLE_S", 0.2)
     made = launch()
     with kvemb.connect(made.url) as opened:
         table = opened.create_table("rows", dim=2, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros())
@@ -167,9 +169,9 @@ def test_a_message_longer_than_any_trainer_sends_is_refused_before_it_is_read(la
 def test_parts_without_room_are_held_up_to_a_limit_and_the_others_are_sent_again(
     launch: Callable[[], InProcess], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramserver.intake.Limits", lambda: Limits(total_items=1))
-    monkeypatch.setattr(streams, "MAX_BYTES_IN_HAND", 1000)
-    monkeypatch.setattr(streams, "_SEND_AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr("paramserver.ingest.ingest.Limits", lambda: Limits(total_items=1))
+    monkeypatch.setattr(stream_limits, "MAX_BYTES_IN_HAND", 1000)
+    monkeypatch.setattr(stream_limits, "_SEND_AGAIN_AFTER_S", 0.1)
     made = launch()
     shard = made.peer()
     shard.create()
@@ -215,15 +217,15 @@ def test_names_that_never_push_are_forgotten_before_they_keep_a_trainer_out(
 def test_tables_are_bounded_in_number_and_in_what_their_definitions_take(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_TABLES", 3)
+    monkeypatch.setattr(table_registry, "MAX_TABLES", 3)
     made = launch()
     shard = made.peer()
     for name in ("one", "two", "three"):
         shard.create(replace(TABLE, name=name))
     with pytest.raises(InvalidInputError, match="a cluster has at most 3 tables"):
         shard.create(replace(TABLE, name="four"))
-    monkeypatch.setattr(registry, "MAX_TABLES", 1000)
-    monkeypatch.setattr(registry, "MAX_REGISTRY_BYTES", 600)
+    monkeypatch.setattr(table_registry, "MAX_TABLES", 1000)
+    monkeypatch.setattr(table_registry, "MAX_REGISTRY_BYTES", 600)
     with pytest.raises(InvalidInputError, match=r"the definitions of 4 tables take \d+ bytes, at most 600"):
         shard.create(replace(TABLE, name="four"))
     reply = shard.call("CreateTable", CreateTableRequest(replace(TABLE, name="one").to_dict(), True), TableReply)

@@ -310,7 +310,7 @@ def test_arguments_are_not_changed_and_results_are_new(case: Case) -> None:
 @every_case
 def test_an_update_in_place_gives_the_same_bits_and_leaves_the_gradients_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, weights, slots, grads = state_after(case, 101, DIM)
-    monkeypatch.setattr("paramserver.optim.base._BLOCK_VALUES", 40 * DIM)
+    monkeypatch.setattr("paramserver.optim.update_rule._BLOCK_VALUES", 40 * DIM)
     expected = optimizer.update(weights, slots, grads, {}, 3)
     mine, my_slots = weights.copy(), slots.copy()
     grads.flags.writeable = False
@@ -326,7 +326,7 @@ def test_an_update_in_place_gives_the_same_bits_and_leaves_the_gradients_alone(c
 def test_rows_that_differ_in_step_and_values_have_the_same_bits_as_each_by_itself(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, weights, slots, grads = state_after(case, 60, DIM)
     grads[::7, 0] = -0.0
-    monkeypatch.setattr("paramserver.optim.base._BLOCK_VALUES", 25 * DIM)
+    monkeypatch.setattr("paramserver.optim.update_rule._BLOCK_VALUES", 25 * DIM)
     expected, mine = (weights.copy(), slots.copy()), (weights.copy(), slots.copy())
     per_row = []
     for row in range(60):
@@ -365,7 +365,7 @@ def test_a_row_has_the_same_bits_whatever_rows_lie_beside_it(case: Case, dim: in
 def test_blocks_do_not_show(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, weights, slots, grads = state_after(case, 101, DIM)
     whole = optimizer.update(weights, slots, grads, {}, 3)
-    monkeypatch.setattr("paramserver.optim.base._BLOCK_VALUES", 7 * DIM)
+    monkeypatch.setattr("paramserver.optim.update_rule._BLOCK_VALUES", 7 * DIM)
     in_blocks = optimizer.update(weights, slots, grads, {}, 3)
     for got, expected in zip(in_blocks, whole, strict=True):
         np.testing.assert_array_equal(got, expected)

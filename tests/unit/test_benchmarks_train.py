@@ -16,7 +16,7 @@ from benchmarks.report import Report, Section, as_text
 from benchmarks.tfra import lookups, peer
 from kvemb.client.ack import Staleness
 from kvemb.optim import adam
-from paramserver.optim.registry import build
+from paramserver.optim.kernels import build
 
 
 def stretch(n_rows: int, wall_s: float = 1.0, staleness: tuple[Staleness, ...] = ()) -> train_loop.Stretch:

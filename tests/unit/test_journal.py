@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalDamagedError, JournalFullError, ParameterServerError
-from paramserver.journal import START, Journal, Position, files
+from paramserver.journal import START, Journal, Position, segment_files
 from paramserver.journal.segment import HEADER_SIZE, SegmentHeader, entries, find_end, frame, unpack_header
 
 
@@ -54,7 +54,7 @@ class FaultyOs:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> FaultyOs:
     faulty = FaultyOs()
-    monkeypatch.setattr(files, "os", faulty)
+    monkeypatch.setattr(segment_files, "os", faulty)
     return faulty
 
 
@@ -451,20 +451,20 @@ def test_a_missing_segment_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "fsync", segment_bytes=100)
     put(journal, *[b"x" * 60] * 3)
     journal.close()
-    files.path_of(tmp_path, 2).unlink()
+    segment_files.path_of(tmp_path, 2).unlink()
     with pytest.raises(JournalDamagedError, match=r"2\.journal: .*missing"):
         Journal(tmp_path, "fsync")
 
 
 def test_a_renamed_segment_is_refused(three: Path) -> None:
-    last_file(three).rename(files.path_of(three, 9))
+    last_file(three).rename(segment_files.path_of(three, 9))
     with pytest.raises(JournalDamagedError, match="segment 1"):
         Journal(three, "fsync")
 
 
 @pytest.mark.parametrize("size", [0, 5, HEADER_SIZE - 1])
 def test_a_segment_that_was_never_finished_being_created_is_removed(three: Path, size: int) -> None:
-    files.path_of(three, 2).write_bytes(SegmentHeader(2, 1, offset_of(3)).pack()[:size])
+    segment_files.path_of(three, 2).write_bytes(SegmentHeader(2, 1, offset_of(3)).pack()[:size])
     journal = Journal(three, "fsync")
     assert len(payloads(journal)) == 3
     assert journal.end.segment == 2
@@ -575,7 +575,7 @@ class JournalMachine(RuleBasedStateMachine):
     def begin(self, durability: str) -> None:
         self.system = FaultyOs()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(files, "os", self.system)
+        self.patch.setattr(segment_files, "os", self.system)
         self.folder = Path(tempfile.mkdtemp(prefix="kvemb-journal-"))
         self.durability = durability
         self.committed: list[tuple[Position, bytes]] = []

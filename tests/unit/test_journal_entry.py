@@ -15,9 +15,9 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalDamagedError, UnknownTableError
 from kvemb.table_def import TableDef
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode, encode
 from paramserver.journal.segment import SegmentHeader, frame
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "journal_v1.json").read_text())
 USER = TableDef("user", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), dtype="float16")

@@ -20,11 +20,11 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, Store
 from kvemb.stores.registry import open_store
 from kvemb.table_def import TableDef
-from paramserver import rows_out
-from paramserver.batch import CheckedRows, RowsWork
-from paramserver.load_plan import LoadPlan, decode, encode
-from paramserver.shard import Shard
-from paramserver.start import start
+from paramserver.checkpoint import unconditional_writer
+from paramserver.checkpoint.load_plan import LoadPlan, decode, encode
+from paramserver.lifecycle.shard import Shard
+from paramserver.lifecycle.start import start
+from paramserver.model.batch import CheckedRows, RowsWork
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
 pytestmark = pytest.mark.usefixtures("memory_kind")
@@ -144,17 +144,17 @@ def test_a_load_ends_with_the_rows_of_the_checkpoint_and_no_others(cluster: Clus
 
 
 STEPS = [
-    "paramserver.snapshot.runs.Runs.begin",
-    "paramserver.snapshot.runs.Runs.publish",
-    "paramserver.loader.Loader._read",
-    "paramserver.loader.encode",
-    "paramserver.loader.Loader._switch",
-    "paramserver.loader.shutil.rmtree",
-    "paramserver.loader.os.replace",
-    "paramserver.loader.save",
-    "paramserver.loader.Loader._write",
-    "paramserver.rows_out.RowsOut._write_once",
-    "paramserver.rows_out.RowsOut.erase",
+    "paramserver.snapshot.run_set.Runs.begin",
+    "paramserver.snapshot.run_set.Runs.publish",
+    "paramserver.checkpoint.loader.Loader._read",
+    "paramserver.checkpoint.loader.encode",
+    "paramserver.checkpoint.loader.Loader._switch",
+    "paramserver.checkpoint.loader.shutil.rmtree",
+    "paramserver.checkpoint.loader.os.replace",
+    "paramserver.checkpoint.loader.save",
+    "paramserver.checkpoint.loader.Loader._write",
+    "paramserver.checkpoint.unconditional_writer.RowsOut._write_once",
+    "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
 ]
 
 
@@ -165,7 +165,7 @@ def test_a_crash_at_any_step_is_made_good_by_the_next_start(
 ) -> None:
     manifest = save(str(tmp_path / "a"), range(100), k=2)
     cluster.decide(str(tmp_path / "a"), manifest.save_id)
-    monkeypatch.setattr(rows_out, "BLOCK_BYTES", 7 * USER.record.size_bytes)
+    monkeypatch.setattr(unconditional_writer, "BLOCK_BYTES", 7 * USER.record.size_bytes)
     with monkeypatch.context() as patch:
         crash(patch, step, after)
         with pytest.raises(CrashError):
@@ -242,7 +242,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("step", ["paramserver.loader.encode", "paramserver.loader.Loader._switch", "paramserver.rows_out.RowsOut.erase"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "paramserver.checkpoint.loader.encode",
+        "paramserver.checkpoint.loader.Loader._switch",
+        "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
+    ],
+)
 def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_successor(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -272,7 +279,12 @@ def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(clust
 
 
 @pytest.mark.parametrize(
-    "step", ["paramserver.loader.Loader._switch", "paramserver.rows_out.RowsOut._write_once", "paramserver.rows_out.RowsOut.erase"]
+    "step",
+    [
+        "paramserver.checkpoint.loader.Loader._switch",
+        "paramserver.checkpoint.unconditional_writer.RowsOut._write_once",
+        "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
+    ],
 )
 def test_a_load_that_was_broken_off_is_superseded_without_a_trace(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

@@ -8,10 +8,10 @@ import kvemb.optim
 from kvemb.errors import PushRejectedError
 from kvemb.record import make_version
 from kvemb.table_def import TableDef
-from paramserver.aggregate import MAX_MERGED_BYTES, hyper_by_table, merge, n_mergeable
-from paramserver.batch import CheckedRows, Part, Push, Ticket
-from paramserver.optim.base import GRAD_LIMIT
-from paramserver.staleness import staleness
+from paramserver.apply.staleness import staleness
+from paramserver.ingest.aggregate import MAX_MERGED_BYTES, hyper_by_table, merge, n_mergeable
+from paramserver.model.batch import CheckedRows, Part, Push, Ticket
+from paramserver.optim.update_rule import GRAD_LIMIT
 from tests.unit.test_ps_engine import engine_on, make_store, never, read
 
 SUM = TableDef("s", 1, kvemb.optim.sgd(0.1), kvemb.init.zeros())

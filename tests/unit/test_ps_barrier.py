@@ -3,8 +3,8 @@
 import pytest
 
 from kvemb.errors import BarrierError
-from paramserver.barrier import Barrier, Membership
-from paramserver.batch import Part, Push, Ticket
+from paramserver.ingest.barrier import Barrier, Membership
+from paramserver.model.batch import Part, Push, Ticket
 
 
 def push(trainer: str, step: int, at_s: float = 0.0) -> Push:

@@ -16,11 +16,11 @@ from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
 from kvemb.table_def import TableDef
-from paramserver import engine as engine_module
-from paramserver import scratch as scratch_module
-from paramserver.batch import APPLY, ASSIGN, Batch, CheckedRows
-from paramserver.engine import Applied, Engine, Pause
-from paramserver.tables import Tables
+from paramserver.engine import arena as scratch_module
+from paramserver.engine import engine as engine_module
+from paramserver.engine.engine import Applied, Engine, Pause
+from paramserver.model.batch import APPLY, ASSIGN, Batch, CheckedRows
+from paramserver.model.tables import Tables
 
 _NUMBERS = count()
 WIDE = TableDef("wide", 3, kvemb.optim.adam(lr=0.1), kvemb.init.normal(std=1.0))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb import record_cache as module
+from kvemb import record_cache
 from kvemb.record_cache import MIN_ROWS, CacheBudget, RecordCache
 
 SIZE = 12
@@ -28,7 +28,7 @@ operation = st.tuples(st.sampled_from(["put", "put", "put", "find", "forget"]), 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(operation, max_size=40), st.integers(1, 40))
 def test_a_row_that_is_found_is_the_row_last_put(operations: list[tuple[str, set[int]]], room: int) -> None:
-    before, module.MIN_ROWS = module.MIN_ROWS, room
+    before, record_cache.MIN_ROWS = record_cache.MIN_ROWS, room
     try:
         budget = CacheBudget(1)
         cache = RecordCache(SIZE, budget)
@@ -50,7 +50,7 @@ def test_a_row_that_is_found_is_the_row_last_put(operations: list[tuple[str, set
             if kind == "put":
                 assert (at >= 0).sum() >= min(len(chosen), room)
     finally:
-        module.MIN_ROWS = before
+        record_cache.MIN_ROWS = before
 
 
 def test_rows_in_use_outlive_rows_that_are_not() -> None:

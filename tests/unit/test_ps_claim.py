@@ -15,10 +15,10 @@ from kvemb.errors import ConfigError, FencedError, LostRowError, NodeUnavailable
 from kvemb.net.deadline import Deadline
 from kvemb.stores.owners import newest_owner, owner_name
 from kvemb.table_def import TableDef
-from paramserver.claim import CLAIMING, EPOCH, LOADED, STATE, claim, confirm, read_epoch, require_owner, save, save_at_stop
-from paramserver.data_dir import DataDir
-from paramserver.ownership import join_cluster
-from paramserver.state_file import ShardState, TableImage, decode, encode
+from paramserver.disk.data_dir import DataDir
+from paramserver.lifecycle.join_cluster import join_cluster
+from paramserver.recovery.claim_shard import CLAIMING, EPOCH, LOADED, STATE, claim, confirm, read_epoch, require_owner, save, save_at_stop
+from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]

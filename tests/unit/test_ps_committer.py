@@ -18,14 +18,14 @@ from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.table_def import TableDef
-from paramserver.barrier import Barrier
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
-from paramserver.committer import Committed, Committer, Handover
-from paramserver.intake import Intake
+from paramserver.apply.committer import Committed, Committer, Handover
+from paramserver.ingest.barrier import Barrier
+from paramserver.ingest.ingest import Intake
+from paramserver.ingest.sessions import Sessions
 from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode
-from paramserver.ledger import Ledger
-from paramserver.sessions import Sessions
-from paramserver.tables import Tables
+from paramserver.journal.fenced_log import Ledger
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
+from paramserver.model.tables import Tables
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 MEAN = TableDef("m", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), reduce="mean")

@@ -17,10 +17,10 @@ from kvemb.record_cache import CacheBudget
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.table_def import TableDef
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.engine import Applied, Engine, Pause
-from paramserver.prepared import Prepared
-from paramserver.tables import Tables
+from paramserver.engine.engine import Applied, Engine, Pause
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.prepared_rows import Prepared
+from paramserver.model.tables import Tables
 from tests.unit.memory_nodes import unused_nodes
 
 SGD = TableDef("sgd", 3, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0), seed=4)

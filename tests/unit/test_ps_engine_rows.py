@@ -12,8 +12,8 @@ from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import WritePart, WriteResult
-from paramserver.batch import APPLY, Batch
-from paramserver.engine import Applied, Engine
+from paramserver.engine.engine import Applied, Engine
+from paramserver.model.batch import APPLY, Batch
 from tests.unit.test_ps_engine import ADAM, HALF, SGD, Storage, engine_on, read, rows
 
 IDS = list(range(0, 300, 3))

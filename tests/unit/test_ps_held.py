@@ -12,15 +12,15 @@ from kvemb.messages import PushReply, digest_tables
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.rounding import to_float32
-from paramserver import stream
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
-from paramserver.engine import Applied, Engine
-from paramserver.held import HeldRows
-from paramserver.pieces import row_bytes
-from paramserver.prepared import Prepared
-from paramserver.stream import _Outbox
-from paramserver.tables import Tables
-from paramserver.validate import check_held
+from paramserver.apply.changed_rows import HeldRows
+from paramserver.engine.batch_pieces import row_bytes
+from paramserver.engine.engine import Applied, Engine
+from paramserver.ingest.validation import check_held
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
+from paramserver.model.prepared_rows import Prepared
+from paramserver.model.tables import Tables
+from paramserver.rpc import push_parts
+from paramserver.rpc.push_parts import _Outbox
 from tests.unit.test_ps_engine import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
 from tests.unit.test_ps_validate import OWNED, find, part
 from tests.unit.test_ps_validate import rows as sent
@@ -75,7 +75,7 @@ def test_it_says_what_changed_and_how(cache_rows: int) -> None:
 
 @pytest.mark.parametrize("cache_rows", [0, 10_000])
 def test_it_says_so_of_a_batch_in_several_pieces_too(cache_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.pieces.MOST_BYTES", 2 * row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr("paramserver.engine.batch_pieces.MOST_BYTES", 2 * row_bytes(rows(ADAM, [1])))
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(10))
     shard.run(APPLY, 3, 4, 5, 6, 7)
@@ -155,7 +155,7 @@ def test_who_asks_again_is_told_nothing_and_pulls() -> None:
 
 
 def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_MAX_ROW_BYTES", 40)
+    monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 40)
     outbox = _Outbox()
     fresh = FreshRows(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
     for sequence in (1, 2):

@@ -31,16 +31,16 @@ from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, ReadResult
 from kvemb.table_def import TableDef
-from paramserver.applier import Applier
-from paramserver.barrier import Barrier
-from paramserver.batch import ASSIGN, ERASE, CheckedRows, RowsWork
-from paramserver.committer import Committer, Handover
-from paramserver.engine import Engine
-from paramserver.intake import Intake
-from paramserver.ledger import Ledger
-from paramserver.pending import Limits
-from paramserver.sessions import Sessions
-from paramserver.tables import Tables
+from paramserver.apply.applier import Applier
+from paramserver.apply.committer import Committer, Handover
+from paramserver.engine.engine import Engine
+from paramserver.ingest.barrier import Barrier
+from paramserver.ingest.ingest import Intake
+from paramserver.ingest.sessions import Sessions
+from paramserver.ingest.unapplied_parts import Limits
+from paramserver.journal.fenced_log import Ledger
+from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from paramserver.model.tables import Tables
 
 _NUMBERS = count()
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())

@@ -16,22 +16,22 @@ from kvemb.errors import FencedError, KvembError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
 from kvemb.table_def import TableDef
-from paramserver.barrier import Membership
-from paramserver.batch import APPLY, Batch, CheckedRows
-from paramserver.chores import Chores
-from paramserver.engine import Engine
+from paramserver.apply.background import Chores
+from paramserver.engine.engine import Engine
+from paramserver.engine.repair_port import NO_BATCH
+from paramserver.ingest.barrier import Membership
+from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Journal, Position, encode
+from paramserver.journal.fenced_log import Ledger
 from paramserver.journal.segment import HEADER_SIZE
-from paramserver.ledger import Ledger
-from paramserver.local_snapshots import LocalSnapshots, reaches_back
-from paramserver.repair import Repairer
-from paramserver.replay import Recovery
-from paramserver.rescue import NO_BATCH
-from paramserver.sessions import Sessions
+from paramserver.lifecycle.start import start as start_shard
+from paramserver.model.batch import APPLY, Batch, CheckedRows
+from paramserver.model.tables import Tables
+from paramserver.recovery.replay import Recovery
+from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter
+from paramserver.snapshot.snapshot_schedule import LocalSnapshots, reaches_back
 from paramserver.snapshot.snapshotter import from_storage
-from paramserver.start import start as start_shard
-from paramserver.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("memory_kind")
 _NUMBERS = count()

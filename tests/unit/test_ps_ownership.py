@@ -27,9 +27,9 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.markers import Identity, Marker
 from kvemb.table_def import TableDef
 from kvemb.table_registry import META_NAME
-from paramserver.data_dir import DataDir
-from paramserver.ownership import INTENT, join_cluster
-from paramserver.registry import Registry
+from paramserver.disk.data_dir import DataDir
+from paramserver.lifecycle.join_cluster import INTENT, join_cluster
+from paramserver.model.table_registry import Registry
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]

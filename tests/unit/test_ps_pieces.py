@@ -10,15 +10,15 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableEr
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
-from paramserver import pieces
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch
-from paramserver.engine import Engine
-from paramserver.pieces import LEAST_BYTES, Pace, cut, size_bytes
-from paramserver.prepared import Prepared
-from paramserver.rescue import Ahead, Pause
-from paramserver.rewrite import Replay
-from paramserver.rows_out import RowsOut
-from paramserver.tables import Tables
+from paramserver.checkpoint.unconditional_writer import RowsOut
+from paramserver.engine import batch_pieces
+from paramserver.engine.batch_pieces import LEAST_BYTES, Pace, cut, size_bytes
+from paramserver.engine.engine import Engine
+from paramserver.engine.repair_port import Ahead, Pause
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
+from paramserver.model.prepared_rows import Prepared
+from paramserver.model.tables import Tables
+from paramserver.model.transition import Replay
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.test_ps_engine import ADAM, SGD, Storage, make_store, never, read, rows
 
@@ -94,7 +94,7 @@ def test_so_are_large_assigns_and_erases(kind: str) -> None:
 
 
 def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST_BYTES", 100 * pieces.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(batch_pieces, "MOST_BYTES", 100 * batch_pieces.row_bytes(rows(ADAM, [1])))
     store = slow_store()
     engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
     failures = []
@@ -117,7 +117,7 @@ def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST_BYTES", 100 * pieces.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(batch_pieces, "MOST_BYTES", 100 * batch_pieces.row_bytes(rows(ADAM, [1])))
     store = make_store()
     engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
     asked: list[int] = []
@@ -149,7 +149,7 @@ def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkey
 def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Sequence[Prepared]] = []
     store = make_store()
-    monkeypatch.setattr(pieces, "MOST_BYTES", 500 * pieces.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(batch_pieces, "MOST_BYTES", 500 * batch_pieces.row_bytes(rows(ADAM, [1])))
     engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
     small = engine.run(Batch(APPLY, (rows(ADAM, IDS[:500]),)), make_version(1, 1), never, keep_rows=True, computed=told.append)
     assert (len(told), len(small.written), list(small.rows)) == (1, 1, ["adam"])
@@ -159,7 +159,7 @@ def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pyte
 
 def test_pieces_are_cut_between_rows_and_across_tables() -> None:
     tables = [rows(SGD, []), rows(SGD, [1, 2, 3]), rows(ADAM, [4, 5])]
-    first, rest = cut(tables, 4 * pieces.row_bytes(tables[0]))
+    first, rest = cut(tables, 4 * batch_pieces.row_bytes(tables[0]))
     assert [one.ids.tolist() for one in first] == [[], [1, 2, 3], [4]]
     assert [one.ids.tolist() for one in rest] == [[5]]
     assert cut(tables, size_bytes(tables)) == (tables, [])
@@ -192,7 +192,7 @@ def test_pace_falls_after_a_missed_deadline_and_rises_while_there_is_time() -> N
             pass
         return pace.n_bytes
 
-    most = pieces.MOST_BYTES
+    most = batch_pieces.MOST_BYTES
     assert exchange(most, 4.1) == most // 4
     assert exchange(most // 4, 2.0) == most // 4  # twice as much might be too slow
     assert exchange(100, 0.1) == most // 4  # says nothing of large ones
@@ -204,7 +204,7 @@ def test_pace_falls_after_a_missed_deadline_and_rises_while_there_is_time() -> N
 
 
 def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "MOST_BYTES", 400 * pieces.row_bytes(rows(ADAM, [1])))
+    monkeypatch.setattr(batch_pieces, "MOST_BYTES", 400 * batch_pieces.row_bytes(rows(ADAM, [1])))
     store, batch, seen = slow_store(), Batch(APPLY, (rows(ADAM, IDS),)), []
     engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
 
@@ -224,12 +224,12 @@ def test_a_batch_can_be_given_up_between_two_pieces_and_taken_up_by_a_replay(mon
 
 
 def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_FASTER", 1)
+    monkeypatch.setattr(batch_pieces, "_FASTER", 1)
     store, waited = slow_store(), []
     Engine(store, Tables([]), epoch=1, k=0, timeout_s=5).run(Batch(APPLY, (rows(ADAM, IDS),)), make_version(1, 1), never)
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
-    store.most_rows = pieces.LEAST_BYTES // size
+    store.most_rows = batch_pieces.LEAST_BYTES // size
     rows_out = RowsOut(store, 5.0, lambda error, pause_s: waited.append(pause_s))
     rows_out.write(ADAM, ids, records)
     assert waited

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.batch import APPLY, ASSIGN, ERASE
-from paramserver.write_behind import Bound
+from paramserver.engine.write_behind import Bound
+from paramserver.model.batch import APPLY, ASSIGN, ERASE
 from tests.unit.test_ps_write_behind import ADAM, FOREVER, Shard, never, read
 
 IDS = np.arange(12, dtype=np.uint64)

@@ -17,12 +17,12 @@ from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart
 from kvemb.table_def import TableDef
-from paramserver.batch import APPLY, ERASE, Batch, CheckedRows
-from paramserver.engine import Engine
-from paramserver.repair import Repairer
-from paramserver.rescue import NO_BATCH, Ahead
+from paramserver.engine.engine import Engine
+from paramserver.engine.repair_port import NO_BATCH, Ahead
+from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
+from paramserver.model.tables import Tables, TableState
+from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import Wanted
-from paramserver.tables import Tables, TableState
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -143,8 +143,8 @@ def test_a_node_too_slow_for_a_whole_block_is_restored_in_smaller_ones(shard: Sh
         return whole(address, nonce, parts, deadline)
 
     monkeypatch.setattr(shard.store, verb, slow)
-    monkeypatch.setattr("paramserver.pieces.LEAST_BYTES", 100)
-    monkeypatch.setattr("paramserver.pieces._FASTER", 1)  # here, a block that is not too large takes no time
+    monkeypatch.setattr("paramserver.engine.batch_pieces.LEAST_BYTES", 100)
+    monkeypatch.setattr("paramserver.engine.batch_pieces._FASTER", 1)  # here, a block that is not too large takes no time
     memory_node(shard.store.addresses[0]).flush()
     assert shard.repairer.nodes(NO_BATCH, lambda error, pause_s: None) == 1
     assert sizes[0] > 1000

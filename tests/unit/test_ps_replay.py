@@ -25,14 +25,14 @@ from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.table_def import TableDef
-from paramserver import pieces
-from paramserver.barrier import Membership
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.engine import Engine
+from paramserver.engine import batch_pieces
+from paramserver.engine.engine import Engine
+from paramserver.ingest.barrier import Membership
+from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position, SessionEntry, Watermark, encode
-from paramserver.replay import Recovered, Recovery
-from paramserver.sessions import Sessions
-from paramserver.tables import Tables, TableState
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.tables import Tables, TableState
+from paramserver.recovery.replay import Recovered, Recovery
 
 _NUMBERS = count()
 EPOCH = 3
@@ -180,17 +180,17 @@ KINDS = st.sampled_from([APPLY, APPLY, ASSIGN, ERASE, ERASE])
 BATCHES = st.lists(st.builds(_batch, KINDS, PARTS, st.integers(0, 99)), min_size=1, max_size=9)
 
 
-PIECES = st.sampled_from([128, 300, pieces.MOST_BYTES])  # one row, two, or all of a batch
+PIECES = st.sampled_from([128, 300, batch_pieces.MOST_BYTES])  # one row, two, or all of a batch
 
 
 @contextmanager
 def cut_at(most_bytes: int) -> Iterator[None]:
     """Let engines made meanwhile cut batches in pieces of so many bytes."""
-    before, pieces.MOST_BYTES = pieces.MOST_BYTES, most_bytes
+    before, batch_pieces.MOST_BYTES = batch_pieces.MOST_BYTES, most_bytes
     try:
         yield
     finally:
-        pieces.MOST_BYTES = before
+        batch_pieces.MOST_BYTES = before
 
 
 @settings(max_examples=100, deadline=None)
@@ -253,7 +253,7 @@ def test_a_row_that_was_created_again_behind_an_erase_is_not_taken_away_in_betwe
 
 
 def test_a_long_recovery_says_in_the_log_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("paramserver.replay._SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("paramserver.recovery.replay._SAY_EVERY_S", 0.0)
     caplog.set_level(logging.INFO, "paramserver")
     with cut_at(128):
         Life(make_store(), Saved(), epoch=EPOCH, cache_bytes=0).recover(applied(2))

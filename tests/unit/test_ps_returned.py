@@ -8,9 +8,9 @@ from kvemb.message_format import MAX_MESSAGE_BYTES
 from kvemb.messages import MAX_PART_BYTES, PushReply
 from kvemb.rounding import round_nearest, to_float32
 from kvemb.table_def import TableDef
-from paramserver import returned, stream
-from paramserver.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
-from paramserver.returned import OthersCount, returned_rows
+from paramserver.apply.returned_rows import OthersCount, returned_rows
+from paramserver.model.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
+from paramserver.rpc import push_parts
 
 USER = TableDef("user", 3, optim.adam(), init.zeros())
 ITEM = TableDef("item", 2, optim.sgd(), init.zeros(), dtype="bfloat16")
@@ -70,7 +70,7 @@ def test_another_incarnation_is_somebody_else() -> None:
 
 
 def test_a_trainer_that_is_forgotten_counts_as_if_others_had_been_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returned, "MAX_TRAINERS", 2)
+    monkeypatch.setattr("paramserver.apply.returned_rows.MAX_TRAINERS", 2)
     count = OthersCount()
     for name in ("a", "b", "a", "c"):
         count.add([push(name)])
@@ -86,8 +86,8 @@ def test_a_part_that_is_asked_about_again_comes_back_without_rows() -> None:
 
 
 def test_rows_that_a_trainer_does_not_take_are_left_out_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_MAX_ROW_BYTES", 10)
-    outbox = stream._Outbox()
+    monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 10)
+    outbox = push_parts._Outbox()
     outbox.end_input()
     for sequence in (1, 2, 3):
         outbox.expect()

@@ -14,7 +14,7 @@ from kvemb.record import make_version
 from kvemb.row_index import HASHES, RowIndex
 from kvemb.stores.base import WritePart
 from kvemb.table_def import TableDef
-from paramserver.scrub import Scrub
+from paramserver.repair.scrub import Scrub
 from tests.unit.test_ps_repair import ADAM, SGD, Shard, provision
 
 N = 30_000

@@ -4,8 +4,8 @@ import pytest
 
 from kvemb.errors import FencedError, PushRejectedError
 from kvemb.messages import PushReply
-from paramserver.batch import Part, Push, Ticket
-from paramserver.sessions import KEPT_ANSWERS, Session, Sessions
+from paramserver.ingest.sessions import KEPT_ANSWERS, Session, Sessions
+from paramserver.model.batch import Part, Push, Ticket
 
 
 def accept(session: Session, sequence: int, digest: int = 0, *, more: bool = False) -> Ticket:

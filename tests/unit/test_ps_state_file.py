@@ -9,7 +9,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import ParameterServerError
 from kvemb.table_def import TableDef
-from paramserver.state_file import ShardState, TableImage, decode, encode
+from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
 
 
 def state() -> ShardState:

@@ -8,11 +8,11 @@ import pytest
 from kvemb.errors import StorageError
 from kvemb.record import make_version
 from kvemb.row_index import Places, RowIndex
-from paramserver.aggregate import merge
-from paramserver.applier import Applier
-from paramserver.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
-from paramserver.engine import Engine
-from paramserver.tables import TableState
+from paramserver.apply.applier import Applier
+from paramserver.engine.engine import Engine
+from paramserver.ingest.aggregate import merge
+from paramserver.model.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
+from paramserver.model.tables import TableState
 from tests.unit.test_ps_engine import SGD, engine_on, make_store, rows
 
 

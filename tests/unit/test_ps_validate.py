@@ -12,8 +12,8 @@ from kvemb.hashing import shard_of
 from kvemb.message_format import TableRows
 from kvemb.messages import PushPart, digest_tables
 from kvemb.table_def import TableDef
-from paramserver.batch import ASSIGN, ERASE
-from paramserver.validate import check_part, check_rows
+from paramserver.ingest.validation import check_part, check_rows
+from paramserver.model.batch import ASSIGN, ERASE
 
 TABLE = TableDef("user", 2, kvemb.optim.adam(lr=0.5), kvemb.init.zeros())
 OWNED = np.arange(1000, dtype=np.uint64)

@@ -9,7 +9,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.repair import LostNode
-from paramserver.watch import NodeWatch
+from paramserver.repair.node_watch import NodeWatch
 
 
 class SlowStore(MemoryStore):

@@ -14,7 +14,7 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
-from kvemb import record_cache as cache_module
+from kvemb import record_cache
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.fragment import SaveInfo, assemble
 from kvemb.checkpoint.manifest_codec import encode_manifest
@@ -29,26 +29,26 @@ from kvemb.record import make_version, split_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart, WritePart, WriteResult
 from kvemb.table_def import TableDef
-from paramserver import save_job
-from paramserver.applier import Applier
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.committer import Committer, Handover
-from paramserver.engine import Engine
-from paramserver.image import image
-from paramserver.intake import Intake
+from paramserver.apply.applier import Applier
+from paramserver.apply.committer import Committer, Handover
+from paramserver.checkpoint import save_job
+from paramserver.checkpoint.save_job import SaveOrder
+from paramserver.checkpoint.saver import Saver
+from paramserver.engine.engine import Engine
+from paramserver.engine.repair_port import NO_BATCH
+from paramserver.engine.write_behind import Bound, WriteBehind
+from paramserver.ingest.ingest import Intake
+from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position
-from paramserver.ledger import Ledger
-from paramserver.repair import Repairer
-from paramserver.rescue import NO_BATCH
-from paramserver.save_job import SaveOrder
-from paramserver.saver import Saver
-from paramserver.sessions import Sessions
-from paramserver.shard_parts import ShardParts
+from paramserver.journal.fenced_log import Ledger
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
+from paramserver.recovery.shard_parts import ShardParts
+from paramserver.recovery.state_image import image
+from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import Wanted
 from paramserver.snapshot.snapshotter import from_storage
-from paramserver.tables import Tables
-from paramserver.timeline import Timeline
-from paramserver.write_behind import Bound, WriteBehind
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.test_ps_replay import (
     BATCHES,
@@ -121,8 +121,8 @@ def test_rows_end_with_the_bits_they_have_without_it_whenever_the_shard_dies(
     undisturbed = Life(whole, Saved(), epoch=EPOCH, cache_bytes=0)
     live_on(undisturbed, entries)
 
-    store, room, before = make_store(), data.draw(st.integers(1, 8), label="room"), cache_module.MIN_ROWS
-    cache_module.MIN_ROWS = room  # from no room for one batch to room for all rows
+    store, room, before = make_store(), data.draw(st.integers(1, 8), label="room"), record_cache.MIN_ROWS
+    record_cache.MIN_ROWS = room  # from no room for one batch to room for all rows
     try:
         saved, n_begun, epoch = Saved(), 0, EPOCH
         for _ in range(data.draw(st.integers(0, 3), label="deaths")):
@@ -137,7 +137,7 @@ def test_rows_end_with_the_bits_they_have_without_it_whenever_the_shard_dies(
         assert stored(store) == stored(whole)
         assert known(life) == known(undisturbed)
     finally:
-        cache_module.MIN_ROWS = before
+        record_cache.MIN_ROWS = before
 
 
 def die_once(store: MortalStore, data: st.DataObject, entries: list[Entry], left: tuple[Saved, int], epoch: int) -> tuple[Saved, int]:
@@ -174,9 +174,9 @@ def test_without_a_crash_storage_lags_within_the_bound_and_ends_the_same(
     entries = journal_of(batches)
     whole = make_store()
     undisturbed = Life(whole, Saved(), epoch=EPOCH, cache_bytes=0)
-    n_batches, room, before = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8)), cache_module.MIN_ROWS
+    n_batches, room, before = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8)), record_cache.MIN_ROWS
     store = Faulty.made()
-    cache_module.MIN_ROWS = room
+    record_cache.MIN_ROWS = room
     try:
         with cut_at(most_bytes):
             life = BehindLife(store, Saved(), epoch=EPOCH, cache_bytes=1, bound=Bound(n_batches, 1e6))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_without_a_crash_storage_lags_within_the_bound_and_ends_the_same(
         assert stored(store) == stored(whole)
         assert known(life) == known(undisturbed)
     finally:
-        cache_module.MIN_ROWS = before
+        record_cache.MIN_ROWS = before
 
 
 def assert_not_older(store: MemoryStore, least: dict[str, tuple[int, list[int]]], now: dict[str, tuple[int, list[int]]]) -> None:
@@ -378,7 +378,7 @@ def test_replay_writes_every_row_at_once() -> None:
 
 
 def test_dirty_rows_keep_their_place_when_the_cache_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MIN_ROWS", 4)
+    monkeypatch.setattr(record_cache, "MIN_ROWS", 4)
     shard = Shard(cache_bytes=1)
     shard.run([0, 1, 2, 3])
     shard.run([0, 1, 2])
@@ -396,7 +396,7 @@ def test_dirty_rows_keep_their_place_when_the_cache_is_full(monkeypatch: pytest.
 
 
 def test_more_bytes_than_one_write_takes_are_written_in_several(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.write_behind._WRITE_BYTES", 2 * ADAM.record.size_bytes)
+    monkeypatch.setattr("paramserver.engine.write_behind._WRITE_BYTES", 2 * ADAM.record.size_bytes)
     shard.run([0, 1, 2])
     shard.engine.write_dirty(never)
     assert shard.k_of([0, 1, 2, 3]) == [2, 2, 2, 1]

@@ -27,14 +27,14 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import ReadPart, ReadResult, WritePart
 from kvemb.table_def import TableDef
-from paramserver import save_job
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.engine import Engine
-from paramserver.erased_log import ErasedLog
-from paramserver.preimages import PreImages
-from paramserver.save_job import SaveOrder
-from paramserver.saver import Saver
-from paramserver.tables import Tables
+from paramserver.checkpoint import save_job
+from paramserver.checkpoint.copy_on_write import PreImages
+from paramserver.checkpoint.erased_log import ErasedLog
+from paramserver.checkpoint.save_job import SaveOrder
+from paramserver.checkpoint.saver import Saver
+from paramserver.engine.engine import Engine
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.tables import Tables
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
 ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
@@ -332,7 +332,7 @@ def test_the_first_record_kept_of_a_row_stays(tmp_path: Path) -> None:
 
 
 def test_the_log_of_erased_ids_knows_how_far_back_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.erased_log._MAX_IDS", 5)
+    monkeypatch.setattr("paramserver.checkpoint.erased_log._MAX_IDS", 5)
     log = ErasedLog(10)
     log.add(11, "user", np.array([3, 1], np.uint64))
     log.add(12, "item", np.array([9], np.uint64))

@@ -18,8 +18,9 @@ from kvemb.stores.cluster_members import decode_members, encode_members
 from kvemb.stores.owners import Owner, newest_owner
 from kvemb.table_def import TableDef
 from kvemb.table_registry import decode_registry, encode_registry
-from paramserver import load_plan, state_file
-from paramserver.state_file import ShardState
+from paramserver.checkpoint import load_plan
+from paramserver.recovery import state_file
+from paramserver.recovery.state_file import ShardState
 
 TABLE = TableDef("user", 4, optim.adam(), uniform())
 

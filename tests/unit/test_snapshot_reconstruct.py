@@ -19,14 +19,14 @@ from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.stores.base import ReadPart
 from kvemb.table_def import TableDef
-from paramserver.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.engine import Engine
-from paramserver.journal import BatchEntry, Journal, Position, encode, files
+from paramserver.engine.engine import Engine
+from paramserver.journal import BatchEntry, Journal, Position, encode, segment_files
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
+from paramserver.model.tables import Tables, TableState
 from paramserver.optim import Optimizer
-from paramserver.snapshot import Reconstructor, Runs, Snapshotter, Wanted, reconstruct, rounds, run_file, snapshotter
-from paramserver.snapshot.rounds import Rounds
+from paramserver.snapshot import Reconstructor, Runs, Snapshotter, Wanted, reconstruct, reconstruct_rounds, snapshotter, sorted_run
+from paramserver.snapshot.reconstruct_rounds import Rounds
 from paramserver.snapshot.snapshotter import from_storage
-from paramserver.tables import Tables, TableState
 
 _NUMBERS = count()
 MOMENTUM = TableDef("momentum", 3, kvemb.optim.sgd(0.5, momentum=0.9, nesterov=True), kvemb.init.normal(std=1.0), seed=4)
@@ -350,7 +350,7 @@ def test_rows_are_made_in_passes_of_bounded_memory(shard: Shard, monkeypatch: py
     passes = []
     batches = Reconstructor._batches
     monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
-    monkeypatch.setattr(rounds, "_BLOCK_WEIGHTS", 6)
+    monkeypatch.setattr(reconstruct_rounds, "_BLOCK_WEIGHTS", 6)
     shard.reconstructor = Reconstructor(shard.runs, shard.journal, find, pass_bytes=10 * ADAM.record.size_bytes)
     ids, versions = shard.existing(ADAM)
     made = shard.made(shard.tables.state(ADAM), ids, versions)
@@ -394,7 +394,7 @@ def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: py
 
     for name in ("write_all", "sync", "sync_folder"):
         with monkeypatch.context() as patch:
-            patch.setattr(files, name, full)
+            patch.setattr(segment_files, name, full)
             with pytest.raises(JournalFullError, match="No space left"):
                 shard.snapshot()
         shard.check()
@@ -417,7 +417,7 @@ _STEP = st.one_of(_CHANGE, st.sampled_from(["snapshot"] * 4 + ["reopen", "give u
 @given(st.lists(_STEP, min_size=5, max_size=40), st.lists(_CHANGE, max_size=20))
 def test_whatever_happened_every_row_is_made_anew(tmp_path_factory: pytest.TempPathFactory, steps: list, during: list) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_file, "BLOCK_BYTES", 200)
+        patch.setattr(sorted_run, "BLOCK_BYTES", 200)
         patch.setattr(snapshotter, "_SLICE_BYTES", 150)
         shard, left = Shard(tmp_path_factory.mktemp("shard")), iter(during)
 

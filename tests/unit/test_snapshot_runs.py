@@ -16,12 +16,12 @@ import kvemb.optim
 from kvemb.errors import FencedError, JournalDamagedError, JournalFullError, RecordError
 from kvemb.record import make_version
 from kvemb.table_def import TableDef
-from paramserver.journal import files
-from paramserver.snapshot import Runs, manifest, run_file
-from paramserver.snapshot.manifest import Manifest, RunEntry, TableRuns
-from paramserver.snapshot.merge import merge_from, merged
-from paramserver.snapshot.run_file import ERASED, ROWS, RunEncoder, RunFile
-from paramserver.snapshot.run_writer import RunWriter
+from paramserver.journal import segment_files
+from paramserver.snapshot import Runs, run_manifest, sorted_run
+from paramserver.snapshot.run_manifest import Manifest, RunEntry, TableRuns
+from paramserver.snapshot.run_merge import merge_from, merged
+from paramserver.snapshot.sorted_run import ERASED, ROWS, RunEncoder, RunFile
+from paramserver.snapshot.sorted_run_writer import RunWriter
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
 RECORD = TABLE.record
@@ -77,7 +77,7 @@ FEW_STATES = st.dictionaries(st.integers(0, 12), st.booleans(), max_size=8)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_file, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(sorted_run, "BLOCK_BYTES", 100)
 
 
 @given(STATES)
@@ -342,7 +342,7 @@ def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path:
 
     old = (tmp_path / "manifest").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync_folder", fail)
+        patch.setattr(segment_files, "sync_folder", fail)
         with pytest.raises(Exception, match="Input/output error"):
             list(runs.merge(TABLE))
     check(runs, {1: (7, True)})
@@ -411,11 +411,11 @@ def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
 # --- the manifest -------------------------------------------------------------------------------------------------------------------
 
 MANIFEST = Manifest(make_version(3, 9), {"t": TableRuns(7, 20, (RunEntry(1, 900), RunEntry(4, 2**40))), "u": TableRuns(0, 99)})
-MANIFEST_DATA = manifest.encode(MANIFEST)
+MANIFEST_DATA = run_manifest.encode(MANIFEST)
 
 
 def test_a_manifest_is_read_back() -> None:
-    assert manifest.decode(MANIFEST_DATA, "f") == MANIFEST
+    assert run_manifest.decode(MANIFEST_DATA, "f") == MANIFEST
 
 
 @given(st.integers(0, 8 * len(MANIFEST_DATA) - 1))
@@ -423,14 +423,14 @@ def test_a_flipped_bit_in_the_manifest_is_refused(bit: int) -> None:
     data = bytearray(MANIFEST_DATA)
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(JournalDamagedError, match="the/file"):
-        manifest.decode(bytes(data), "the/file")
+        run_manifest.decode(bytes(data), "the/file")
 
 
 @given(st.integers(0, len(MANIFEST_DATA) - 1), st.binary(max_size=100))
 def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> None:
     for data in (MANIFEST_DATA[:size], MANIFEST_DATA + more + b"x", more):
         with pytest.raises(JournalDamagedError, match="the/file"):
-            manifest.decode(data, "the/file")
+            run_manifest.decode(data, "the/file")
 
 
 @pytest.mark.parametrize(
@@ -448,4 +448,4 @@ def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> N
 def test_a_manifest_with_a_right_checksum_may_still_be_wrong(body: bytes) -> None:
     data = struct.pack("<8sII", b"kvembsnp", 1, len(body)) + body
     with pytest.raises(JournalDamagedError, match="the/file"):
-        manifest.decode(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")
+        run_manifest.decode(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")

@@ -11,7 +11,7 @@ from kvemb.messages import PushPart, digest_tables
 from kvemb.push import prepare_push
 from kvemb.rounding import to_float32
 from kvemb.table_def import TableDef
-from paramserver.validate import check_part
+from paramserver.ingest.validation import check_part
 
 TABLE = TableDef("user", 4, optim.sgd(lr=0.5), init.zeros())
 HALVES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -1,0 +1,171 @@
+"""The apply thread: takes committed batches, has the engine apply them, and answers. The only thread that changes rows."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvemb.errors import KvembError, StorageError
+from kvemb.message_format import FreshRows
+from kvemb.messages import PushReply
+from kvemb.record import split_version
+
+from ..engine.engine import Engine
+from ..ingest.ingest import Intake
+from ..journal import START, Position
+from ..model.batch import Part, RefusedStep, RowsWork
+from ..model.prepared_rows import Prepared
+from ..model.tables import Tables
+from .background import Chores
+from .changed_rows import HeldRows
+from .committer import AbandonedError, Committed, Handover
+from .returned_rows import OthersCount, returned_rows
+from .staleness import staleness
+
+log = logging.getLogger("paramserver")
+
+
+class Applier:
+    """Owns the apply thread.
+
+    Args:
+        intake: which hears of the outcomes.
+        engine: what applies batches.
+        tables: for staleness.
+        handover: where batches come from.
+        held: answers what trainers ask about rows that they hold; None for a shard that is not asked.
+        applied: behind the entry of the last batch applied before this process began.
+        failed: called with the cause when the shard stops applying for good.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        engine: Engine,
+        tables: Tables,
+        handover: Handover,
+        *,
+        held: HeldRows | None = None,
+        applied: Position = START,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
+        self._held, self._failed = held, failed
+        self._others = OthersCount()
+        self._abandon = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
+        self.applied = applied
+        self.chores: Chores | None = None  # what is done between batches
+
+    def start(self) -> None:
+        """Start applying."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Give up the batch that waits for storage, if any, and end the thread; return whether it ended in time."""
+        self._intake.stop()
+        self._handover.close()
+        self._abandon.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        busy = False
+        while not self._handover.closed:
+            batch = self._handover.get(timeout_s=0.0 if busy else self._until_due_s())
+            busy = False
+            if self._intake.failure:
+                continue  # its pushes have their answer
+            try:
+                if batch is not None:
+                    replies = self._apply(batch)
+                    self.applied = batch.end
+                    self._intake.settle(batch.work, replies)
+                elif self._patience_s() == 0:
+                    self._engine.write_dirty(self.pause)
+                    self._intake.written()
+                if self.chores is not None:
+                    busy = self.chores.step(self.pause)
+                self._intake.last_error = ""  # whatever was tried again is done
+            except AbandonedError:
+                return
+            except Exception as error:
+                log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
+                self._intake.fail(error)
+                self._failed(error)
+
+    def _patience_s(self) -> float | None:
+        """How long dirty rows may wait for another batch."""
+        behind = self._engine.behind
+        return None if behind is None or self._intake.failure else behind.due_in_s()
+
+    def _until_due_s(self) -> float | None:
+        """How long there is nothing to do but to wait for a batch."""
+        chores = None if self.chores is None or self._intake.failure else self.chores.due_in_s()
+        return min((due for due in (self._patience_s(), chores) if due is not None), default=None)
+
+    def _apply(self, batch: Committed) -> dict[int, PushReply]:
+        """Apply one batch; return the reply of each part, by id() of its ticket."""
+        work = batch.work
+        if isinstance(work, RowsWork):
+            work.n_existed = self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed
+            work.applied = True
+            self._others.add([])
+            return {}
+        pushes = work.pushes if isinstance(work, RefusedStep) else work
+        parts = [(push, part) for push in pushes for part in push.parts]
+        stale = [self._staleness(part) for _, part in parts]
+        keep_rows = any(part.ticket.return_rows for _, part in parts)
+        k_and_epoch = split_version(batch.version)[::-1]
+        holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
+        asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
+
+        def release(computed: Sequence[Prepared]) -> None:
+            replies = [_reply(part, "released", of, k_and_epoch, self._fresh(part, computed)) for part, of in asked]
+            self._intake.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
+
+        computed, between = release if asked else None, self._between
+        applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows, computed=computed, between=between)
+        self._others.add(pushes)
+        if isinstance(work, RefusedStep):
+            return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
+        replies = {}
+        for (push, part), of in zip(parts, stale, strict=True):
+            rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
+            fresh = [] if part.ticket.released else self._fresh(part, applied.written)
+            reply = _reply(part, "applied", of, k_and_epoch, fresh)
+            replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
+        return replies
+
+    def _fresh(self, part: Part, batch: Sequence[Prepared]) -> list[FreshRows]:
+        """Which of the rows that a part holds are others after this batch."""
+        return [] if self._held is None or not part.held else self._held.answer(part.held, batch)
+
+    def _staleness(self, part: Part) -> tuple[float, int]:
+        seen = [rows for rows in part.tables if len(rows.versions)]
+        return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids, keep=True)) for rows in seen)
+
+    def _between(self) -> None:
+        """Look up between two pieces of a batch: what was tried again is done, and the shard may have been told to stop."""
+        self._intake.written()
+        if self._abandon.is_set():
+            raise AbandonedError
+
+    def pause(self, error: StorageError, pause_s: float) -> None:
+        """Wait between tries of what storage did not take, and let everybody know why; apply thread only.
+
+        Raises:
+            AbandonedError: the shard is to stop.
+        """
+        text = f"{type(error).__name__}: {error}"
+        if text != self._intake.last_error:
+            log.warning("retrying because %s", text)
+        self._intake.last_error = text
+        if self._abandon.wait(pause_s):
+            raise AbandonedError from error
+
+
+def _reply(part: Part, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], fresh: list[FreshRows]) -> PushReply:
+    (changed, elapsed), (k, epoch) = stale, k_and_epoch
+    return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, fresh=fresh)

@@ -1,0 +1,225 @@
+"""What the apply thread does between batches: repairs that somebody asked for, local snapshots, and the comparison of rows
+that nobody touches, a slice at a time.
+
+All need index and storage at rest, which they are exactly there. A chore that fails because storage or disk does not answer is taken up
+again later; one that finds rows lost asks for their repair.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import (
+    DeadlineExceededError,
+    JournalFullError,
+    KvembError,
+    LostRowError,
+    RecordError,
+    ShardUnavailableError,
+    StorageError,
+)
+from kvemb.net.deadline import Deadline
+
+from ..engine.repair_port import NO_BATCH, Pause
+from ..model.tables import TableState
+from ..repair.repairer import Repairer
+from ..repair.scrub import Scrub
+from ..snapshot.snapshot_schedule import LocalSnapshots
+
+_RETRY_S = 5.0
+log = logging.getLogger("paramserver")
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Something that was asked for; `rows` that were restored when it is done."""
+
+    rows: int = 0
+    finished: bool = False
+    error: KvembError | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when the repair has ended.
+
+        Raises:
+            DeadlineExceededError: it goes on.
+            KvembError: it failed.
+        """
+        if not self.done.wait(deadline.remaining_s()):
+            raise DeadlineExceededError(f"the repair did not end within {deadline.timeout_s:g} s; it goes on")
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """Answer who waits; without an outcome the shard has stopped."""
+        if self.error is None and not self.finished:
+            self.error = ShardUnavailableError("the shard stopped before the repair had ended; ask again when it is back")
+        self.done.set()
+
+
+@dataclass(eq=False, kw_only=True)
+class RepairTicket(Ticket):
+    """A repair of nodes.
+
+    Args:
+        addresses: nodes to compare row by row although their markers may be in order.
+    """
+
+    addresses: frozenset[str]
+    nodes: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class CompareTicket(Ticket):
+    """A comparison of some rows of a table."""
+
+    table: TableState
+    ids: NDArray[np.uint64]
+
+
+class Chores:
+    """One shard's. `step` is for the apply thread, the rest for any.
+
+    Args:
+        repairer: None where nothing can be repaired (no journal).
+        snapshots: None without a journal.
+        wake: makes the apply thread call `step`.
+        scrub: compares rows that nobody touches; None where nothing can be repaired.
+        timeout_s: of one look at rows that were asked about.
+    """
+
+    def __init__(
+        self,
+        repairer: Repairer | None,
+        snapshots: LocalSnapshots | None,
+        wake: Callable[[], None],
+        *,
+        scrub: Scrub | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._repairer, self._snapshots, self._wake, self._scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
+        self._lock = threading.Lock()
+        self._asked: list[RepairTicket] = []
+        self._to_compare: list[CompareTicket] = []
+        self._said = ""
+        self._not_before_s = 0.0
+
+    @property
+    def can_repair(self) -> bool:
+        """Whether rows can be restored."""
+        return self._repairer is not None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every node, where rows can be restored."""
+        return () if self._repairer is None else self._repairer.addresses
+
+    def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
+        """Have every lost node repaired, and these nodes compared with the index; returns at once. One repair answers all who ask."""
+        ticket = RepairTicket(addresses=frozenset(addresses))
+        with self._lock:
+            self._asked.append(ticket)
+        self._wake()
+        return ticket
+
+    def ask_compare(self, table: TableState, ids: NDArray[np.uint64]) -> CompareTicket:
+        """Have some rows compared with storage; returns at once."""
+        ticket = CompareTicket(table=table, ids=ids)
+        with self._lock:
+            self._to_compare.append(ticket)
+        self._wake()
+        return ticket
+
+    @property
+    def compared(self) -> str:
+        """How far the comparison of rows that nobody touches is."""
+        return "" if self._scrub is None else self._scrub.describe()
+
+    def due_in_s(self) -> float | None:
+        """When `step` has something to do although nobody asks."""
+        return None if self._scrub is None else self._scrub.due_in_s()
+
+    def step(self, pause: Pause) -> bool:
+        """Do a bit of what there is to do; return whether there is more at once.
+
+        Raises:
+            LostRowError: a row cannot be restored: the shard must stop.
+            JournalBehindError: rows show that the journal lacks batches: the same.
+        """
+        with self._lock:
+            asked, self._asked = self._asked, []
+            to_compare, self._to_compare = self._to_compare, []
+        if asked:
+            self._repair(asked, pause)
+        if to_compare:
+            self._compare(to_compare)
+        if self._step_snapshot(pause):
+            return True
+        self._step_scrub()
+        return False
+
+    def _step_snapshot(self, pause: Pause) -> bool:
+        if self._snapshots is None or time.monotonic() < self._not_before_s:
+            return False
+        try:
+            return self._snapshots.step()
+        except (LostRowError, RecordError) as error:
+            log.error("while a local snapshot was taken: %s", error)
+            assert self._repairer is not None, "snapshots are taken where rows can be repaired"
+            self._repairer.nodes(NO_BATCH, pause, suspects=self._repairer.addresses)
+        except (StorageError, JournalFullError, OSError) as error:
+            log.warning("a local snapshot was given up and will be taken later: %s", error)
+            self._not_before_s = time.monotonic() + _RETRY_S
+        return False
+
+    def _repair(self, asked: list[RepairTicket], pause: Pause) -> None:
+        try:
+            if self._repairer is None:
+                raise LostRowError("rows cannot be restored without a journal: set parameter_servers.durability to fsync or os")
+            rows_before = self._repairer.figures.rows
+            n_nodes = self._repairer.nodes(NO_BATCH, pause, suspects=frozenset().union(*(ticket.addresses for ticket in asked)))
+            for ticket in asked:
+                ticket.nodes, ticket.rows = n_nodes, self._repairer.figures.rows - rows_before
+                ticket.finished = True
+        except KvembError as error:
+            for ticket in asked:
+                ticket.error = error
+            raise
+        finally:
+            for ticket in asked:
+                ticket.end()
+
+    def _compare(self, tickets: list[CompareTicket]) -> None:
+        """Answer who asked about rows. Storage that does not answer is theirs to try again; a row that is lost for good is not."""
+        assert self._repairer is not None
+        try:
+            for ticket in tickets:
+                try:
+                    ticket.rows = self._repairer.compare(ticket.table, ticket.ids, self._timeout_s)
+                    ticket.finished = True
+                except KvembError as error:
+                    ticket.error = error
+                    if not isinstance(error, StorageError) or isinstance(error, LostRowError):
+                        raise
+        finally:
+            for ticket in tickets:
+                ticket.end()
+
+    def _step_scrub(self) -> None:
+        if self._scrub is None:
+            return
+        try:
+            self._scrub.step()
+            self._said = ""
+        except LostRowError:
+            raise
+        except StorageError as error:
+            if self._said != (said := f"{type(error).__name__}: {error}"):
+                log.warning("rows that nobody touches are not compared with storage now: %s", error)
+            self._said = said

@@ -1,0 +1,114 @@
+"""What the release of a sync step says of rows that a trainer holds for later steps: which are others now, and how they are.
+
+Versions are compared with those of the step's batch, which need not be stored yet, and with the index, which is the truth about all other
+rows. The rows come from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing
+is said, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what
+travels (`kvemb.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same moment.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import KvembError, LostRowError
+from kvemb.message_format import FreshRows
+from kvemb.net.deadline import Deadline
+from kvemb.record import HEADER_SIZE
+from kvemb.stores.base import ReadPart, Store
+from kvemb.table_def import TableDef
+
+from ..model.batch import CheckedRows
+from ..model.prepared_rows import Prepared
+from ..model.tables import Tables
+
+Ids = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+log = logging.getLogger("paramserver")
+
+
+class HeldRows:
+    """Answers for one shard.
+
+    Args:
+        store: open.
+        tables: whose indexes and caches hold the rows.
+        timeout_s: deadline of the one read that an answer may need.
+    """
+
+    def __init__(self, store: Store, tables: Tables, timeout_s: float) -> None:
+        self._store, self._tables, self._timeout_s = store, tables, timeout_s
+
+    def answer(self, held: Sequence[CheckedRows], batch: Sequence[Prepared]) -> list[FreshRows]:
+        """Say what changed.
+
+        Args:
+            held: ids and versions of each table.
+            batch: rows of the step's batch, each table once, with their new records, stored or about to be.
+
+        Returns:
+            One entry per table; [] when storage did not give a row.
+        """
+        try:
+            changed = {one.rows.definition.name: one for one in batch if len(one.rows.ids)}
+            return [self._fresh(rows, changed.get(rows.definition.name)) for rows in held]
+        except KvembError as error:
+            log.warning("a trainer has to pull rows that it holds again: %s: %s", type(error).__name__, error)
+            return []
+
+    def _fresh(self, held: CheckedRows, changed: Prepared | None) -> FreshRows:
+        definition = held.definition
+        versions = self._tables.state(definition).versions(held.ids)
+        places = np.full(len(held.ids), -1, np.intp) if changed is None else _places(held.ids, changed.rows.ids)
+        if changed is not None:
+            here = np.flatnonzero(places >= 0)
+            versions[here] = definition.record.versions(changed.part.records)[places[here]]
+        at = np.flatnonzero(versions != held.versions)
+        versions = versions[at]
+        there = at[versions != 0]
+        rows = np.empty((len(there), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
+        places = places[there]
+        new = np.flatnonzero(places >= 0)
+        if changed is not None:
+            rows[new] = _weights_of(changed.part.records, definition, places[new])
+        if len(new) < len(there):
+            left = np.flatnonzero(places < 0)
+            rows[left] = self._weights(definition, held.ids[there[left]], versions[versions != 0][left])
+        return FreshRows(at.astype(np.uint32), versions, rows.tobytes())
+
+    def _weights(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
+        """The weights of n existing rows, which the batch does not change, as they are stored: uint8 [n, row bytes]."""
+        cache = self._tables.state(definition).cache
+        at = cache.find(ids)
+        kept = at >= 0
+        if kept.all():
+            return _weights_of(cache.records, definition, at)
+        rows = np.empty((len(ids), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
+        rows[kept] = _weights_of(cache.records, definition, at[kept])
+        rows[~kept] = self._read(definition, ids[~kept], versions[~kept])
+        return rows
+
+    def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
+        record = definition.record
+        keys = definition.keys(ids, pages=self._store.capabilities.pages)
+        part = ReadPart(keys, record.size_bytes, record.prefix_bytes)
+        got = self._store.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
+        record.check(got.records, ids, got.found, self._store.whereabouts(keys))
+        if not (got.found & (record.versions(got.records) == versions)).all():
+            raise LostRowError(f"table {definition.name!r}: rows in storage are not those that the shard's index knows")
+        return got.records[:, HEADER_SIZE : record.prefix_bytes]
+
+
+def _places(ids: Ids, known: Ids) -> NDArray[np.intp]:
+    """Where each id stands in `known`, ascending as those of every batch; -1 where it does not: intp [n]."""
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[at] == ids, at, -1)
+
+
+def _weights_of(records: Bytes, definition: TableDef, at: NDArray[np.intp] | NDArray[np.int64]) -> Bytes:
+    """Gather the weights out of whole records: uint8 [m, row bytes]."""
+    row_bytes = definition.record.prefix_bytes - HEADER_SIZE
+    fields = {"names": ["weights"], "formats": [f"V{row_bytes}"], "offsets": [HEADER_SIZE], "itemsize": records.shape[1]}
+    rows = records.view(np.dtype(fields))["weights"][:, 0]  # type: ignore[call-overload]  # weights as items, which are copied at once
+    return rows[at].view(np.uint8).reshape(len(at), row_bytes)

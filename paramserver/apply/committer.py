@@ -1,0 +1,223 @@
+"""The committer: takes work from the intake, merges it to batches, journals them, acknowledges them, and hands them to the apply thread.
+
+The order of the journal is the order of application: batch k is numbered here. Several batches share one commit when several are ready.
+A push is acknowledged once its batch is committed and the shard is known to be still ours (`fenced_log`). The hand-over is bounded, so that
+what comes in while the engine is busy is merged instead of queued. A full disk stops acknowledgements, not the shard: the same entries are
+tried again until there is room.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvemb.errors import JournalFullError, KvembError
+from kvemb.record import make_version
+
+from ..ingest.aggregate import merge
+from ..ingest.ingest import Intake
+from ..journal import BatchEntry, Position, Watermark
+from ..journal.fenced_log import Ledger
+from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
+from ..model.tables import Tables
+
+DEPTH = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+log = logging.getLogger("paramserver")
+
+T = TypeVar("T")
+
+
+class AbandonedError(Exception):
+    """The shard was told to stop while this thread waited for storage or disk."""
+
+
+@dataclass(frozen=True, eq=False)
+class Committed:
+    """A batch that is in the journal.
+
+    Args:
+        version: (epoch, k), packed.
+        batch: what the engine applies.
+        work: what it was made of.
+        end: position behind its entry.
+    """
+
+    version: int
+    batch: Batch
+    work: Work
+    end: Position
+
+
+class Handover:
+    """Committed batches on their way to the apply thread, in order; bounded. Thread-safe.
+
+    Args:
+        depth: how many may wait.
+    """
+
+    def __init__(self, depth: int = DEPTH) -> None:
+        self._depth = depth
+        self._changed = threading.Condition()
+        self._waiting: deque[Committed] = deque()
+        self._woken = False
+        self.closed = False
+
+    def wait_for_room(self) -> int:
+        """Wait until there is room; return for how many batches, 0 when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._waiting) < self._depth)
+            return 0 if self.closed else self._depth - len(self._waiting)
+
+    def put(self, batch: Committed) -> None:
+        """Append a batch; never blocks, room was waited for."""
+        with self._changed:
+            self._waiting.append(batch)
+            self._changed.notify_all()
+
+    def get(self, *, timeout_s: float | None = None) -> Committed | None:
+        """Return the next batch; None when closed, when woken up, and when there is none within `timeout_s` (None: wait for ever)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self._woken or bool(self._waiting), timeout_s)
+            self._woken = False
+            if self.closed or not self._waiting:
+                return None
+            self._changed.notify_all()
+            return self._waiting.popleft()
+
+    def wake(self) -> None:
+        """Let the one who waits for a batch look at what else there is to do."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hand out nothing more; what waits stays in the journal."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+
+class Committer:
+    """Owns the thread.
+
+    Args:
+        intake: where work comes from.
+        tables: whose steps are known as of the last batch applied.
+        ledger: the journal.
+        handover: where committed batches go.
+        sync: whether lists of pushes are steps of a sync job.
+        epoch, k: of the versions: the first batch is k + 1.
+        failed: called with the cause when the shard stops for good.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        tables: Tables,
+        ledger: Ledger,
+        handover: Handover,
+        *,
+        sync: bool,
+        epoch: int,
+        k: int,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._intake, self._tables, self._ledger, self._handover = intake, tables, ledger, handover
+        self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
+        self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
+        self._abandon = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvemb-journal", daemon=True)
+
+    @property
+    def k(self) -> int:
+        """Of the last batch numbered: what was acknowledged before is in it or before it."""
+        return self._k
+
+    def start(self) -> None:
+        """Start taking work."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Take nothing more and end the thread; return whether it ended in time."""
+        self._intake.stop()
+        self._handover.close()
+        self._abandon.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while room := self._handover.wait_for_room():
+                group = self._intake.take(room)
+                if not group:
+                    return
+                self._commit(group)
+        except AbandonedError:
+            return
+        except Exception as error:
+            log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
+            self._intake.fail(error)
+            self._failed(error)
+
+    def _commit(self, group: Sequence[Work]) -> None:
+        committed = [self._append(work) for work in group]
+        self._until_there_is_room(self._ledger.commit)
+        self._intake.journaled(group)
+        for batch in committed:
+            self._handover.put(batch)
+
+    def _append(self, work: Work) -> Committed:
+        """Number a piece of work and append it to the journal."""
+        batch = self._batch(work)
+        version = make_version(self._epoch, self._k + 1)
+        steps = tuple(self._step(rows.definition.key, batch) for rows in batch.tables)
+        entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
+        end = self._until_there_is_room(lambda: self._ledger.append(entry))
+        self._k += 1
+        if batch.kind == APPLY:
+            self._steps.update({rows.definition.key: step + 1 for rows, step in zip(batch.tables, steps, strict=True)})
+        return Committed(version, batch, work, end)
+
+    def _batch(self, work: Work) -> Batch:
+        if isinstance(work, RowsWork):
+            return Batch(work.kind, (work.rows,))
+        # A batch without tables changes nothing: it is there for its watermarks.
+        return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge(work, sync=self._sync)
+
+    def _step(self, key: str, batch: Batch) -> int:
+        if key not in self._steps:  # no batch of it is on its way, so the apply thread does not change its step now
+            definition = next(rows.definition for rows in batch.tables if rows.definition.key == key)
+            self._steps[key] = self._tables.state(definition).step
+        return self._steps[key]
+
+    def _until_there_is_room(self, write: Callable[[], T]) -> T:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                done = write()
+                self._intake.journal_error = ""
+                return done
+            except JournalFullError as error:
+                text = f"{type(error).__name__}: {error}"
+                if text != self._intake.journal_error:
+                    log.warning("nothing is acknowledged because %s", text)
+                self._intake.journal_error = text
+                if self._abandon.wait(pause_s):
+                    raise AbandonedError from error
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _watermarks(work: Work) -> Iterator[Watermark]:
+    """The last sequence of each session among the pushes."""
+    if isinstance(work, RowsWork):
+        return
+    pushes: Sequence[Push] = work.pushes if isinstance(work, RefusedStep) else work
+    last: dict[tuple[str, int], int] = {}
+    for push in pushes:
+        session = push.trainer, push.incarnation
+        last[session] = max(last.get(session, 0), push.parts[-1].ticket.sequence)
+    yield from (Watermark(trainer, incarnation, sequence) for (trainer, incarnation), sequence in last.items())

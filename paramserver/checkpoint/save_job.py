@@ -1,0 +1,215 @@
+"""One save of one shard: the cut, and the thread that streams the rows as they were at the cut while training goes on.
+
+Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before it was its turn
+is handed to `PreImages` first (by the engine, which has the old record anyway), and taken from there. So the checkpoint is exact: it holds
+every batch up to the cut and none after it, and needs no journal to be loaded.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.checkpoint.fragment import Fragment
+from kvemb.checkpoint.manifest import Cut
+from kvemb.checkpoint.names import ERASED, IDS
+from kvemb.checkpoint.rows import RowBlock
+from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.writer import ShardWriter
+from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import ReadPart, Store
+from kvemb.table_def import TableDef
+
+from ..engine.storage_retry import RETRYABLE
+from .copy_on_write import PreImages
+
+Ids = NDArray[np.uint64]
+_SLICE_BYTES = 8 << 20
+_PATIENCE_S = 300.0
+_PAUSE_S = 0.5
+_PASSING = (NodeLostError, NodeSuspectError, LostRowError, *RETRYABLE)
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True, eq=False)
+class TableCut:
+    """One table at the cut.
+
+    Args:
+        definition, step: of the table.
+        ids, versions: uint64 [n], of every row that existed, in any order.
+        erased: ids erased since the base's cut, None where that is not known; empty in a full save.
+    """
+
+    definition: TableDef
+    step: int
+    ids: Ids
+    versions: Ids
+    erased: Ids | None
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """What is to be saved where.
+
+    Args:
+        save_id: 32 hex digits.
+        url: of the checkpoint.
+        base_version: this shard's cut in the base; 0: a full checkpoint.
+        weights_only: leave the slots out.
+    """
+
+    save_id: str
+    url: str
+    base_version: int
+    weights_only: bool
+
+    @property
+    def incremental(self) -> bool:
+        """Whether only rows newer than a base are saved."""
+        return self.base_version > 0
+
+
+class SaveJob:
+    """Owns the thread.
+
+    Args:
+        order: what to save.
+        cut: where the shard was cut.
+        tables: as of the cut.
+        store: open; read from the job's own thread.
+        folder: for what is written over meanwhile.
+        timeout_s: of one storage call.
+    """
+
+    def __init__(self, order: SaveOrder, cut: Cut, tables: Sequence[TableCut], store: Store, folder: Path, timeout_s: float) -> None:
+        self.order, self.cut, self.error = order, cut, ""
+        self.fragment: Fragment | None = None
+        self._tables, self._store, self._timeout_s = tables, store, timeout_s
+        self._kept = {table.definition.key: PreImages(folder, table.definition.record.size_bytes) for table in tables}
+        self._reached = {table.definition.key: -1 for table in tables}  # the last id that needs no record kept any more
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self.n_rows = sum(int((table.versions > np.uint64(order.base_version)).sum()) for table in tables)
+        self.rows_done = self.bytes_done = 0
+        self._thread = threading.Thread(target=self._run, name="kvemb-save", daemon=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not come to an end."""
+        return not self.error and self.fragment is None
+
+    @property
+    def n_kept(self) -> int:
+        """Records kept because their rows were written over."""
+        return sum(map(len, self._kept.values()))
+
+    def start(self) -> None:
+        """Start streaming."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Give the save up."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def keep(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
+        """Hear of rows that are about to be written over or erased; apply thread. Never raises: training goes on, the save fails."""
+        if not self.running or definition.key not in self._kept:
+            return
+        with self._lock:
+            reached = self._reached[definition.key]
+            wanted = (versions <= np.uint64(self.cut.version)) & (versions > np.uint64(self.order.base_version))
+            if reached >= 0:
+                wanted &= ids > np.uint64(reached)
+            if not wanted.any():
+                return
+            try:
+                self._kept[definition.key].put(ids[wanted], records[wanted])
+            except (OSError, ValueError) as error:  # ValueError: the file was closed, the job has just ended
+                self._fail(f"rows that were written over could not be kept: {error}")
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        try:
+            storage = CheckpointStorage(self.order.url)
+            with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
+                for table in self._tables:
+                    self._save_table(table, writer)
+                fragment = writer.finish([(table.definition, table.step) for table in self._tables])
+                self.bytes_done = writer.n_bytes
+            self.fragment = fragment
+            log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, time.monotonic() - begun, self.n_kept)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+        finally:
+            for kept in self._kept.values():
+                kept.close()
+
+    def _fail(self, text: str) -> None:
+        if not self.error:
+            self.error = text
+            log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
+
+    def _save_table(self, table: TableCut, writer: ShardWriter) -> None:
+        definition, base = table.definition, np.uint64(self.order.base_version)
+        if self.order.incremental and table.erased is None:
+            writer.add_ids(definition, IDS, np.sort(table.ids))
+        elif table.erased is not None and len(table.erased):
+            writer.add_ids(definition, ERASED, table.erased)
+        changed = table.versions > base
+        ids, versions = table.ids[changed], table.versions[changed]
+        order = np.argsort(ids)
+        parts = writer.parts_of(definition)
+        step = max(1, _SLICE_BYTES // definition.record.size_bytes)
+        for at in range(0, len(order), step):
+            some = order[at : at + step]
+            records = self._records(definition, ids[some], versions[some])
+            parts.add(RowBlock.of_records(definition, ids[some], records, self.order.weights_only))
+            with self._lock:
+                self._reached[definition.key] = int(ids[some[-1]])
+            self.rows_done += len(some)
+            self.bytes_done = writer.n_bytes
+            if self.error or self._stopping.is_set():
+                raise CheckpointError(self.error or "the shard was stopped")
+        parts.close()
+        with self._lock:
+            self._reached[definition.key] = (1 << 64) - 1
+
+    def _records(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
+        """Return the rows as they were at the cut, waiting for storage nodes that are away or being repaired."""
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._read(definition, ids, versions)
+            except _PASSING:
+                if time.monotonic() > until or self._stopping.wait(_PAUSE_S):
+                    raise
+
+    def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
+        record = definition.record
+        keys = definition.keys(ids, pages=self._store.capabilities.pages)
+        wanted_bytes = record.prefix_bytes if self.order.weights_only else record.size_bytes
+        read = self._store.read([ReadPart(keys, record.size_bytes, wanted_bytes)], Deadline.after(self._timeout_s))[0].in_key_order()
+        record.check(read.records, ids, read.found, self._store.whereabouts(keys))
+        stored = np.where(read.found, record.versions(read.records), np.uint64(0))
+        late = np.flatnonzero(stored != versions)
+        if not len(late):
+            return read.records
+        records = read.records.copy()
+        found, kept = self._kept[definition.key].find(ids[late])
+        records[late[found]] = kept[:, :wanted_bytes]
+        lost = late[~found]
+        if len(lost):
+            raise LostRowError(
+                f"table {definition.name!r}: {len(lost)} rows are not in storage as the shard's index knows them, the first is id "
+                f"{int(ids[lost[0]])}; the save waits for their repair"
+            )
+        return records

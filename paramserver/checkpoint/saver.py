@@ -1,0 +1,164 @@
+"""Saves of one shard: takes the cut between two batches, and hears from the engine what is about to be written over or erased.
+
+One save at a time. What a save does with the rows is in `save_job`; who puts the shards' shares together is the client
+(`kvemb.checkpoint.save`).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.checkpoint.extras import require
+from kvemb.checkpoint.fragment import Fragment
+from kvemb.checkpoint.manifest import Cut
+from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.writer import read_fragment
+from kvemb.errors import CheckpointError, DeadlineExceededError
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version, split_version
+from kvemb.stores.base import Store
+from kvemb.table_def import TableDef
+
+from ..engine.engine import Engine
+from ..model.tables import Tables
+from .erased_log import ErasedLog
+from .save_job import SaveJob, SaveOrder, TableCut
+
+Ids = NDArray[np.uint64]
+_POLL_S = 0.002
+
+
+class Saver:
+    """One shard's. Thread-safe. Made once recovery is over, before the first batch; it is the engine's witness from then on.
+
+    Args:
+        shard: number.
+        store: open.
+        tables: the shard's.
+        engine: whose batches are cut.
+        definitions: every table that the cluster has, also those that this shard has not met.
+        folder: the shard's data folder.
+        timeout_s: of one storage call.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        store: Store,
+        tables: Tables,
+        engine: Engine,
+        *,
+        definitions: Callable[[], list[TableDef]],
+        folder: Path,
+        timeout_s: float,
+    ) -> None:
+        self._shard, self._store, self._tables, self._engine = shard, store, tables, engine
+        self._definitions, self._folder, self._timeout_s = definitions, folder, timeout_s
+        self._erased = ErasedLog(make_version(engine.epoch, engine.k))
+        self._job: SaveJob | None = None
+        self._finished: Fragment | None = None
+        self._beginning = threading.Lock()
+        engine.witness = self
+        self.committed_k: Callable[[], int] = lambda: engine.k
+        """The k of the last batch that may have been acknowledged; set by the shard when it has a committer."""
+
+    def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
+        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
+        job = self._job
+        if job is not None and job.running:
+            job.keep(definition, ids, versions, records)
+
+    @property
+    def wants_erased(self) -> bool:
+        """Whether `overwriting` must be told the records of rows about to be erased."""
+        return self._job is not None and self._job.running
+
+    @property
+    def running(self) -> bool:
+        """Whether a save reads rows now. Any thread."""
+        return self._job is not None and self._job.running
+
+    def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
+        """Hear of rows that a batch has erased. Apply thread."""
+        self._erased.add(version, definition.key, ids)
+
+    def begin(self, order: SaveOrder, deadline: Deadline) -> None:
+        """Cut the shard and start to save it; told twice, it goes on with what it has begun or finished.
+
+        Raises:
+            CheckpointError: another save is under way, or the URL cannot be used.
+            DeadlineExceededError: what was acknowledged is not applied in time; nothing was begun.
+        """
+        with self._beginning:
+            self._begin(order, deadline)
+
+    def _begin(self, order: SaveOrder, deadline: Deadline) -> None:
+        if self._job is not None and self._job.order == order and not self._job.error:
+            return
+        if self._job is not None and self._job.running:
+            raise CheckpointError(f"shard {self._shard}: a save to {self._job.order.url} is under way; wait for its end")
+        require("pyarrow.parquet")
+        storage = CheckpointStorage(order.url)
+        self._job, self._finished = None, _finished(storage, order, self._shard)
+        if self._finished is not None:
+            return
+        definitions = self._definitions()
+        self._wait_applied(deadline)
+        with self._engine.gate.between(deadline):
+            self._job = job = self._cut(order, definitions)
+        if self._engine.behind is not None:
+            self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
+        job.start()
+
+    def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
+        """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""
+        job, finished = self._job, self._finished
+        if finished is not None and finished.save_id == save_id:
+            n_rows = sum(file.rows for file in finished.files)
+            return "done", "", n_rows, n_rows, sum(file.size_bytes for file in finished.files)
+        if job is None or job.order.save_id != save_id:
+            return "unknown", "", 0, 0, 0
+        state = "running" if job.running else "failed" if job.error else "done"
+        return state, job.error, job.rows_done, job.n_rows, job.bytes_done
+
+    def stop(self, timeout_s: float) -> None:
+        """Give up the save under way, if any."""
+        if self._job is not None:
+            self._job.stop(timeout_s)
+
+    def _wait_applied(self, deadline: Deadline) -> None:
+        """Wait until everything that was acknowledged before this call is applied."""
+        k = self.committed_k()
+        while self._engine.k < k:
+            if deadline.expired:
+                raise DeadlineExceededError(
+                    f"shard {self._shard}: batch {k} is acknowledged, but only batch {self._engine.k} is applied yet"
+                )
+            time.sleep(_POLL_S)
+
+    def _cut(self, order: SaveOrder, definitions: list[TableDef]) -> SaveJob:
+        """Between two batches: take the index as it is. 16 bytes per row are copied, at the speed of memory."""
+        cut = Cut(self._shard, self._engine.epoch, self._engine.k)
+        if order.base_version > cut.version:
+            raise CheckpointError(
+                f"shard {self._shard}: the base was cut at {split_version(order.base_version)}, this shard is only at "
+                f"{split_version(cut.version)}; it is not of this cluster's past. Save a full checkpoint."
+            )
+        tables = []
+        for definition in definitions:
+            state = self._tables.state(definition)
+            erased = self._erased.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
+            tables.append(TableCut(definition, state.step, *state.arrays(), erased))
+        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s)
+
+
+def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:
+    """What this shard has finished of the very same save, if all of it is still there."""
+    fragment = read_fragment(storage, shard)
+    if fragment is None or not fragment.done or fragment.save_id != order.save_id:
+        return None
+    return fragment if all(storage.size(file.path) == file.size_bytes for file in fragment.files) else None

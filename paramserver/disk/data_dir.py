@@ -1,0 +1,97 @@
+"""A shard's folder on disk: one owner at a time, and files that are whole or not there. Knows nothing of what the files mean."""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO
+
+from kvemb.errors import ParameterServerError
+
+from .atomic_file import replace_whole, sweep
+from .disk_errors import mend
+from .private_files import make_folder, opener
+
+
+class DataDir:
+    """The folder of one shard.
+
+    Args:
+        root: the cluster's data_dir.
+        shard: number.
+        take_over: take the folder away from a process that holds it, with a lock file of its own; the caller fences that process.
+
+    Raises:
+        ParameterServerError: it cannot be made or written, or another process of this host holds it.
+    """
+
+    def __init__(self, root: Path, shard: int, *, take_over: bool = False) -> None:
+        self.path = root / f"shard-{shard}"
+        lock = self.path / "lock"
+        try:
+            make_folder(self.path)
+            if take_over:
+                lock.unlink(missing_ok=True)
+            self._lock: IO[str] = open(lock, "a", opener=opener)  # noqa: SIM115 (held as long as the process lives)
+        except OSError as error:
+            raise ParameterServerError(f"shard {shard}: its data folder {self.path}: {error.strerror}; {mend(error)}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._lock.fileno()).st_ino != os.stat(lock).st_ino:
+                raise BlockingIOError("the lock file was replaced")
+        except BlockingIOError as error:
+            self._lock.close()
+            raise ParameterServerError(
+                f"{self.path}: another process runs shard {shard} from this folder; stop it first, or give --take-over if it hangs"
+            ) from error
+        except OSError as error:  # a network's file system without locks
+            self._lock.close()
+            raise ParameterServerError(
+                f"{lock}: cannot be locked: {error.strerror}; keep the shard's folder on a disk of its own"
+            ) from error
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's bytes, or None when there is none."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview], check: Callable[[], None] = lambda: None) -> None:
+        """Write a file durably: after a crash it is either the old one or the new one, whole.
+
+        Args:
+            name: in this folder.
+            chunks: the file's bytes.
+            check: called right before the new file takes the old one's place; may raise.
+
+        Raises:
+            OSError: the old file is untouched.
+        """
+        replace_whole(self.path / name, chunks, check)
+        self._sync()
+
+    def sweep(self) -> None:
+        """Delete what earlier processes have begun to write; call it when they can be told that the folder is not theirs any more."""
+        sweep(self.path)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file durably, replacing what is there."""
+        os.replace(self.path / old, self.path / new)
+        self._sync()
+
+    def remove(self, name: str) -> None:
+        """Remove a file durably; fine when there is none."""
+        (self.path / name).unlink(missing_ok=True)
+        self._sync()
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+    def _sync(self) -> None:
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

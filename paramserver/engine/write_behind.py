@@ -1,0 +1,277 @@
+"""Write-behind: rows that batch after batch changes are written to storage now and then, instead of by every batch.
+
+A row that the shard's cache holds already (a hot one) is changed there only. It is dirty from then on: newer in the cache than in storage,
+and pinned, since the cache has its only copy. All dirty rows are written together when the oldest of them is so many batches or
+milliseconds old, and before anything that takes storage for the truth: an assign or erase, a saved image of the shard, a flush, the end.
+
+Nothing that was acknowledged hangs on it: every batch stands in the journal, and the image that a restart begins with is of a moment
+without dirty rows. So what a replay finds in storage is a row as of some batch between the image and the crash, as after any other crash.
+
+What must not live here: which rows a batch changes, and how (`paramserver.engine.engine`). Apply thread only, but for `ask`, `owes`,
+`stored_k` and the counts.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import FencedError, ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.record import HEADER_SIZE, split_version
+from kvemb.record_cache import RecordCache
+from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
+from kvemb.table_def import TableDef
+
+from ..model.prepared_rows import Prepared
+from ..model.tables import Tables, TableState
+from .arena import Scratch
+from .batch_pieces import Pace
+from .repair_port import NO_BATCH, Pause, Rescue
+from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, pauses
+
+Ids = NDArray[np.uint64]
+_WRITE_BYTES = 64 << 20  # of one write, at most
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far storage may lag behind: whichever is reached first.
+
+    Args:
+        batches: that may be applied and not written, >= 1.
+        age_s: since the oldest change that is not written.
+    """
+
+    batches: int
+    age_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Hot rows of the batch under way, and which of their places it pinned itself."""
+
+    cache: RecordCache
+    prepared: Prepared
+    pinned: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Dirty:
+    """Some dirty rows of one table: places in its cache, ids, and what to write."""
+
+    state: TableState
+    at: NDArray[np.int64]
+    ids: Ids
+    part: WritePart
+
+
+class WriteBehind:
+    """The dirty rows of one shard.
+
+    Args:
+        store: open.
+        tables: whose caches hold the rows.
+        bound: of their age.
+        epoch: of this process's versions.
+        timeout_s: deadline of one storage call.
+        wake: makes the apply thread look whether there is something to write.
+        clock_s: monotonic.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        bound: Bound,
+        *,
+        epoch: int,
+        timeout_s: float,
+        wake: Callable[[], None] = lambda: None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._tables, self._bound = store, tables, bound
+        self._epoch, self._timeout_s, self._wake, self._clock_s = epoch, timeout_s, wake, clock_s
+        self._scratch, self._pace = Scratch(), Pace(timeout_s)
+        self._held: list[_Held] = []
+        self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
+        self._asked = False
+        self.newest_k = 0
+
+    # --- a batch changes rows --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def batch(self, k: int) -> Iterator[None]:
+        """Surround the tries to store batch k: the rows held back change in the cache when all others are stored, and only then."""
+        try:
+            yield
+            self._keep(k)
+        except BaseException:
+            for held in self._held:
+                held.cache.unpin(held.pinned)
+            raise
+        finally:
+            self._held = []
+
+    def hold(self, prepared: Prepared) -> Prepared:
+        """Hold back the rows that the cache has; return the others, which are to be written now."""
+        hot = prepared.at >= 0
+        if not hot.any():
+            return prepared
+        cache = self._tables.state(prepared.rows.definition).cache
+        mine = prepared if hot.all() else prepared.take(hot)
+        self._held.append(_Held(cache, mine, cache.pin(mine.at)))
+        return prepared.take(~hot)
+
+    def _keep(self, k: int) -> None:
+        for held in self._held:
+            held.cache.put(held.prepared.rows.ids, held.prepared.part.records, None, held.prepared.at)
+        if not self._held:
+            return
+        self.newest_k = k
+        if not self._oldest_k:
+            self._oldest_k, self._oldest_s = k, self._clock_s()
+
+    # --- how much there is to write, and when ----------------------------------------------------------------------------------
+
+    @property
+    def n_rows(self) -> int:
+        """Dirty rows."""
+        return sum(state.cache.n_pinned for state in self._tables.all())
+
+    def owes(self, k: int) -> bool:
+        """Whether a row changed by batch k or an earlier one is not written. Any thread."""
+        return 0 < self._oldest_k <= k
+
+    def stored_k(self, k: int) -> int:
+        """Return the last batch up to which every row is written, when k or a later one is the last applied. Any thread."""
+        oldest_k = self._oldest_k  # read after k was: while it is 0, nothing at all is owed, of k or any batch before
+        return min(k, oldest_k - 1) if oldest_k else k
+
+    def ask(self) -> None:
+        """Have all dirty rows written soon. Any thread; returns at once."""
+        self._asked = True
+        self._wake()
+
+    def due(self, k: int) -> bool:
+        """Whether dirty rows are to be written now, when k is the last batch applied."""
+        return self._oldest_k > 0 and (k - self._oldest_k >= self._bound.batches or self.due_in_s() == 0)
+
+    def due_in_s(self) -> float | None:
+        """Return how long dirty rows may stay as they are if no batch comes; None without any."""
+        if not self._oldest_k:
+            return None
+        return 0.0 if self._asked else max(0.0, self._oldest_s + self._bound.age_s - self._clock_s())
+
+    # --- writing ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, pause: Pause, rescue: Rescue | None = None) -> None:
+        """Write every dirty row; between batches.
+
+        Args:
+            pause: between tries; rows stay dirty until they are known to be stored.
+            rescue: brings back nodes that have lost rows.
+
+        Raises:
+            FencedError: another process owns the shard by now.
+            StorageError: not retryable, or `pause` raised; what is not written is still dirty.
+        """
+        waits, n_conflicts = pauses(), 0
+        while self.n_rows:
+            try:
+                n_conflicts = n_conflicts + 1 if self._write_some() else 0
+            except RETRYABLE as error:
+                pause(error, next(waits))
+            except (NodeLostError, NodeSuspectError) as error:
+                if rescue is None:
+                    raise
+                if not rescue.nodes(NO_BATCH, pause):
+                    pause(error, next(waits))
+            except RecordError as error:
+                n_conflicts += 1
+                if rescue is None:
+                    raise
+                log.error("%s", error)
+                self._make_way(error, rescue, pause)
+            if n_conflicts > MAX_CONFLICT_ROUNDS:
+                raise StorageError(
+                    f"{self.n_rows} rows were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program "
+                    "writing to these nodes?"
+                )
+        self._asked, self._oldest_k = False, 0
+
+    def _make_way(self, error: RecordError, rescue: Rescue, pause: Pause) -> None:
+        """Pages are in the way that another program has written: only its rows can be, since no other write fails on what is there."""
+        if isinstance(error, ForeignPageError):
+            rescue.nodes(NO_BATCH, pause, suspects=[error.address])
+        self._scratch.reset()
+        for one in self._some():
+            self._store.make_way(one.part.keys, self._deadline())
+
+    def _write_some(self) -> bool:
+        """Write as many rows as one write takes; return whether some of them met a conflict."""
+        self._scratch.reset()
+        dirty = self._some()
+        with self._pace.exchange(sum(one.part.records.nbytes for one in dirty)):
+            results = self._store.write([one.part for one in dirty], self._deadline())
+        return any([self._settle(one, result) for one, result in zip(dirty, results, strict=True)])
+
+    def _some(self) -> list[_Dirty]:
+        """Copy what one write takes out of the caches."""
+        found: list[_Dirty] = []
+        room = min(_WRITE_BYTES, self._pace.n_bytes)
+        for state in self._tables.all():
+            cache, size = state.cache, state.definition.record.size_bytes
+            if (room < size and found) or not cache.n_pinned:
+                continue
+            at, ids = cache.pinned()
+            at, ids = at[: max(1, room // size)], ids[: max(1, room // size)]
+            records = self._scratch.take(len(at), size)
+            whole = f"V{size}"  # records as items, which are copied at once
+            np.take(cache.records.view(whole)[:, 0], at, out=records.view(whole)[:, 0], mode="clip")
+            found.append(_Dirty(state, at, ids, WritePart(self._keys(state.definition, ids), records, cache.tokens[at])))
+            room -= len(at) * size
+        return found
+
+    def _settle(self, dirty: _Dirty, result: WriteResult) -> bool:
+        """Unpin what is stored; return whether rows met a conflict."""
+        cache, stored = dirty.state.cache, result.stored
+        if result.tokens is not None:
+            cache.tokens[dirty.at[stored]] = result.tokens[stored]
+        cache.unpin(dirty.at[stored])
+        if stored.all():
+            return False
+        self._look_again(dirty, ~stored)
+        return True
+
+    def _look_again(self, dirty: _Dirty, which: NDArray[np.bool_]) -> None:
+        """Read what stands where writes met a conflict: our own record, whose write was not answered, or one to be written over."""
+        definition, at, ids = dirty.state.definition, dirty.at[which], dirty.ids[which]
+        record, cache = definition.record, dirty.state.cache
+        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True, foreign=True)
+        read = self._store.read([part], self._deadline())[0].in_key_order()
+        stored = np.where(read.found & record.belong(read.records, ids), record.versions(read.records), np.uint64(0))
+        later = stored >> np.uint64(48) > np.uint64(self._epoch)
+        if later.any():
+            first = int(np.argmax(later))
+            raise FencedError(
+                f"table {definition.name!r}, id {definition.shown_id(int(ids[first]))}: version {split_version(int(stored[first]))} in "
+                f"storage is of a later epoch than ours ({self._epoch}): another process owns this shard now"
+            )
+        if read.tokens is not None:
+            there = read.found if read.foreign is None else read.found | read.foreign
+            cache.tokens[at] = np.where(there, read.tokens, np.uint64(0))
+        cache.unpin(at[stored == record.versions(dirty.part.records)[which]])
+
+    def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:
+        """Of rows that exist in storage, so that their pages do."""
+        return definition.keys(ids, pages=self._store.capabilities.pages, new=np.zeros(len(ids), bool))
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._timeout_s)

@@ -1,0 +1,270 @@
+"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; the intake locks.
+
+Shard 0 issues incarnations, one counter for the whole cluster, so that they order trainers; the other shards take over higher ones. Parts
+of one session are numbered 1, 2, 3, …: the next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
+gap.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError, to_wire
+from kvemb.messages import PushReply
+
+from ..model.batch import Part, Push, Ticket
+
+KEPT_ANSWERS = 64
+MAX_SESSIONS = 16384
+MAX_NAME = 255
+
+
+@dataclass(eq=False)
+class Session:
+    """One trainer.
+
+    Args:
+        trainer: its name.
+        incarnation: the one in force.
+        last_sequence: of the last part that was taken.
+        journaled_sequence: of the last part whose push is in the journal: a restart goes on from there.
+        live: said hello to this process and not yet goodbye.
+        restored: known from before this process began, and not heard of since.
+        recorded: its last hello is in the journal.
+        held: parts of a push whose last part is still to come.
+        held_step: the step of that push.
+        answers: tickets of recent parts by sequence, oldest first; every part that has no outcome yet is among them.
+        n_waiting, bytes_waiting: complete pushes that are not applied yet.
+        refused: sequences of refused steps that a journal told of.
+        dropped: why the predecessor lost its place in a sync job, where this is but a number that nobody has: a fence.
+    """
+
+    trainer: str
+    incarnation: int
+    last_sequence: int = 0
+    journaled_sequence: int = 0
+    live: bool = True
+    restored: bool = False
+    recorded: bool = False
+    held: list[Part] = field(default_factory=list)
+    held_step: int = 0
+    answers: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
+    n_waiting: int = 0
+    bytes_waiting: int = 0
+    refused: set[int] = field(default_factory=set)
+    dropped: str = ""
+
+    def known(self, sequence: int, digest: int) -> Ticket | None:
+        """Return the ticket of a part that was taken before, or None for the next new one.
+
+        Raises:
+            PushRejectedError: a gap, or other data under a used sequence.
+        """
+        if sequence == self.last_sequence + 1:
+            return None
+        if sequence > self.last_sequence:
+            raise PushRejectedError(
+                f"trainer {self.trainer!r}: part {sequence} after part {self.last_sequence}: parts between them are missing; "
+                "send them in order"
+            )
+        ticket = self.answers.get(sequence)
+        if ticket is None:  # long since applied, or applied before a restart
+            return Ticket(sequence, digest, 0, final=self._first_outcome(sequence), accepted=True)
+        if ticket.digest != digest:
+            raise PushRejectedError(
+                f"trainer {self.trainer!r}: other data under sequence {sequence}, which was taken before (digest {digest:016x}, "
+                f"taken {ticket.digest:016x}); a restarted trainer must say hello with incarnation 0"
+            )
+        return ticket
+
+    def _first_outcome(self, sequence: int) -> PushReply:
+        if sequence not in self.refused:
+            return PushReply(sequence, "applied")
+        text = f"trainer {self.trainer!r}: part {sequence} was in a step that was refused before the shard was restarted"
+        return PushReply(sequence, "failed", error={"type": "PushRejectedError", "message": text})
+
+    def accept(self, part: Part, step: int) -> None:
+        """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
+        if step != self.held_step:
+            self.drop_held({"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"})
+        self.held_step = step
+        self.last_sequence = part.ticket.sequence
+        self.answers[part.ticket.sequence] = part.ticket
+        self.held.append(part)
+        while len(self.answers) > KEPT_ANSWERS and next(iter(self.answers.values())).final is not None:
+            self.answers.popitem(last=False)
+
+    def complete(self, step: int, now_s: float = 0.0) -> Push:
+        """Return the push that the last part completed."""
+        push = Push(self.trainer, self.incarnation, step, tuple(self.held), now_s)
+        self.held = []
+        self.n_waiting += 1
+        self.bytes_waiting += push.size_bytes
+        return push
+
+    def give_up_held(self, reason: dict[str, str]) -> None:
+        """Give up an incomplete push whose trainer will number its next parts anew."""
+        self.last_sequence -= len(self.held)
+        for part in self.held:
+            self.answers.pop(part.ticket.sequence, None)
+        self.drop_held(reason)
+
+    def drop_held(self, reason: dict[str, str]) -> None:
+        """Give up an incomplete push: nothing of it is applied."""
+        held, self.held = self.held, []
+        for part in held:
+            part.ticket.finish(PushReply(part.ticket.sequence, "failed", error=reason))
+
+
+class Sessions:
+    """All sessions of a shard.
+
+    Args:
+        issues: whether this shard issues incarnations (shard 0).
+        next_incarnation: the first it may issue.
+        kept: (trainer, incarnation, last sequence) from the saved state.
+    """
+
+    def __init__(self, issues: bool, next_incarnation: int = 1, kept: list[tuple[str, int, int]] | None = None) -> None:
+        self._issues = issues
+        self.next_incarnation = next_incarnation
+        self._sessions = {name: Session(name, number, last, last, live=False, restored=True) for name, number, last in kept or []}
+
+    @property
+    def live(self) -> list[Session]:
+        """Sessions that said hello and not yet goodbye."""
+        return [session for session in self._sessions.values() if session.live]
+
+    def kept(self) -> list[tuple[str, int, int]]:
+        """Return what a restart needs: (trainer, incarnation, last sequence in the journal)."""
+        return [(s.trainer, s.incarnation, s.journaled_sequence) for s in self._sessions.values()]
+
+    def restore(self, trainer: str, incarnation: int, sequence: int = 0, *, refused: bool = False) -> None:
+        """Take over what an entry of the journal says: a hello, or the last sequence of a push; older news changes nothing."""
+        self.next_incarnation = max(self.next_incarnation, incarnation + 1)
+        session = self._sessions.get(trainer)
+        if session is None or incarnation > session.incarnation:
+            self._make_room(trainer)
+            session = self._sessions[trainer] = Session(trainer, incarnation, live=False, restored=True)
+        if incarnation == session.incarnation and sequence > session.journaled_sequence:
+            session.last_sequence = session.journaled_sequence = sequence
+            session.refused |= {sequence} if refused else set()
+
+    def check_hello(self, trainer: str, incarnation: int) -> None:
+        """Refuse a hello that could not be granted; changes nothing."""
+        if not 1 <= len(trainer) <= MAX_NAME or incarnation < 0:
+            raise PushRejectedError(
+                f"trainer {trainer[:MAX_NAME]!r}, incarnation {incarnation}: a name of 1 to {MAX_NAME} characters and a number"
+            )
+        old = self._sessions.get(trainer)
+        if old is None and len(self._sessions) >= MAX_SESSIONS and self._least_needed() is None:
+            raise PushRejectedError(
+                f"trainer {trainer!r}: {MAX_SESSIONS} trainers that have pushed are here already, the most a shard knows; those that are "
+                "done must close their cluster"
+            )
+        if incarnation == 0:
+            if not self._issues:
+                raise PushRejectedError("incarnations are issued by shard 0; say hello there first and bring its number here")
+        elif old is not None and incarnation < old.incarnation:
+            raise _fenced(incarnation, old)
+        elif self._issues and (old is None or incarnation > old.incarnation):
+            raise PushRejectedError(f"trainer {trainer!r}: incarnation {incarnation} was not issued to it by this shard")
+
+    def hello(self, trainer: str, incarnation: int) -> Session:
+        """Grant a hello that `check_hello` passed; an older incarnation of the trainer is fenced from here on."""
+        old = self._sessions.get(trainer)
+        if incarnation == 0:
+            incarnation, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
+        if old is not None and old.incarnation == incarnation:
+            old.live, old.restored, old.dropped = True, False, ""
+            return old
+        self._make_room(trainer)
+        session = self._sessions[trainer] = Session(trainer, incarnation)
+        if old is not None:
+            old.drop_held(to_wire(_fenced(old.incarnation, session)))
+        return session
+
+    def fence(self, trainer: str, why: str) -> int:
+        """Refuse what a trainer's incarnation sends from now on, for this reason; return the number above it that nobody has.
+
+        To journal that number as a hello keeps the fence over a restart. 0 when the trainer is not known.
+        """
+        old = self._sessions.get(trainer)
+        if old is None:
+            return 0
+        number = old.incarnation + 1
+        if self._issues:  # the other shards need not care: what is issued to the trainer later is above its last incarnation
+            number, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
+        session = self._sessions[trainer] = Session(trainer, number, live=False, dropped=why)
+        old.drop_held(to_wire(_fenced(old.incarnation, session)))
+        return number
+
+    def fenced(self, trainer: str, incarnation: int) -> FencedError:
+        """Return the error that tells an older incarnation of a trainer why it must stop."""
+        return _fenced(incarnation, self._sessions[trainer])
+
+    def is_live(self, trainer: str, incarnation: int) -> bool:
+        """Whether this very session said hello to this process and not yet goodbye."""
+        session = self._sessions.get(trainer)
+        return session is not None and session.live and session.incarnation == incarnation
+
+    def _make_room(self, trainer: str) -> None:
+        if trainer not in self._sessions and len(self._sessions) >= MAX_SESSIONS:
+            least = self._least_needed()
+            if least is not None:
+                del self._sessions[least.trainer]
+
+    def _least_needed(self) -> Session | None:
+        """The session to be forgotten first: of a trainer that never pushed and is gone, that never pushed, that is gone; the oldest."""
+        spare = [session for session in self._sessions.values() if not (session.live and session.last_sequence)]
+        return min(spare, key=lambda session: (session.last_sequence > 0, session.live), default=None)
+
+    def find(self, trainer: str, incarnation: int) -> Session:
+        """Return the session in force of a trainer.
+
+        Raises:
+            FencedError: a newer incarnation took over.
+            PushRejectedError: it never said hello, or said goodbye.
+            ShardUnavailableError: it said hello before the shard's restart: then it says it again, and sends its parts again.
+        """
+        session = self._sessions.get(trainer)
+        if session is not None and incarnation == session.incarnation and session.restored:
+            raise ShardUnavailableError(f"trainer {trainer!r}: this shard was restarted; say hello again")
+        if session is None or incarnation > session.incarnation or (incarnation == session.incarnation and not session.live):
+            raise PushRejectedError(f"trainer {trainer!r}, incarnation {incarnation}: not known here; say hello first")
+        if incarnation < session.incarnation:
+            raise _fenced(incarnation, session)
+        return session
+
+    def bye(self, trainer: str, incarnation: int) -> None:
+        """End a session; what it completed is still applied, an incomplete push is given up."""
+        session = self.find(trainer, incarnation)
+        # The numbers of the given-up parts are free again: nothing of them was applied, so the same trainer may come back and send them.
+        session.give_up_held({"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"})
+        session.answers = OrderedDict((number, ticket) for number, ticket in session.answers.items() if ticket.final is None)
+        session.live = session.restored = session.recorded = False
+
+    def journaled(self, push: Push) -> None:
+        """Record that a push is in the journal."""
+        session = self._sessions.get(push.trainer)
+        if session is not None and session.incarnation == push.incarnation:
+            session.journaled_sequence = max(session.journaled_sequence, push.parts[-1].ticket.sequence)
+
+    def settled(self, push: Push) -> None:
+        """Count a push as applied or failed."""
+        session = self._sessions.get(push.trainer)
+        if session is not None and session.incarnation == push.incarnation:
+            session.n_waiting -= 1
+            session.bytes_waiting -= push.size_bytes
+
+    def drop_all_held(self, reason: dict[str, str]) -> None:
+        """Give up every incomplete push (the shard failed)."""
+        for session in self._sessions.values():
+            session.drop_held(reason)
+
+
+def _fenced(incarnation: int, newer: Session) -> FencedError:
+    who = f"trainer {newer.trainer!r}: incarnation {incarnation}"
+    if newer.dropped:
+        return FencedError(f"{who} was dropped from the sync job: {newer.dropped}; connect again to join the job from its next step on")
+    gone = "" if newer.live else ", or dropped from the sync job"  # a fence of before the shard's restart has the number of nobody
+    return FencedError(f"{who} was fenced by the newer incarnation {newer.incarnation}{gone}; this process must stop pushing")

@@ -1,0 +1,112 @@
+"""Checks of what trainers send, before any of it is accepted. Pure, apart from the look-up of tables that it is given."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvemb.errors import InvalidInputError, PushRejectedError, TableDroppedError, UnknownTableError
+from kvemb.hashing import shard_of
+from kvemb.ids import first_outside
+from kvemb.message_format import TableRows
+from kvemb.messages import PushPart, digest_tables
+from kvemb.rounding import to_float32
+from kvemb.table_def import TableDef
+
+from ..model.batch import ERASE, CheckedRows
+
+FindTable = Callable[[str, int], TableDef]
+"""(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
+
+
+def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tuple[CheckedRows, ...]:
+    """Check a whole part of a push.
+
+    Args:
+        part: as decoded: lengths fit each other, nothing else is known.
+        find: the registry's look-up.
+        shard, n_shards: this shard.
+
+    Raises:
+        PushRejectedError: naming the table and, where a row is at fault, its id. Nothing was accepted.
+    """
+    if part.sequence < 1 or part.step < 0:
+        raise PushRejectedError(f"trainer {part.trainer!r}: sequence {part.sequence}, step {part.step}: sequences count from 1")
+    digest = digest_tables(part.tables, part.held)
+    if digest != part.digest:
+        raise PushRejectedError(f"part {part.sequence}: digest {part.digest:016x} does not match its data ({digest:016x}); send it again")
+    names = [rows.table for rows in part.tables]
+    if len(set(names)) < len(names):
+        raise PushRejectedError(f"part {part.sequence}: a table stands twice in {names}")
+    return tuple(check_rows(rows, find, shard, n_shards) for rows in part.tables)
+
+
+def check_held(part: PushPart, find: FindTable, shard: int, n_shards: int, *, sync: bool) -> tuple[CheckedRows, ...]:
+    """Check the rows that a part says its trainer holds; the other arguments as `check_part`.
+
+    Raises:
+        PushRejectedError: as `check_part`; or this is no sync job. Nothing was accepted.
+    """
+    if part.held and not sync:
+        raise PushRejectedError(f"part {part.sequence}: it asks about held rows, which only shards of a sync job answer")
+    names = [rows.table for rows in part.held]
+    if len(set(names)) < len(names):
+        raise PushRejectedError(f"part {part.sequence}: a table is held twice in {names}")
+    for rows in part.held:
+        if len(rows.versions) != len(rows.ids):
+            raise PushRejectedError(f"table {rows.table!r}: {len(rows.ids)} rows are held, with {len(rows.versions)} versions")
+    return tuple(check_rows(rows, find, shard, n_shards, ERASE) for rows in part.held)
+
+
+def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind: str = "") -> CheckedRows:
+    """Check the rows of one table: definition, dim, values, ids, run-time values.
+
+    Raises:
+        PushRejectedError: as `check_part`. TableDroppedError: likewise.
+    """
+    at = f"table {rows.table!r}"
+    try:
+        definition = find(rows.table, rows.schema)
+        hyper = definition.optimizer.check_hyper(rows.hyper)
+    except TableDroppedError:
+        raise
+    except (UnknownTableError, InvalidInputError) as error:
+        raise PushRejectedError(f"{at}: {error}") from error
+    if definition.schema != rows.schema:
+        if definition.life:
+            raise TableDroppedError(f"{at}: was dropped, and created again since; connect again to use the new one. Nothing was accepted")
+        raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
+    dim = 0 if kind == ERASE else definition.dim
+    if len(rows.ids) and rows.rows.shape[1] != dim:
+        raise PushRejectedError(f"{at}: rows of dim {rows.rows.shape[1]}, expected {dim}")
+    values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
+    _check_values(at, definition, rows, values)
+    _check_ids(at, definition, rows, shard, n_shards)
+    return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
+
+
+def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.ndarray) -> None:
+    finite = np.isfinite(values)
+    if finite.all():
+        return
+    bad = np.flatnonzero(~finite.all(axis=1))
+    first = definition.shown_id(int(rows.ids[bad[0]]))
+    raise PushRejectedError(f"{at}: NaN or infinity in {len(bad)} rows, first id {first}; the whole part was refused")
+
+
+def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, n_shards: int) -> None:
+    outside = first_outside(rows.ids, definition.num_ids)
+    if outside is not None:
+        row_id = definition.shown_id(int(rows.ids[outside]))
+        raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
+    owners = shard_of(rows.ids, n_shards)
+    if (owners != shard).any():
+        wrong = int(np.argmax(owners != shard))
+        row_id = definition.shown_id(int(rows.ids[wrong]))
+        raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {n_shards}")
+    if (rows.ids[1:] > rows.ids[:-1]).all():
+        return  # ascending, as clients send them: none stands twice
+    ordered = np.sort(rows.ids)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        row_id = definition.shown_id(int(ordered[np.argmax(twice)]))
+        raise PushRejectedError(f"{at}: id {row_id} stands twice; sum the gradients of equal ids first")

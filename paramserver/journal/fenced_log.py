@@ -1,0 +1,80 @@
+"""The ledger: what makes a promise durable. The journal, and the question asked before every answer: is the shard still ours?
+
+A process that was taken for dead may wake up in the middle of anything. So the epoch is read again after every commit and before anybody
+is told: what was committed before a successor raised the epoch is in the journal that the successor reads, and what comes later is not
+acknowledged. No threads here; thread-safe.
+"""
+
+from collections.abc import Callable
+
+from . import START, Entry, Journal, Position, SessionEntry, encode
+
+NO_INCARNATION = 0
+"""In a SessionEntry: the trainer said goodbye."""
+
+
+class Ledger:
+    """One shard's.
+
+    Args:
+        journal: open; None keeps nothing (durability none).
+        still_ours: raises FencedError once another process owns the shard.
+    """
+
+    def __init__(self, journal: Journal | None, still_ours: Callable[[], None]) -> None:
+        self._journal, self._still_ours = journal, still_ours
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the journal takes on disk."""
+        return 0 if self._journal is None else self._journal.size_bytes
+
+    @property
+    def end(self) -> Position:
+        """Where the next entry begins."""
+        return START if self._journal is None else self._journal.end
+
+    def append(self, entry: Entry) -> Position:
+        """Write an entry, durable with the next `commit`; return the position behind it.
+
+        Raises:
+            JournalFullError: nothing of the entry is in the journal.
+        """
+        return START if self._journal is None else self._journal.append(encode(entry))
+
+    def commit(self) -> None:
+        """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.
+
+        Raises:
+            JournalFullError: not durable; try again.
+            FencedError: another process owns the shard; nothing may be acknowledged any more.
+        """
+        if self._journal is not None:
+            self._journal.commit()
+        self._still_ours()
+
+    def record(self, trainer: str, incarnation: int) -> None:
+        """Make a hello (or, with NO_INCARNATION, a goodbye) durable. Raises as `append` and `commit` do."""
+        self.append(SessionEntry(trainer, incarnation))
+        self.commit()
+
+    def discard_before(self, position: Position) -> None:
+        """Let go of what lies before a position that the saved state has reached.
+
+        Raises:
+            FencedError: another process owns the shard, whose state may need it; nothing was deleted.
+            ParameterServerError: a file cannot be deleted.
+        """
+        if self._journal is not None:
+            self._still_ours()
+            self._journal.discard_before(position)
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def give_up(self) -> None:
+        """Close the journal as it was found, if nothing has been written to it."""
+        if self._journal is not None:
+            self._journal.give_up()

@@ -1,0 +1,1 @@
+"""A shard's start, run and stop, in order. The one place that knows all parts."""

@@ -1,0 +1,132 @@
+"""Start-up, first half: is this storage ours, whole and safe? Nothing is served before the answer is yes; the other half is `claim_shard`.
+
+Who we belong to stands in the file `cluster` of the data folder, and is compared with the markers of the nodes. Shard 0 provisions a new
+cluster; a folder that has seen one never provisions again.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from kvemb.errors import (
+    DeadlineExceededError,
+    KvembError,
+    NodeLostError,
+    NodeUnavailableError,
+    NotProvisionedError,
+    ProtocolError,
+    WrongNodeError,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+from kvemb.stores.markers import Identity
+
+from ..disk.data_dir import DataDir
+
+CLUSTER, INTENT = "cluster", "provision-intent"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+log = logging.getLogger("paramserver")
+
+Wait = Callable[[float], None]
+"""Waits so many seconds, or raises when the process is told to stop."""
+
+
+def join_cluster(
+    store: Store, data: DataDir, shard: int, *, deadline: Deadline, timeout_s: float, wait: Wait, can_repair: bool = False
+) -> bytes:
+    """Open the store, waiting for nodes that are not up yet; shard 0 provisions a new cluster.
+
+    Args:
+        store: not open yet.
+        data: this shard's folder.
+        shard: number.
+        deadline: of the whole start.
+        timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
+        wait: between tries.
+        can_repair: whether nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole.
+
+    Returns:
+        The cluster's id, 16 bytes.
+
+    Raises:
+        NodeLostError: the cluster was provisioned before and a node has lost its marker.
+        WrongNodeError: the nodes belong to another cluster than this data folder.
+        StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
+    """
+    pause_s, said = _FIRST_PAUSE_S, ""
+    while True:
+        try:
+            return _try_to_join(store, data, shard, timeout_s, can_repair)
+        except (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, NodeLostError) as error:
+            if not _may_pass(error, data) or deadline.expired:
+                raise
+            if said != (said := str(error)):
+                log.info("waiting for storage: %s", error)
+            if isinstance(error, DeadlineExceededError):
+                timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
+        wait(min(pause_s, deadline.remaining_s()))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float, can_repair: bool) -> bytes:
+    try:
+        markers = store.open(Deadline.after(timeout_s), _identity(data) if can_repair else None)
+    except (NotProvisionedError, NodeLostError) as error:
+        if shard != 0 or not _may_provision(error, data):
+            raise
+        _provision(store, data, timeout_s)
+        markers = store.open(Deadline.after(timeout_s))
+    found = markers[0].cluster_id
+    ours = _unpack(data.read(CLUSTER), "cluster_id") or (shard == 0 and _unpack(data.read(INTENT), "cluster_id"))
+    if ours and ours != found:
+        raise WrongNodeError(
+            f"the nodes belong to cluster {found.hex()}, the data folder {data.path} to cluster {ours.hex()}; check storage.nodes and "
+            "parameter_servers.data_dir"
+        )
+    if data.read(CLUSTER) is None:
+        data.write(CLUSTER, [msgpack.packb({"cluster_id": found, "generation": markers[0].generation})])
+    return found
+
+
+def _identity(data: DataDir) -> Identity | None:
+    """The cluster as this shard has seen it whole; None before that."""
+    kept = data.read(CLUSTER)
+    return None if kept is None else Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"))
+
+
+def _may_provision(error: KvembError, data: DataDir) -> bool:
+    """A folder that belongs to a cluster never provisions again; a broken-off provisioning is completed."""
+    if data.read(CLUSTER) is not None:
+        if isinstance(error, NotProvisionedError):
+            raise NodeLostError(
+                f"the cluster of {data.path} was provisioned before, and no node has a marker any more: the nodes lost their data, or "
+                "storage.nodes names others. Bring the data back; to start anew, empty the nodes and remove every shard's data folder."
+            ) from error
+        return False
+    return isinstance(error, NotProvisionedError) or data.read(INTENT) is not None
+
+
+def _provision(store: Store, data: DataDir, timeout_s: float) -> None:
+    if data.read(INTENT) is None:
+        data.write(INTENT, [msgpack.packb({"cluster_id": os.urandom(16), "generation": os.urandom(8)})])
+    intent = data.read(INTENT)
+    cluster_id, generation = _unpack(intent, "cluster_id"), _unpack(intent, "generation")
+    store.provision(cluster_id, generation, Deadline.after(timeout_s))
+    log.info("provisioned cluster %s on %s", cluster_id.hex(), ", ".join(store.addresses))
+
+
+def _may_pass(error: KvembError, data: DataDir) -> bool:
+    """Whether waiting can help. Half-written markers are a loss only for a shard that has seen the cluster whole."""
+    return not isinstance(error, (NotProvisionedError, NodeLostError)) or data.read(CLUSTER) is None
+
+
+def _unpack(data: bytes | None, key: str) -> Any:
+    if data is None:
+        return None
+    try:
+        return msgpack.unpackb(data, max_map_len=16)[key]
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"expected a small record with {key!r}, got {data[:40]!r}") from error

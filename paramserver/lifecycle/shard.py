@@ -1,0 +1,209 @@
+"""One running shard: owns its parts' threads, and takes them down in order. No protocol, no maths; `start` beside it makes it."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
+from kvemb.net.deadline import Deadline
+from kvemb.record import make_version
+from kvemb.stores.base import Store
+from kvemb.stores.registry import open_store
+
+from ..apply.applier import Applier
+from ..apply.background import Chores
+from ..apply.changed_rows import HeldRows
+from ..apply.committer import Committer, Handover
+from ..checkpoint.checkpoint_handlers import ShardArchive
+from ..checkpoint.saver import Saver
+from ..disk.data_dir import DataDir
+from ..disk.disk_errors import mend
+from ..engine.write_behind import Bound, WriteBehind
+from ..journal import Position
+from ..recovery.claim_shard import require_owner, save, save_at_stop
+from ..recovery.high_water_mark import Progress
+from ..recovery.shard_parts import ShardParts
+from ..recovery.state_image import image
+from ..repair.node_watch import NodeWatch
+from ..repair.scrub import Scrub
+from ..rpc.handlers import Verbs
+from ..rpc.service import Server
+from ..snapshot import Snapshotter
+from ..snapshot.snapshot_schedule import LocalSnapshots
+from ..snapshot.snapshotter import from_storage
+
+_JOIN_S = 5.0
+_GRACE_S = 0.5  # for last replies on their way
+log = logging.getLogger("paramserver")
+
+
+class Shard:
+    """A shard that serves; made by `start`.
+
+    Args:
+        parts: its parts.
+        store, data: what it has open.
+        listen: "host:port" to serve on.
+        on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
+        on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
+    """
+
+    def __init__(
+        self,
+        parts: ShardParts,
+        store: Store,
+        data: DataDir,
+        listen: str,
+        *,
+        on_fenced: Callable[[], None] = lambda: None,
+        on_load: Callable[[], None] | None = None,
+    ) -> None:
+        self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
+        self._saver = Saver(
+            parts.shard,
+            store,
+            parts.tables,
+            parts.engine,
+            definitions=parts.registry.reloaded,
+            folder=data.path,
+            timeout_s=parts.config.storage.timeout_s,
+        )
+        verbs = Verbs(parts, ShardArchive(self._saver, parts.registry, on_load))
+        self._server = Server(verbs, listen)
+        handover, sync = Handover(), parts.config.servers.mode == "sync"
+        versions = {"epoch": parts.engine.epoch, "k": parts.engine.k}
+        self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
+        self._saver.committed_k = lambda: self._committer.k
+        held = HeldRows(store, parts.tables, parts.config.storage.timeout_s)
+        at = parts.ledger.end
+        self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
+        self._write_behind(handover.wake)
+        self._chores = self._applier.chores = verbs.repairs = self._make_chores(handover.wake)
+        self._watch = NodeWatch(
+            store,
+            parts.config.storage.timeout_s,
+            evicted=self._evicted if self._chores.can_repair or not parts.config.storage.allow_row_loss else None,
+            moves_only=parts.config.storage.allow_row_loss,
+            lost=self._chores.ask_repair if self._chores.can_repair else None,
+            copies=parts.registry.load if parts.shard == 0 else None,
+            whole=self._tell_progress,
+            still_ours=partial(require_owner, data, parts.engine.epoch),
+            fenced=self._lost_the_shard,
+        )
+        engine, timeout_s = parts.engine, parts.config.storage.timeout_s
+        self._progress = Progress(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
+        back = parts.timeline.roll_back and parts.repairer is not None
+        self._rolling_back = self._chores.ask_repair(self._chores.addresses) if back else None
+        self.address = self._server.address
+        self.fenced = False
+
+    def serve(self) -> None:
+        """Start the threads; returns at once."""
+        self._applier.start()
+        self._committer.start()
+        self._server.start()
+        self._watch.look_for_lost_nodes()
+        self._watch.start()
+
+    def stop(self, drain_timeout_s: float) -> str:
+        """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
+        self._server.set_serving(False)
+        self._watch.stop(_JOIN_S)
+        self._saver.stop(_JOIN_S)
+        drained = self._parts.intake.drain(Deadline.after(drain_timeout_s))
+        ended = [thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for thread in (self._committer, self._applier)]
+        trouble = "" if drained and all(ended) else self._trouble()
+        if not trouble:
+            trouble = self._save()
+        self._server.stop(_GRACE_S)
+        self._store.close()
+        self._parts.ledger.close()
+        if self._parts.runs is not None:
+            self._parts.runs.close()
+        self._data.close()
+        return trouble
+
+    def _make_chores(self, wake: Callable[[], None]) -> Chores:
+        parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
+        n_shards, scrub = len(parts.config.servers.shards), None
+        if parts.repairer is not None:
+            scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
+        return Chores(parts.repairer, self._snapshots(), wake, scrub=scrub, timeout_s=timeout_s)
+
+    def _tell_progress(self) -> None:
+        """Note on the nodes how far the shard is; while rows are still to be set back, the older note must refuse another start."""
+        ticket = self._rolling_back
+        if ticket is None or (ticket.finished and ticket.error is None):
+            self._progress.tell()
+
+    def _snapshots(self) -> LocalSnapshots | None:
+        parts = self._parts
+        if parts.runs is None:
+            return None
+        read = from_storage(self._store, parts.config.storage.timeout_s)
+        return LocalSnapshots(
+            parts.ledger,
+            Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
+            parts.tables.all,
+            applied=lambda: self._applier.applied,
+            save=self._save_image,
+            max_bytes=parts.config.servers.journal_max_mb << 20,
+            needed=parts.snapshot_due,
+        )
+
+    def _save_image(self, position: Position) -> None:
+        self._parts.engine.write_dirty(self._applier.pause)
+        self._parts.intake.written()
+        save(self._data, image(self._parts, position), journaled=True)
+
+    def _write_behind(self, wake: Callable[[], None]) -> None:
+        parts, servers = self._parts, self._parts.config.servers
+        if not servers.write_behind_batches:
+            return
+        bound = Bound(servers.write_behind_batches, servers.write_behind_ms / 1e3)
+        timeout_s = parts.config.storage.timeout_s
+        behind = WriteBehind(self._store, parts.tables, bound, epoch=parts.engine.epoch, timeout_s=timeout_s, wake=wake)
+        parts.engine.behind = parts.intake.behind = behind
+
+    def _evicted(self, address: str, error: NodeLostError) -> None:
+        storage = self._parts.config.storage
+        try:
+            with open_store(storage, role="trainer") as probe:  # whoever connects anew looks at the settings
+                probe.open(Deadline.after(storage.timeout_s))
+        except UnsafeNodeError as unsafe:
+            self._parts.intake.lose(UnsafeNodeError(f"{error} {unsafe}"))
+            return
+        except StorageError:
+            pass  # other shards may be repairing already
+        if self._chores.can_repair:
+            self._chores.ask_repair({address})
+        else:
+            self._parts.intake.lose(error)
+
+    def _trouble(self) -> str:
+        text = self._parts.intake.failure or self._parts.intake.describe_pending()
+        if self._parts.config.servers.durability == "none" or self.fenced:
+            return text
+        return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
+
+    def _save(self) -> str:
+        # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
+        position = self._applier.applied if self._parts.config.servers.durability != "none" else None
+        try:
+            save_at_stop(self._data, image(self._parts, position))
+        except OSError as error:
+            return f"everything is applied, but the state could not be saved in {self._data.path}: {error.strerror}; {mend(error)}."
+        except FencedError as error:
+            return str(error)
+        log.info("drained; state saved in %s at k %d", self._data.path, self._parts.engine.k)
+        return ""
+
+    def _lost_the_shard(self, error: FencedError) -> None:
+        self._parts.intake.fail(error)
+        self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._server.set_serving(False)
+        if isinstance(error, FencedError):
+            self.fenced = True
+            self._on_fenced()

@@ -1,0 +1,287 @@
+"""The start of a shard, step by step: join the cluster, claim the shard (older processes are fenced then), open the journal, replay what
+the saved state lacks, load what was decided, serve.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from kvemb.config import Config
+from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.record_cache import CacheBudget
+from kvemb.stores.base import Store
+from kvemb.stores.registry import open_store
+from kvemb.table_registry import META_NAME
+
+from ..checkpoint.loader import PLAN, LoadedError, Loader
+from ..disk.data_dir import DataDir
+from ..disk.disk_errors import mend, named
+from ..engine.engine import Engine
+from ..engine.repair_port import Pause
+from ..ingest.barrier import Barrier, Membership
+from ..ingest.ingest import Intake
+from ..ingest.sessions import Sessions
+from ..journal import Journal, Position
+from ..journal.fenced_log import Ledger
+from ..model.table_registry import Registry
+from ..model.tables import Tables, TableState
+from ..model.timeline import Timeline
+from ..recovery.claim_shard import CLUSTER_NAME, claim, confirm, require_owner, save
+from ..recovery.high_water_mark import require_reached
+from ..recovery.replay import Recovered, Recovery
+from ..recovery.shard_parts import ShardParts
+from ..recovery.state_file import ShardState, TableImage
+from ..recovery.state_image import image
+from ..repair.repairer import Repairer
+from ..snapshot import Reconstructor, Runs
+from ..snapshot.snapshot_schedule import reaches_back
+from .join_cluster import join_cluster
+from .shard import Shard
+
+JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
+_LARGEST_SEGMENT = 256 << 20
+_ISSUED_BEHIND_THE_END = 1 << 20
+log = logging.getLogger("paramserver")
+
+
+def start(
+    config: Config,
+    shard: int,
+    *,
+    listen: str,
+    start_timeout_s: float,
+    wait: Callable[[float], None],
+    take_over: bool = False,
+    roll_back: bool = False,
+    on_fenced: Callable[[], None] = lambda: None,
+    on_load: Callable[[], None] | None = None,
+) -> Shard:
+    """Take every step up to a shard that can serve; on an error everything is closed again.
+
+    Args:
+        config: of the cluster.
+        shard: number.
+        listen: "host:port" to serve on.
+        start_timeout_s: how long to wait for storage nodes.
+        wait: between tries; raises when the process is told to stop.
+        take_over: although another process may run the shard: that one is fenced.
+        roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
+        on_fenced, on_load: see `Shard`.
+
+    Raises:
+        ConfigError: no such shard, a table of the file does not fit, or a takeover without a journal.
+        KvembError: see `paramserver.lifecycle.join_cluster`, `paramserver.recovery.claim_shard`, `paramserver.recovery.replay`.
+    """
+    if not 0 <= shard < len(config.servers.shards):
+        raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
+    if take_over and config.servers.durability == "none":
+        raise ConfigError("--take-over: with parameter_servers.durability none nobody knows what the other process has accepted")
+    data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
+    store = parts = None
+    try:
+        with named(f"shard {shard}: its data folder cannot be used", data.path):
+            store = open_store(config.storage, role=f"shard:{shard}")
+            parts = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back).parts()
+            running = Shard(parts, store, data, listen, on_fenced=on_fenced, on_load=on_load)
+            confirm(data, journaled=config.servers.durability != "none")
+    except BaseException as error:
+        if parts is not None:
+            parts.ledger.close()
+        if store is not None:
+            store.close()
+        data.close()
+        if isinstance(error, LoadedError):  # everything above is done again, with the state that was loaded
+            return start(config, shard, listen=listen, start_timeout_s=start_timeout_s, wait=wait, on_fenced=on_fenced, on_load=on_load)
+        raise
+    running.serve()
+    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, len(config.servers.shards), parts.engine.epoch, parts.engine.k)
+    return running
+
+
+class _Start:
+    """The steps of a start, in order."""
+
+    def __init__(
+        self,
+        config: Config,
+        shard: int,
+        store: Store,
+        data: DataDir,
+        start_timeout_s: float,
+        wait: Callable[[float], None],
+        *,
+        roll_back: bool = False,
+    ) -> None:
+        self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
+        self._start_timeout_s, self._wait = start_timeout_s, wait
+        self._journaled = config.servers.durability != "none"
+
+    def parts(self) -> ShardParts:
+        """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
+        timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
+        deadline = Deadline.after(self._start_timeout_s)
+        name = data.read(CLUSTER_NAME)
+        if name is not None and name != self._config.cluster.encode():
+            raise ConfigError(
+                f"cluster: got {self._config.cluster!r}, but {data.path} is of cluster {name.decode(errors='replace')!r}. Put that name "
+                "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
+            )
+        cluster_id = join_cluster(
+            self._store, data, shard, deadline=deadline, timeout_s=timeout_s, wait=self._wait, can_repair=self._journaled
+        )
+        registry = Registry(self._store, shard, timeout_s, data)
+        registry.load()
+        for table in self._config.tables if shard == 0 else ():
+            if any(one.name == table.name for one in registry.dropping):  # this shard is needed to end that
+                log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
+                continue
+            registry.create(table, exist_ok=True)
+        state = claim(
+            self._store, data, shard, len(servers.shards), cluster_id, timeout_s, journaled=self._journaled, check=self._require_reached
+        )
+        if name is None:
+            data.write(CLUSTER_NAME, [self._config.cluster.encode()])
+        budget = CacheBudget(servers.cache_mb << 20)
+        tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
+        sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
+        members = Membership(servers.trainers, state.members, state.complete)
+        journal = self._open_journal(state)
+        still_ours = partial(require_owner, data, state.epoch)
+        ledger = Ledger(journal, still_ours)
+        try:
+            recovery = None if journal is None or state.journal is None else self._scan(journal, state, registry)
+            timeline = Timeline(state.epoch, state.k if recovery is None else recovery.k, self._where, roll_back=self._roll_back)
+            engine = Engine(self._store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s, timeline=timeline)
+            engine.rows_applied = state.rows_applied
+            snapshot = data.path / SNAPSHOT
+            runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours) if journal is not None and self._journaled else None
+            repairer = engine.rescue = self._repairer(timeline, journal, runs, registry, tables)
+            due = runs is not None and journal is not None and not reaches_back(journal, runs.cut, state.k, registry.find_key)
+            recovered = self._recover(recovery, engine, tables, sessions, members)
+            for table in registry.gone:  # the replay may have needed them
+                tables.forget(table)
+            rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
+            barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
+            intake = Intake(sessions, barrier, record=ledger.record)
+            parts = ShardParts(
+                self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, timeline, runs, repairer, due
+            )
+            parts = self._settle(parts, journal)
+            Loader(parts, self._store, self._data, _patience(self._start_timeout_s, self._wait)).run()
+            return parts
+        except JournalBehindError:
+            ledger.give_up()
+            raise
+        except BaseException:
+            ledger.close()
+            raise
+
+    @property
+    def _where(self) -> str:
+        return f"shard {self._shard}: the journal in {self._data.path / JOURNAL}"
+
+    @property
+    def _skipped_incarnations(self) -> int:
+        """Hellos may be gone with the journal's end: what they issued, which other shards know, must not be issued again."""
+        return _ISSUED_BEHIND_THE_END if self._roll_back else 0
+
+    def _require_reached(self, state: ShardState) -> None:
+        if not self._roll_back:
+            require_reached(state, self._store, self._data.path / JOURNAL, self._config.storage.timeout_s)
+
+    def _repairer(
+        self, timeline: Timeline, journal: Journal | None, runs: Runs | None, registry: Registry, tables: Tables
+    ) -> Repairer | None:
+        if journal is None or runs is None:
+            return None
+        return Repairer(
+            self._store,
+            tables,
+            (self._shard, len(self._config.servers.shards)),
+            epoch=timeline.epoch,
+            timeline=timeline,
+            reconstruct=Reconstructor(runs, journal, registry.find_key).records,
+            timeout_s=self._config.storage.timeout_s,
+            metas=lambda: [(META_NAME, registry.encoded)],
+            still_ours=partial(require_owner, self._data, timeline.epoch),
+        )
+
+    def _open_journal(self, state: ShardState) -> Journal | None:
+        """Open the journal, also where none is kept any more but an earlier process left one."""
+        folder = self._data.path / JOURNAL
+        if not self._journaled and (state.journal is None or not folder.exists()):
+            return None
+        # Only whole segments can be let go: several must fit into the bound.
+        segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
+        return Journal(folder, self._config.servers.durability if self._journaled else "fsync", segment_bytes=segment_bytes)
+
+    def _scan(self, journal: Journal, state: ShardState, registry: Registry) -> Recovery:
+        assert state.journal is not None
+        return Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
+
+    def _recover(self, recovery: Recovery | None, engine: Engine, tables: Tables, sessions: Sessions, members: Membership) -> Recovered:
+        if recovery is None:
+            return Recovered()
+        recovered = recovery.run(engine, tables, sessions, members, _patience(self._start_timeout_s, self._wait))
+        if recovered.entries:
+            log.info(
+                "recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)",
+                recovered.seconds,
+                recovered.batches,
+                recovered.rows,
+                recovered.rows / max(recovered.seconds, 1e-9),
+            )
+        return recovered
+
+    def _settle(self, parts: ShardParts, journal: Journal | None) -> ShardParts:
+        """Save what was recovered: the next start need not do it again. Without a journal, end what an earlier process kept."""
+        try:
+            if journal is None:
+                if not self._journaled:
+                    self._remove(JOURNAL)  # of a start that ended between the two steps below
+                return parts
+            if self._journaled:
+                if parts.recovered.entries:
+                    save(self._data, image(parts, journal.end), journaled=True)
+                return parts
+            if self._data.read(PLAN) is None:  # or it is what a load has still to write
+                self._remove(SNAPSHOT)  # first: with the batches to come neither it nor a journal reaches up to now
+            save(self._data, image(parts, None), journaled=False)
+            journal.close()
+            self._remove(JOURNAL)
+        except OSError as error:
+            raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
+        return replace(parts, ledger=Ledger(None, partial(require_owner, self._data, parts.engine.epoch)))
+
+    def _remove(self, folder: str) -> None:
+        if (self._data.path / folder).exists():
+            shutil.rmtree(self._data.path / folder)
+
+
+def _patience(longest_s: float, wait: Callable[[float], None]) -> Pause:
+    """Wait between tries of a batch; give up when storage has not answered for so long."""
+    waited_s = last_s = 0.0
+    said = ""
+
+    def pause(error: StorageError, pause_s: float) -> None:
+        nonlocal waited_s, last_s, said
+        waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin anew with every batch
+        last_s = pause_s
+        if said != (said := str(error)):
+            log.info("recovery waits for storage: %s", error)
+        if waited_s > longest_s:
+            raise error
+        wait(pause_s)
+
+    return pause
+
+
+def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:
+    registered = registry.find_key(image.definition.key)
+    if registered != image.definition:
+        raise ParameterServerError(f"table {image.definition.name!r}: the saved state knows {image.definition}, the registry {registered}")
+    return TableState(registered, image.step, (image.ids, image.versions), budget)

@@ -1,0 +1,295 @@
+"""The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
+
+The copy is written to every node before a creation is answered; its form is `kvemb.table_registry`. The highest serial is the truth, so a
+write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in its data
+folder too: when all nodes have lost theirs, the shards must still know what to restore.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvemb.errors import (
+    InvalidInputError,
+    NodeLostError,
+    NodeSuspectError,
+    ParameterServerError,
+    TableDroppedError,
+    UnknownTableError,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.stores.base import Store
+from kvemb.stores.copies import are_damaged
+from kvemb.table_def import TableDef
+from kvemb.table_registry import META_NAME, Dropped, Registered, decode_registry, encode_registry, newest_registry
+
+from ..disk.data_dir import DataDir
+from ..disk.disk_errors import named
+
+MAX_TABLES = 1024
+MAX_DROPPED = 2048  # over the life of a cluster: their definitions are kept
+_OTHER_SCHEMAS = 100  # of the newest tables dropped under a name: a trainer that still holds one of them is refused
+MAX_REGISTRY_BYTES = 1_000_000  # it is one value in storage, and memcached takes a megabyte
+KEPT = "tables"  # file in the data folder
+_MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s, and every 20 s where one look at the markers takes long
+log = logging.getLogger("paramserver")
+
+
+class Registry:
+    """One shard's view of the tables. Thread-safe; creation is shard 0's.
+
+    Args:
+        store: open.
+        shard: number.
+        timeout_s: deadline of one storage call.
+        data: where a copy is kept; None for none.
+    """
+
+    def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir | None = None) -> None:
+        self._store, self._shard, self._timeout_s, self._data = store, shard, timeout_s, data
+        self._lock = threading.Lock()
+        self._now = Registered(0, {}, {})  # replaced as a whole
+        self._behind = True  # nodes may hold more than we know: never read yet, or a write was broken off
+
+    @property
+    def tables(self) -> list[TableDef]:
+        """Every known table, by name."""
+        return [table for _, table in sorted(self._now.tables.items())]
+
+    @property
+    def dropping(self) -> list[TableDef]:
+        """The tables that are being dropped: shards may have rows of them."""
+        return [one.definition for one in self._now.dropped.values() if not one.gone]
+
+    @property
+    def gone(self) -> list[TableDef]:
+        """The tables that were dropped."""
+        return [one.definition for one in self._now.dropped.values() if one.gone]
+
+    @property
+    def encoded(self) -> bytes:
+        """The registry as nodes hold it."""
+        return _encoded(self._now)
+
+    def load(self) -> None:
+        """Read the registry; shard 0 also completes a write that was broken off."""
+        with self._lock:
+            self._read()
+
+    def reloaded(self) -> list[TableDef]:
+        """Return every table, by name, as of now."""
+        self.load()
+        return self.tables
+
+    def find(self, name: str, schema: int | None = None) -> TableDef:
+        """Return a table; when the name, or the schema under that name, is unknown the registry is read again, once.
+
+        Raises:
+            UnknownTableError: listing the known ones; TableDroppedError where it was dropped.
+        """
+        table = self._now.tables.get(name)
+        if table is None or (schema is not None and table.schema != schema):
+            if self._shard != 0:  # shard 0's own view is the newest there is
+                self.load()
+            table = self._now.tables.get(name)
+        if table is None:
+            raise self._unknown(name)
+        return table
+
+    def find_key(self, key: str, schema: int | None = None) -> TableDef:
+        """Return the table of a key, also one that was dropped: what shards have written down names it.
+
+        Raises:
+            UnknownTableError: there never was one.
+        """
+        found = self._by_key(key)
+        if found is None and self._shard != 0:
+            self.load()
+            found = self._by_key(key)
+        if found is None:
+            raise self._unknown(key)
+        return found
+
+    def find_last(self, name: str) -> TableDef:
+        """Return the table of this name, or else the last that had it: what a load that was decided before it was dropped asks for.
+
+        Raises:
+            UnknownTableError: there never was one.
+        """
+        named = [one.definition for one in self._now.dropped.values() if one.definition.name == name]
+        return max(named, key=lambda table: table.life) if named and name not in self._now.tables else self.find(name)
+
+    def _by_key(self, key: str) -> TableDef | None:
+        dropped, table = self._now.dropped.get(key), self._now.tables.get(key.partition("\n")[0])
+        return dropped.definition if dropped is not None else table if table is not None and table.key == key else None
+
+    def _unknown(self, name: str) -> UnknownTableError:
+        named = [one for one in self._now.dropped.values() if one.definition.name == name]
+        if any(not one.gone for one in named):
+            return TableDroppedError(
+                f"table {name!r} is being dropped. Call drop_table({name!r}) again if that was broken off; it goes on."
+            )
+        known = ", ".join(sorted(self._now.tables)) or "none"
+        if named:
+            return TableDroppedError(f"table {name!r} was dropped; existing: {known}. Create it with create_table.")
+        return UnknownTableError(
+            f"no table {name!r} in this cluster; existing: {known}{'' if self._now.tables else ' yet'}. Create it with create_table."
+        )
+
+    def create(self, table: TableDef, *, exist_ok: bool) -> TableDef:
+        """Register a table and write the registry to every node; return the definition as registered.
+
+        Raises:
+            TableMismatchError: it exists with another identity.
+            InvalidInputError: it exists and exist_ok is false, or its records are too large for this storage.
+            TableDroppedError: the one that had its name is still being dropped.
+            StorageError: some nodes may hold the new registry; creating the same table again completes it.
+        """
+        if self._shard != 0:
+            raise ParameterServerError(f"tables are created by shard 0, this is shard {self._shard}")
+        with self._lock:
+            if self._behind:
+                self._read()
+            existing = self._now.tables.get(table.name)
+            if existing is not None:
+                existing.require_same(table)
+                if not exist_ok:
+                    raise InvalidInputError(f"table {table.name!r} exists already; give exist_ok=True to open it")
+                return existing
+            if any(one.name == table.name for one in self.dropping):
+                raise self._unknown(table.name)
+            self._check_new(table)
+            table = self._next_life(table)
+            table = table.with_tag_attempt(self._free_tag(table))
+            self._check_size([*self._now.tables.values(), table])
+            self._write(self._now._replace(serial=self._now.serial + 1, tables={**self._now.tables, table.name: table}))
+        log.info("table %s created: dim %d, %s, %s", table.name, table.dim, table.dtype, table.optimizer.kind)
+        return table
+
+    def begin_drop(self, name: str) -> TableDef:
+        """Have a table be dropped: from now on it has no name. Told again, it goes on with what was begun.
+
+        Raises:
+            UnknownTableError: there is no such table, or TableDroppedError, not any more.
+            InvalidInputError: too many were dropped.
+            StorageError: it may have begun; call it again.
+        """
+        with self._lock:
+            if self._behind:
+                self._read()
+            table = self._now.tables.get(name)
+            if table is None:
+                begun = next((one for one in self.dropping if one.name == name), None)
+                if begun is None:
+                    raise self._unknown(name)
+                return begun
+            dropped = {**self._now.dropped, table.key: Dropped(table, False)}
+            tables = {key: one for key, one in self._now.tables.items() if key != name}
+            new = Registered(self._now.serial + 1, tables, dropped)
+            if len(dropped) > MAX_DROPPED or len(_encoded(new)) > MAX_REGISTRY_BYTES:
+                raise InvalidInputError(
+                    f"table {name!r}: {len(dropped) - 1} tables were dropped from this cluster, whose definitions are kept in storage, and "
+                    "there is no room for more. Use table.erase for its rows; the table stays, empty."
+                )
+            self._write(new)
+        log.info("table %s is being dropped", name)
+        return table
+
+    def end_drop(self, key: str) -> None:
+        """Free the name of a table that no shard has rows of any more. Told again, it changes nothing.
+
+        Raises:
+            StorageError: it may be free; call it again.
+        """
+        with self._lock:
+            if self._behind:
+                self._read()
+            one = self._now.dropped.get(key)
+            if one is None or one.gone:
+                return
+            dropped = {**self._now.dropped, key: Dropped(one.definition, True)}
+            self._write(self._now._replace(serial=self._now.serial + 1, dropped=dropped))
+        log.info("table %s was dropped", one.definition.name)
+
+    def _next_life(self, table: TableDef) -> TableDef:
+        """The definition as none was that had this name: nothing written for one of those is taken for it."""
+        earlier = sorted(
+            (one.definition for one in self._now.dropped.values() if one.definition.name == table.name), key=lambda one: one.life
+        )
+        schemas = {one.schema for one in earlier[-_OTHER_SCHEMAS:]}
+        table = replace(table, life=earlier[-1].life + 1 if earlier else 0)
+        while table.schema in schemas:
+            table = replace(table, life=table.life + 1)
+        return table
+
+    def _free_tag(self, table: TableDef) -> int:
+        taken = {other.tag for other in [*self.tables, *self.dropping, *self.gone]}
+        return next(attempt for attempt in range(1 << 16) if table.with_tag_attempt(attempt).tag not in taken)
+
+    def _check_new(self, table: TableDef) -> None:
+        limit = self._store.capabilities.max_record_bytes
+        if limit is not None and table.record.size_bytes > limit:
+            raise InvalidInputError(
+                f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "
+                "use a smaller dim, a 16-bit dtype or an optimizer with fewer slots"
+            )
+        if len(self._now.tables) >= MAX_TABLES:
+            raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
+
+    def _check_size(self, tables: list[TableDef]) -> None:
+        size = len(encode_registry(self._now.serial + 1, tables, self._now.dropped.values()))
+        if size > MAX_REGISTRY_BYTES:
+            raise InvalidInputError(
+                f"table {tables[-1].name!r}: the definitions of {len(tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
+                "kept in storage; put several embeddings into one table, or give shorter names"
+            )
+
+    def _read(self) -> None:
+        kept = self._data.read(KEPT) if self._data is not None else None
+        try:
+            copies, whole = self._copies(), True
+        except (NodeLostError, NodeSuspectError):  # to be repaired, with what we know
+            if kept is None:
+                raise
+            copies, whole = [], False
+        holders = self._store.copies_on(META_NAME) if copies else ()
+        found = newest_registry([*copies, kept], [*holders, f"this shard's file {KEPT}"])
+        damaged = are_damaged(copies, decode_registry)
+        if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # what another shard has kept may be old
+            self._store.mend_copies(META_NAME, copies, damaged, _encoded(found), Deadline.after(self._timeout_s))
+        if self._shard == 0 and found.serial and whole and len(set(copies)) > 1:
+            self._write(found)
+        self._remember(found, kept)
+        self._behind = not whole
+
+    def _copies(self) -> list[bytes | None]:
+        """The nodes' copies; where all are damaged, shard 0 is given time to mend them: nobody else knows the newest tables."""
+        until = Deadline.after(_MENDED_WITHIN_S)
+        while True:
+            copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
+            damaged = are_damaged(copies, decode_registry)
+            if self._shard == 0 or not any(damaged) or _some_good(copies, damaged) or until.expired:
+                return copies
+            time.sleep(_PAUSE_S)
+
+    def _write(self, new: Registered) -> None:
+        self._behind = True
+        self._store.put_meta(META_NAME, _encoded(new), Deadline.after(self._timeout_s))
+        self._remember(new, None)
+        self._behind = False
+
+    def _remember(self, new: Registered, kept: bytes | None) -> None:
+        self._now = new
+        if self._data is not None and new.serial and kept != self.encoded:
+            with named("the tables' definitions cannot be kept", self._data.path):
+                self._data.write(KEPT, [self.encoded])
+
+
+def _encoded(new: Registered) -> bytes:
+    return encode_registry(new.serial, [table for _, table in sorted(new.tables.items())], new.dropped.values())
+
+
+def _some_good(copies: Sequence[bytes | None], damaged: Sequence[bool]) -> bool:
+    return any(copy is not None and not wrong for copy, wrong in zip(copies, damaged, strict=True))

@@ -1,0 +1,127 @@
+"""What a shard knows about one table while it runs: definition, update method, index and step. The lock that the index needs is here.
+
+Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
+
+A batch needs the places of its rows in the index up to three times: to tell how stale its push was, to compare storage with the index, and
+to set the new versions when all is stored. Who asks with `keep` has them kept until then, so that all three are one look-up where the ids
+are one and the same array: those of a push that was not merged with others.
+"""
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.record_cache import CacheBudget, RecordCache
+from kvemb.row_index import Found, RowIndex
+from kvemb.table_def import TableDef
+
+from ..optim import build
+
+Ids = NDArray[np.uint64]
+
+
+class TableState:
+    """One table on this shard.
+
+    Args:
+        definition: the table.
+        step: applies of this table on this shard so far.
+        rows: (ids, versions) of the rows that exist, from a clean stop; None for a table without rows.
+        budget: of the shard's cache of records; None for no cache.
+    """
+
+    def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
+        self.definition = definition
+        self.optimizer = build(definition.optimizer)
+        self.step = step
+        self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
+        self._index = RowIndex()
+        self._kept: Found | None = None  # of the batch under way
+        self._lock = threading.Lock()
+        if rows is not None:
+            self._index.put(*rows)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that exist."""
+        return len(self._index)
+
+    def versions(self, ids: Ids, *, keep: bool = False) -> Ids:
+        """Return the version of each id, 0 where it does not exist: uint64 [n]. Apply thread only.
+
+        Args:
+            ids: uint64 [n].
+            keep: these are n distinct rows of a batch to be applied; their array does not change until it is.
+        """
+        if not keep:
+            return self._index.get(ids)
+        self._kept = self._find(ids)
+        return self._index.at(self._kept)
+
+    def applied(self, ids: Ids, version: int) -> None:
+        """Record that n distinct rows now have this version. Apply thread only."""
+        found, self._kept = self._find(ids), None
+        with self._lock:
+            self._index.set_at(found, version)
+
+    def erased(self, ids: Ids) -> int:
+        """Record that n distinct rows are gone; return how many existed. Apply thread only."""
+        self._kept = None
+        with self._lock:
+            return self._index.erase(ids)
+
+    def page(self, after: int, first: bool, limit: int) -> Ids:
+        """Return ids in ascending order; see `RowIndex.sorted_ids`."""
+        with self._lock:
+            return self._index.sorted_ids(after, first, limit)
+
+    def known(self, ids: Ids) -> NDArray[np.bool_]:
+        """Return which of n rows exist: bool [n]. Any thread."""
+        with self._lock:
+            known: NDArray[np.bool_] = self._index.get(ids) != 0
+            return known
+
+    def between(self, low: int, high: int) -> Ids:
+        """Return a part of the ids; see `RowIndex.between`. Apply thread only."""
+        return self._index.between(low, high)
+
+    def arrays(self) -> tuple[Ids, Ids]:
+        """Return copies of all ids and versions."""
+        with self._lock:
+            return self._index.arrays()
+
+    def _find(self, ids: Ids) -> Found:
+        kept = self._kept
+        return kept if kept is not None and kept.ids is ids else self._index.find(ids)
+
+
+class Tables:
+    """The tables that this shard has met, by name. Thread-safe.
+
+    Args:
+        states: known from a clean stop.
+        budget: for the caches of tables met later; None for no cache.
+    """
+
+    def __init__(self, states: list[TableState], budget: CacheBudget | None = None) -> None:
+        self.cache_budget = budget or CacheBudget(0)
+        self._states = {state.definition.key: state for state in states}
+        self._lock = threading.Lock()
+
+    def state(self, definition: TableDef) -> TableState:
+        """Return the table's state; a table met for the first time has no rows."""
+        with self._lock:
+            if definition.key not in self._states:
+                self._states[definition.key] = TableState(definition, budget=self.cache_budget)
+            return self._states[definition.key]
+
+    def forget(self, definition: TableDef) -> None:
+        """Forget a table that was dropped, once nothing changes it any more."""
+        with self._lock:
+            self._states.pop(definition.key, None)
+
+    def all(self) -> list[TableState]:
+        """Return every state, by name."""
+        with self._lock:
+            return [state for _, state in sorted(self._states.items())]

@@ -1,0 +1,171 @@
+"""From the records that were read to the records to write, for one table of a batch. Pure: this decides what a row may become.
+
+A found row must have the version that the index holds, or this very batch's version, which means that an earlier try of the batch wrote it
+already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
+
+In a replay a row may also have the version of a later batch of the journal: the process that crashed had come further. And a row that a
+later batch of the journal erases is left alone until then: it may be gone already, and nothing of it will be left in any case.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import FencedError, LostRowError
+from kvemb.record import split_version
+from kvemb.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.row_index import RowIndex
+from kvemb.table_def import TableDef
+
+from .batch import ASSIGN, CheckedRows
+from .tables import TableState
+from .timeline import Timeline
+
+_BEHIND = "A node lost writes, or another program wrote rows: bring the node's data back."
+
+
+class Replay:
+    """What a replay knows of the batches that it has still before it.
+
+    Args:
+        newest: version of the last one.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self._erased: dict[str, RowIndex] = {}
+        self._written: dict[str, tuple[TableDef, RowIndex]] = {}
+
+    def will_write(self, rows: CheckedRows, version: int) -> None:
+        """Note an apply or assign; in the order of the batches."""
+        if len(rows.ids):
+            _, index = self._written.setdefault(rows.definition.key, (rows.definition, RowIndex()))
+            index.put(rows.ids, np.full(len(rows.ids), version, np.uint64))
+
+    def will_erase(self, rows: CheckedRows, version: int) -> None:
+        """Note an erase; in the order of the batches."""
+        if len(rows.ids):
+            self._erased.setdefault(rows.definition.key, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
+
+    def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """See `paramserver.engine.repair_port.Tail`."""
+        none = np.zeros(len(ids), np.uint64)
+        written = self._written[definition.key][1].get(ids) if definition.key in self._written else none
+        erased = self._erased[definition.key].get(ids) if definition.key in self._erased else none
+        return np.where(erased > written, none, np.where(written > 0, written, known))
+
+    def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
+        """See `paramserver.engine.repair_port.Tail`."""
+        for definition, index in self._written.values():
+            yield definition, index.arrays()[0]
+
+    def still_wanted(self, rows: CheckedRows, version: int) -> CheckedRows:
+        """Return the rows that no batch behind this version erases."""
+        erased = self._erased.get(rows.definition.key)
+        return rows if erased is None else rows.take(erased.get(rows.ids) <= np.uint64(version))
+
+
+def rows_to_write(
+    definition: TableDef,
+    ids: NDArray[np.uint64],
+    known: NDArray[np.uint64],
+    stored: NDArray[np.uint64],
+    *,
+    version: int,
+    newest: int,
+    timeline: Timeline,
+) -> NDArray[np.bool_]:
+    """Compare the versions in storage with the index; return which rows this batch must still write: bool [n].
+
+    Args:
+        definition: the table.
+        ids: uint64 [n].
+        known: uint64 [n], versions of the index (0 = does not exist).
+        stored: uint64 [n], versions in storage (0 = not found).
+        version: the batch's own.
+        newest: in a replay that of the last batch in the journal; otherwise the batch's own.
+        timeline: of this process.
+
+    Raises:
+        FencedError: a row was written in a later epoch: this shard has another owner now.
+        JournalBehindError: a row was written by a batch that the journal does not have.
+        LostRowError: a row is missing or has another version.
+    """
+    todo: NDArray[np.bool_] = stored < np.uint64(version)
+    todo |= stored > np.uint64(newest)
+    wrong = stored != known
+    wrong &= todo
+    if not wrong.any():
+        return todo
+    later = wrong & (stored >> np.uint64(48) > np.uint64(timeline.epoch))
+    if not later.any():
+        timeline.refuse_lost(definition, ids[wrong], stored[wrong], known[wrong])
+    at = int(np.argmax(later if later.any() else wrong))
+    row = f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}"
+    got, expected = (f"version {split_version(int(v))}" if v else "no row" for v in (stored[at], known[at]))
+    if later.any():
+        raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({timeline.epoch}): another process owns this shard now")
+    raise LostRowError(
+        f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows or more in the batch; versions "
+        f"are (epoch, k)). Nothing was written over it. {_BEHIND}"
+    )
+
+
+def new_records(
+    state: TableState,
+    kind: str,
+    rows: CheckedRows,
+    records: NDArray[np.uint8],
+    exists: NDArray[np.bool_],
+    *,
+    version: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """Compute the records of n rows after this batch.
+
+    Args:
+        state: the table; its step is the one before this batch.
+        kind: "apply" (rows are gradients) or "assign" (rows are weights; slots begin anew, as in a created row).
+        rows: n rows.
+        records: uint8 [n, record bytes], as read.
+        exists: bool [n]; where false, the record has no meaning and the row is created.
+        version: the version that the rows get.
+        out: uint8 [n, record bytes], contiguous, to be filled.
+    """
+    definition, optimizer = state.definition, state.optimizer
+    n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
+    if kind == ASSIGN:
+        definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim), out)
+        return
+    weights, slots = first_values(state, rows.ids, records, exists)
+    optimizer.update_in_place(weights, slots, rows.rows, rows.hyper, state.step + 1)
+    stored = round_stochastic(weights, dtype, ids=rows.ids, versions=version, seed=definition.seed)
+    definition.record.encode(rows.ids, version, stored, slots, out)
+
+
+def first_values(
+    state: TableState, ids: NDArray[np.uint64], records: NDArray[np.uint8], exists: NDArray[np.bool_]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return weights [n, dim] and slots [n, s] that an update begins with, of rows that it may create; arrays of their own.
+
+    Args:
+        state: the table.
+        ids: uint64 [n].
+        records: uint8 [n, record bytes].
+        exists: bool [n]; where false, the record has no meaning and the row is created.
+    """
+    definition, dim, dtype = state.definition, state.definition.dim, state.definition.dtype
+    weights, slots = _own(definition.record.weights(records), records), _own(definition.record.slots(records), records)
+    if not exists.all():
+        new = ~exists
+        first = definition.initializer.rows(ids[new], dim, table=definition.name, seed=definition.seed)
+        # As the storage dtype shows it: a pull before the creation rounds the same way.
+        weights[new] = to_float32(round_nearest(first, dtype), dtype)
+        slots[new] = state.optimizer.init_slots(len(first), dim)
+    return weights, slots
+
+
+def _own(values: NDArray[np.float32], records: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The values themselves, or a copy where they lie in the records, as those of one row alone may: what was read stays as it is."""
+    return values.copy() if np.may_share_memory(values, records) else values

@@ -1,0 +1,166 @@
+"""Recovery: brings tables, sessions and storage from the saved state to the end of the journal, before anything is served.
+
+Two passes over the journal behind the state's position. The first checks that no batch is missing and learns which rows will be erased;
+the second applies batch by batch, each under its old version, so that every row that is stored already is left alone and every other one
+gets the bits it would have had. Breaking off is fine: the next start does the same again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvemb.errors import JournalDamagedError
+from kvemb.record import split_version
+from kvemb.table_def import TableDef
+
+from ..engine.engine import Engine
+from ..engine.repair_port import Pause
+from ..ingest.barrier import Membership
+from ..ingest.sessions import Sessions
+from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode
+from ..journal.fenced_log import NO_INCARNATION
+from ..model.batch import APPLY, ERASE
+from ..model.tables import Tables
+from ..model.transition import Replay
+
+_SAY_EVERY_S = 5.0
+log = logging.getLogger("paramserver")
+
+Find = Callable[[str, int], TableDef]
+"""(name, schema) -> definition; raises UnknownTableError."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a replay did.
+
+    Args:
+        batches, rows: replayed; rows that were stored already count too.
+        entries: batches and hellos.
+        seconds: of both passes.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    entries: int = 0
+    seconds: float = 0.0
+
+
+class Recovery:
+    """One shard's recovery.
+
+    Args:
+        journal: open.
+        start: the saved state's position.
+        k: of the saved state's last batch.
+        find: the registry's look-up.
+    """
+
+    def __init__(self, journal: Journal, start: Position, k: int, find: Find) -> None:
+        if max(start.segment, 1) < journal.start.segment:
+            raise JournalDamagedError(
+                f"the saved state needs the journal from segment {start.segment} on, but it begins with {journal.start.segment}: state and "
+                "journal are not from the same time. Put the data folder of the shard's last owner back."
+            )
+        self._journal, self._start, self._k, self._find = journal, start, k, find
+        self._last_k = k
+        self._begun_s = time.monotonic()
+        self._n_entries = self._n_rows = 0
+        self._rules = Replay(0)
+
+    @property
+    def k(self) -> int:
+        """Of the last batch, once the first pass was made."""
+        return self._last_k
+
+    def scan(self) -> "Recovery":
+        """Make the first pass.
+
+        Raises:
+            JournalDamagedError: a batch is missing, or an entry cannot be read.
+        """
+        say = self._teller(lambda: f"{self._n_entries} entries of the journal, with {self._n_rows} rows, are looked through")
+        for entry in self._entries():
+            say()
+            self._n_entries += 1
+            if not isinstance(entry, BatchEntry):
+                continue
+            k = split_version(entry.version)[1]
+            if k > self._k and k != self._last_k + 1:
+                raise JournalDamagedError(
+                    f"the journal goes from batch {self._last_k} to batch {k}: entries between them are missing. Put the data folder "
+                    "of the shard's last owner back."
+                )
+            if k > self._k:
+                self._last_k, self._rules.newest = k, entry.version
+                note = self._rules.will_erase if entry.batch.kind == ERASE else self._rules.will_write
+                for rows in entry.batch.tables:
+                    note(rows, entry.version)
+                self._n_rows += entry.batch.n_rows
+        return self
+
+    def run(self, engine: Engine, tables: Tables, sessions: Sessions, members: Membership, pause: Pause) -> Recovered:
+        """Make the second pass.
+
+        Args:
+            engine: at the saved state's k; afterwards at the journal's last.
+            tables, sessions, members: as saved; brought up to date.
+            pause: between tries while storage does not answer; raises to give up.
+
+        Raises:
+            LostRowError: rows are missing in storage that should be there.
+            JournalBehindError: storage has rows of batches behind the journal's last.
+            StorageError: `pause` raised.
+        """
+        rows_before, n_batches = engine.rows_applied, 0
+        say = self._teller(lambda: f"{engine.rows_applied - rows_before} of the journal's {self._n_rows} rows are applied")
+        for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
+            if isinstance(entry, SessionEntry):
+                _restore(entry, sessions, members)
+            elif split_version(entry.version)[1] > self._k:
+                self._check_steps(entry, tables)
+                engine.run(entry.batch, entry.version, pause, self._rules, between=say)
+                n_batches += 1
+                say()
+            if isinstance(entry, BatchEntry):
+                refused = entry.batch.kind == ERASE and not entry.batch.tables
+                for mark in entry.watermarks:
+                    sessions.restore(mark.trainer, mark.incarnation, mark.sequence, refused=refused)
+        return Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s)
+
+    def _teller(self, how_far: Callable[[], str]) -> Callable[[], None]:
+        """Return what says in the log, now and then, how far a long recovery has come: whoever waits for the shard sees that it goes on."""
+        said_s = time.monotonic()
+
+        def say() -> None:
+            nonlocal said_s
+            if time.monotonic() - said_s >= _SAY_EVERY_S:
+                said_s = time.monotonic()
+                log.info("recovering: %s", how_far())
+
+        return say
+
+    def _entries(self) -> Iterator[Entry]:
+        for after, payload in self._journal.read(self._start):
+            try:
+                yield decode(payload, self._find)
+            except JournalDamagedError as error:
+                raise JournalDamagedError(f"{error} (ends at offset {after.offset} of segment {after.segment})") from error
+
+    def _check_steps(self, entry: BatchEntry, tables: Tables) -> None:
+        for rows, step in zip(entry.batch.tables, entry.steps, strict=True):
+            state = tables.state(rows.definition)
+            if entry.batch.kind == APPLY and state.step != step:
+                raise JournalDamagedError(
+                    f"table {rows.definition.name!r}: the journal's batch {split_version(entry.version)} is step {step + 1}, but the state "
+                    f"has {state.step} steps before it: state and journal are not from the same time."
+                )
+
+
+def _restore(entry: SessionEntry, sessions: Sessions, members: Membership) -> None:
+    if entry.incarnation == NO_INCARNATION:
+        members.bye(entry.trainer)
+    else:
+        sessions.restore(entry.trainer, entry.incarnation)
+        members.hello(entry.trainer, entry.incarnation)

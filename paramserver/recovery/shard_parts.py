@@ -1,0 +1,34 @@
+"""The parts of a shard that its verbs, its saves and its loads share; `start` makes them."""
+
+from dataclasses import dataclass
+
+from kvemb.config import Config
+
+from ..engine.engine import Engine
+from ..ingest.ingest import Intake
+from ..journal.fenced_log import Ledger
+from ..model.table_registry import Registry
+from ..model.tables import Tables
+from ..model.timeline import Timeline
+from ..repair.repairer import Repairer
+from ..snapshot import Runs
+from .replay import Recovered
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """What the verbs, saves and loads of a shard work on. Threads are not among them."""
+
+    config: Config
+    shard: int
+    cluster_id: bytes
+    registry: Registry
+    tables: Tables
+    engine: Engine
+    intake: Intake
+    ledger: Ledger
+    recovered: Recovered
+    timeline: Timeline
+    runs: Runs | None = None
+    repairer: Repairer | None = None
+    snapshot_due: bool = False

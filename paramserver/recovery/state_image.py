@@ -1,0 +1,33 @@
+"""The image of a running shard: what its saved state holds, taken between two batches. Pure, apart from the locks it takes."""
+
+from ..journal import Position
+from .shard_parts import ShardParts
+from .state_file import ShardState, TableImage
+
+
+def image(parts: ShardParts, position: Position | None) -> ShardState:
+    """Take the state as of the last batch applied.
+
+    Args:
+        parts: of the shard. Nothing may be applied meanwhile, and no row may be dirty: call this on the apply thread, or when that has
+            ended.
+        position: behind the journal entry of that batch; None without a journal. Sessions may be ahead of it: a hello or a push that
+            is told twice changes nothing.
+    """
+    assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
+    tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
+    sessions, members, complete = parts.intake.kept()
+    return ShardState(
+        cluster_id=parts.cluster_id,
+        shard=parts.shard,
+        n_shards=len(parts.config.servers.shards),
+        epoch=parts.engine.epoch,
+        k=parts.engine.k,
+        rows_applied=parts.engine.rows_applied,
+        next_incarnation=parts.intake.sessions.next_incarnation,
+        tables=tuple(tables),
+        sessions=tuple(sessions),
+        members=members,
+        complete=complete,
+        journal=None if position is None else (position.segment, position.offset),
+    )

@@ -1,0 +1,1 @@
+"""Lost, foreign and old rows: noticed, and brought back to exactly what the shard's index says."""

@@ -1,0 +1,452 @@
+"""Repair: brings a node that lost its rows, or single rows, back to exactly what this shard's index says. Apply thread only.
+
+The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
+the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
+stands on the damaged node (`kvemb.stores.repair`): every shard restores its rows everywhere first, and only then waits for the others, so
+that two shards that begin with different nodes never wait for each other.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import (
+    FencedError,
+    LostRowError,
+    NodeLostError,
+    NodeSuspectError,
+    RecordError,
+    StorageError,
+)
+from kvemb.hashing import shard_of
+from kvemb.keys import RowKeys
+from kvemb.net.deadline import Deadline
+from kvemb.record import HEADER_SIZE
+from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
+from kvemb.table_def import TableDef
+
+from ..engine.batch_pieces import Pace
+from ..engine.conditional_erase import Erase, Read, erase_as_read
+from ..engine.repair_port import NO_BATCH, Ahead, Pause
+from ..engine.storage_retry import MAX_CONFLICT_ROUNDS, MEDDLED, RETRYABLE
+from ..model.batch import Batch
+from ..model.tables import Tables, TableState
+from ..model.timeline import Timeline
+from ..snapshot import Wanted
+
+Ids = NDArray[np.uint64]
+T = TypeVar("T")
+
+
+class Reconstruct(Protocol):
+    """Makes records anew (`paramserver.snapshot.Reconstructor.records`)."""
+
+    def __call__(self, wanted: Sequence[Wanted]) -> list[NDArray[np.uint8]]:
+        """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
+
+
+_PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
+_BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 32 << 20  # of one read or write, at most
+_LEAST_TIMEOUT_S = 20.0  # of one call: nothing else can be done meanwhile, and markers of a Redis Cluster come by the thousand
+_RECONSTRUCT_BYTES = 256 << 20  # of records in one pass over the journal
+_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_LOOK_S = 0.05, 0.25, 1.0  # this shard's pushes wait meanwhile
+log = logging.getLogger("paramserver")
+
+
+@dataclass
+class RepairFigures:
+    """What was repaired since the shard started, for status and logs."""
+
+    nodes: int = 0
+    rows: int = 0
+    erased: int = 0
+    seconds: float = 0.0
+    now: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Port:
+    """Reads and writes of rows, either at one node in repair, or as every batch does."""
+
+    read: Read
+    write: Callable[[list[WritePart], Deadline], list[WriteResult]]
+    erase: Erase
+
+
+class Repairer:
+    """Restores rows of one shard.
+
+    Args:
+        store: open.
+        tables: of this shard.
+        shard: (number, of how many).
+        epoch: of this process.
+        reconstruct: makes records that the cache does not have.
+        timeout_s: deadline of one storage call.
+        metas: (name, value) of small values that every node holds a copy of, as they are now.
+        still_ours: raises FencedError once another process owns the shard.
+        timeline: what is known of versions; unless given, only that of the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        shard: tuple[int, int],
+        *,
+        epoch: int,
+        reconstruct: Reconstruct,
+        timeout_s: float,
+        metas: Callable[[], Iterable[tuple[str, bytes]]],
+        still_ours: Callable[[], None] = lambda: None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._store, self._tables, self._still_ours = store, tables, still_ours
+        self._shard, self._n_shards = shard
+        self.epoch = epoch
+        self._timeline = timeline or Timeline(epoch)
+        self._reconstruct, self._timeout_s, self._metas = reconstruct, max(timeout_s, _LEAST_TIMEOUT_S), metas
+        self._pace = Pace(self._timeout_s)
+        self.figures = RepairFigures()
+        self._own_s = 0.0  # of the repair under way, without waiting
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Every node."""
+        return self._store.addresses
+
+    def nodes(self, ahead: Ahead, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+        """Repair every node that is lost, and wait until the other shards have done their part; return how many.
+
+        Args:
+            ahead: rows of these versions are left alone; `NO_BATCH` between batches.
+            pause: called while a node cannot be reached, and while other shards are at work.
+            suspects: addresses whose rows are to be compared although their markers are in order (evictions).
+
+        Raises:
+            LostRowError: a row cannot be reconstructed; its node stays out of use.
+            StorageError: what `pause` raises.
+        """
+        started_s, before, self._own_s = time.monotonic(), self.figures.rows, 0.0
+        asked, restored = set(suspects), dict[str, str]()
+        pause_s = _PAUSE_S
+        while True:
+            looked_s = time.monotonic() - self._own_s
+            try:
+                open_ = self._restore_all(asked, restored, ahead)
+                if not open_:
+                    break
+                waiting: StorageError = NodeLostError(
+                    f"node {', '.join(open_)}: in repair; other shards have not restored their rows there yet"
+                )
+            except _PASSING as error:
+                waiting = error
+            self.figures.now = str(waiting)
+            looked_s = time.monotonic() - self._own_s - looked_s  # at thousands of markers, perhaps, while others need the time
+            pause(waiting, min(max(pause_s, looked_s), _LONGEST_LOOK_S))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        took_s, n_rows = time.monotonic() - started_s, self.figures.rows - before
+        self.figures.seconds += took_s
+        self.figures.nodes += len(restored)
+        self.figures.now = ""
+        if restored:
+            log.warning("repaired %s: %d rows rewritten in %.1f s (%.0f rows/s); in use again after %.1f s, all shards done",
+                        ", ".join(restored), n_rows, self._own_s, n_rows / max(self._own_s, 1e-3), took_s)  # fmt: skip
+        return len(restored)
+
+    def rows(self, batch: Batch, ahead: Ahead) -> int:
+        """Compare the rows of a batch with the index and restore those that differ, on nodes that are in order; return how many.
+
+        Raises:
+            LostRowError: a row cannot be reconstructed.
+            StorageError: as every read and write.
+        """
+        port = _Port(self._store.read, self._store.write, self._store.erase)
+        found: list[tuple[TableState, Ids, Ids, NDArray[np.bool_]]] = []  # all are looked at before any is written
+        for rows in batch.tables:
+            state = self._tables.state(rows.definition)
+            n_long = self._store.make_way(self._keys(rows.definition, rows.ids), self._deadline())
+            if n_long:
+                log.error("table %r: %d pages had bytes of another program behind their end; cut off", rows.definition.name, n_long)
+            for block in self._blocks(rows.definition, len(rows.ids)):
+                ids = rows.ids[block]
+                ids = ids[~state.cache.is_pinned(ids)]  # dirty rows are older in storage than in the index, and will be written anyway
+                wanted = state.versions(ids)
+                if ahead.tail is not None:
+                    wanted = ahead.tail.wanted(rows.definition, ids, wanted)
+                    ids, wanted = ids[wanted != 0], wanted[wanted != 0]  # others are erased later on
+                found.append((state, ids, wanted, self._differs(state, ids, wanted, ahead, port)))
+        self._bring_back([(state, ids[wrong], wanted[wrong]) for state, ids, wanted, wrong in found], port)
+        n_rows = sum(int(wrong.sum()) for *_, wrong in found)
+        if n_rows:
+            log.error("%d rows of a batch were missing, old or overwritten in storage and have been restored", n_rows)
+        return n_rows
+
+    def compare(self, state: TableState, ids: Ids, timeout_s: float) -> int:
+        """Compare rows with the index, between batches and on nodes that are in order; restore those that differ, and return how many.
+
+        Args:
+            state: the table.
+            ids: uint64 [n], distinct; those that the index does not have are passed over.
+            timeout_s: of the look at storage.
+
+        Raises:
+            LostRowError: a row cannot be reconstructed.
+            JournalBehindError: a row was written by a batch that the journal does not have.
+            StorageError: as every read and write.
+        """
+        port = _Port(self._store.read, self._store.write, self._store.erase)
+        ids = ids[~state.cache.is_pinned(ids)]
+        wanted = state.versions(ids)
+        ids, wanted = ids[wanted != 0], wanted[wanted != 0]
+        if not len(ids):
+            return 0
+        wrong = self._differs(state, ids, wanted, NO_BATCH, port, Deadline.after(timeout_s))
+        n_rows = int(np.count_nonzero(wrong))
+        if n_rows:
+            self._store.make_way(self._keys(state.definition, ids[wrong]), self._deadline())
+            self._bring_back([(state, ids[wrong], wanted[wrong])], port)
+            name, first = state.definition.name, state.definition.shown_id(int(ids[np.argmax(wrong)]))
+            log.error("table %r: %d rows were missing, old or overwritten in storage, the first was id %s; they have been restored",
+                      name, n_rows, first)  # fmt: skip
+        return n_rows
+
+    def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: Ahead) -> list[str]:
+        """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
+        lost = {node.address for node in self._store.lost_nodes(self._deadline())}
+        still_open = []
+        for address in sorted(lost | asked):
+            nonce = self._store.begin_repair(address, self._deadline(), even_if_whole=address in asked)
+            asked.discard(address)
+            if nonce is None:
+                continue
+            reported = restored.get(address) != nonce
+            if reported:
+                begun_s = time.monotonic()
+                self._restore_node(address, nonce, ahead)
+                self._own_s += time.monotonic() - begun_s
+                restored[address] = nonce
+            if self._store.finish_repair(address, nonce, self._n_shards, self._deadline()):
+                continue
+            if not reported:  # another program may have written over our report
+                self._store.report_repaired(address, nonce, self._shard, self._deadline())
+            still_open.append(address)
+        return still_open
+
+    def _restore_node(self, address: str, nonce: str, ahead: Ahead) -> None:
+        store = self._store
+        port = _Port(
+            lambda parts, deadline: store.read_in_repair(address, nonce, parts, deadline),
+            self._making_way(lambda parts, deadline: store.write_in_repair(address, nonce, parts, deadline), (address, nonce)),
+            self._making_way(lambda parts, deadline: store.erase_in_repair(address, nonce, parts, deadline), (address, nonce)),
+        )
+        log.warning("node %s: restoring this shard's rows (repair %s)", address, nonce)
+        self.figures.now = f"node {address}: this shard's rows are being compared and restored"
+        for definition, _ in ahead.tail.written() if ahead.tail is not None else ():
+            self._tables.state(definition)  # of tables that only the journal knows so far
+        for name, value in self._metas():
+            store.put_meta_in_repair(address, nonce, name, value, self._deadline())
+        self._restore_tables(address, ahead, port)
+        self._erase_strangers(address, port, ahead)
+        self._still_ours()
+        store.report_repaired(address, nonce, self._shard, self._deadline())
+
+    def _making_way(
+        self, call: Callable[[Sequence[WritePart], Deadline], T], repair: tuple[str, str]
+    ) -> Callable[[Sequence[WritePart], Deadline], T]:
+        """The same call, which takes away what another program has put under keys of pages, where that is in the way."""
+
+        def once_more(parts: Sequence[WritePart], deadline: Deadline) -> T:
+            try:
+                return call(parts, deadline)
+            except RecordError as error:
+                n_changed = sum(self._store.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
+                if n_changed:  # else another shard was faster
+                    log.error("%s; %d such pages made anew", error, n_changed)
+                return call(parts, self._deadline())
+
+        return once_more
+
+    def _restore_tables(self, address: str, ahead: Ahead, port: _Port) -> None:
+        """Find the rows of this node that differ, then restore them in as few passes over the journal as memory allows."""
+        wrong, n_bytes = [], 0
+        for state, ids, versions in self._on_node(address, ahead):
+            differ = self._differs(state, ids, versions, ahead, port)
+            wrong.append(Wanted(state, ids[differ], versions[differ]))
+            n_bytes += len(wrong[-1].ids) * state.definition.record.size_bytes
+            if n_bytes >= _RECONSTRUCT_BYTES:
+                self._rewrite(wrong, port)
+                wrong, n_bytes = [], 0
+        self._rewrite(wrong, port)
+
+    def _on_node(self, address: str, ahead: Ahead) -> Iterator[tuple[TableState, Ids, Ids]]:
+        """Yield the rows that are to be on a node, and their versions, block by block."""
+        for state in self._tables.all():
+            ids, versions = _existing(state, ahead)
+            for block in self._blocks(state.definition, len(ids)):
+                here = self._store.keys_of(address, self._keys(state.definition, ids[block]))
+                if here.any():
+                    yield state, ids[block][here], versions[block][here]
+
+    def _bring_back(self, rows: Sequence[tuple[TableState, Ids, Ids]], port: _Port) -> None:
+        """Rewrite rows at the versions that they should have; erase those that should not exist."""
+        for state, ids, wanted in rows:
+            self._erase(state, ids[wanted == 0], port)
+        self._rewrite([Wanted(state, ids[wanted != 0], wanted[wanted != 0]) for state, ids, wanted in rows], port)
+
+    def _differs(
+        self, state: TableState, ids: Ids, known: Ids, ahead: Ahead, port: _Port, deadline: Deadline | None = None
+    ) -> NDArray[np.bool_]:
+        """Return which rows storage does not hold at the version that it should: bool [n].
+
+        Raises:
+            FencedError: a row was written by a process that owns the shard after this one.
+            JournalBehindError: a row was written by a batch that the journal does not have; it must not be set back.
+        """
+        stored, foreign, _ = self._look(state.definition, ids, port, tokens=False, deadline=deadline)
+        self._refuse_if_later(state.definition, ids, stored, known)
+        if foreign.any():
+            where = self._store.whereabouts(self._keys(state.definition, ids))(int(np.argmax(foreign)))
+            log.error("%d values of another program lie under keys of rows; they are written over; the first: %s", foreign.sum(), where)
+        written_ahead = (stored >= np.uint64(ahead.first)) & (stored <= np.uint64(ahead.newest)) & (ahead.tail is None)
+        self._timeline.refuse_lost(state.definition, ids, np.where(written_ahead, np.uint64(0), stored), known)
+        differs: NDArray[np.bool_] = ((stored != known) | foreign) & ~written_ahead
+        return differs
+
+    def _look(
+        self, definition: TableDef, ids: Ids, port: _Port, *, tokens: bool, deadline: Deadline | None = None
+    ) -> tuple[Ids, NDArray[np.bool_], Ids | None]:
+        """Return what stands under the keys of n rows: their versions (0: no row of ours), what is foreign, and tokens."""
+        record = definition.record
+        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=tokens, foreign=True)
+        with self._pace.exchange(len(ids) * record.size_bytes):
+            read = port.read([part], deadline or self._deadline())[0].in_key_order()
+        assert read.foreign is not None
+        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))
+        stored = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
+        return stored, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0))
+
+    def _rewrite(self, wanted: Sequence[Wanted], port: _Port) -> None:
+        wanted = _by_table(wanted)
+        for one, records in zip(wanted, self._records(wanted), strict=True):
+            cache = one.table.cache
+            for block in self._blocks(one.table.definition, len(one.ids)):
+                self._still_ours()
+                self._write(one.table.definition, one.ids[block], records[block], port)
+            # Dirty rows among them are written with this, ahead of their time. Memcached's tokens are others now.
+            n_dirty = int(np.count_nonzero(cache.is_pinned(one.ids)))
+            cache.forget(one.ids)
+            self.figures.rows += len(one.ids) - n_dirty
+
+    def _records(self, wanted: Sequence[Wanted]) -> list[NDArray[np.uint8]]:
+        """The records at these versions: from the cache where it has them, the others reconstructed."""
+        found = [_kept(one) for one in wanted]
+        lacking = [(one, records, ~kept) for one, (records, kept) in zip(wanted, found, strict=True) if not kept.all()]
+        if lacking:
+            made = self._reconstruct([Wanted(one.table, one.ids[which], one.versions[which]) for one, _, which in lacking])
+            for (_, records, which), rows in zip(lacking, made, strict=True):
+                records[which] = rows
+        return [records for records, _ in found]
+
+    def _write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], port: _Port) -> None:
+        """Write whatever stands there now. On stores with compare-and-swap that takes the tokens of the rows as they are."""
+        for _ in range(MAX_CONFLICT_ROUNDS):
+            tokens = None
+            if self._store.capabilities.cas:
+                stored, _, tokens = self._look(definition, ids, port, tokens=True)
+                self._refuse_if_later(definition, ids, stored, definition.record.versions(records))
+            part = WritePart(self._keys(definition, ids), np.ascontiguousarray(records), tokens)
+            with self._pace.exchange(records.nbytes):
+                result = port.write([part], self._deadline())[0]
+            if result.stored.all():
+                return
+            ids, records = ids[~result.stored], records[~result.stored]
+        raise LostRowError(
+            f"table {definition.name!r}: {len(ids)} rows were changed during their repair; is another program writing there?"
+        )
+
+    def _erase_strangers(self, address: str, port: _Port, ahead: Ahead) -> None:
+        """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
+        found = self._store.keys_on(address, self._deadline())
+        by_tag = {state.definition.tag: state for state in self._tables.all()}
+        for keys in found if found is not None else ():
+            state = by_tag.get(keys.tag)
+            if state is None:
+                continue
+            ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
+            ids = ids[shard_of(ids, self._n_shards) == self._shard]
+            known = state.versions(ids)
+            ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
+            for block in self._blocks(state.definition, len(ids)):
+                none = np.zeros(len(ids[block]), np.uint64)
+                wrong = self._differs(state, ids[block], none, ahead, port)
+                self._erase(state, ids[block][wrong], port)
+
+    def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, known: Ids) -> None:
+        later = stored >> np.uint64(48) > np.maximum(known >> np.uint64(48), np.uint64(self.epoch))
+        if later.any():
+            row = f"table {definition.name!r}, id {definition.shown_id(int(ids[np.argmax(later)]))}"
+            raise FencedError(f"{row}: was written by a process of a later epoch than ours ({self.epoch}), which owns this shard now")
+
+    def _erase(self, state: TableState, ids: Ids, port: _Port) -> None:
+        if len(ids):
+            state.cache.forget(ids)
+        pages = self._store.capabilities.pages
+        for block in self._blocks(state.definition, len(ids)):
+            left, n_tries = ids[block], 0
+            while len(left):
+                left = erase_as_read(state.definition, left, self._deadline(), read=port.read, erase=port.erase, pages=pages)
+                n_tries += 1
+                if n_tries == MAX_CONFLICT_ROUNDS and len(left):
+                    raise LostRowError(f"table {state.definition.name!r}: {len(left)} rows {MEDDLED}")
+        self.figures.erased += len(ids)
+
+    def _blocks(self, definition: TableDef, n: int) -> Iterator[slice]:
+        """Cut n rows into what one read or write takes."""
+        step = max(1, min(_BLOCK_ROWS, min(_BLOCK_BYTES, self._pace.n_bytes) // definition.record.size_bytes))
+        return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+    def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:
+        return definition.keys(ids, pages=self._store.capabilities.pages)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._timeout_s)
+
+
+def _existing(state: TableState, ahead: Ahead) -> tuple[Ids, Ids]:
+    """The rows of a table that are to be in storage, and their versions."""
+    ids, versions = state.arrays()
+    if ahead.tail is None:
+        return ids, versions
+    created = [written for definition, written in ahead.tail.written() if definition.key == state.definition.key]
+    ids = np.concatenate([ids, *(written[state.versions(written) == 0] for written in created)])
+    versions = ahead.tail.wanted(state.definition, ids, state.versions(ids))
+    return ids[versions != 0], versions[versions != 0]
+
+
+def _by_table(wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Join what is wanted of the same table; ids in ascending order."""
+    joined = []
+    for table in {id(one.table): one.table for one in wanted}.values():
+        parts = [one for one in wanted if one.table is table]
+        ids, versions = np.concatenate([one.ids for one in parts]), np.concatenate([one.versions for one in parts])
+        order = np.argsort(ids)
+        joined.append(Wanted(table, ids[order], versions[order]))
+    return joined
+
+
+def _kept(wanted: Wanted) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Room for records, those filled in that the cache has at the version wanted; and which those are."""
+    record, cache = wanted.table.definition.record, wanted.table.cache
+    at = cache.find(wanted.ids)
+    kept = at >= 0
+    if kept.any():
+        kept[kept] = record.versions(cache.records[at[kept]]) == wanted.versions[kept]
+    records = np.empty((len(wanted.ids), record.size_bytes), np.uint8)
+    records[kept] = cache.records[at[kept]]
+    return records, kept

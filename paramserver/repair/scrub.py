@@ -1,0 +1,101 @@
+"""Compares rows that nobody touches with storage, a slice between two batches: a row that was deleted or is old is found within a round.
+
+One round goes through every row of every table in the index's own order; the next one begins a minute after it began, at the earliest. A
+slice takes a few milliseconds, and the next one waits fifty times as long as it took, times the number of shards: so all shards
+together take about a hundredth of a storage server's time. What is found is restored as in any repair, and said in the log. Apply thread
+only; `describe` for any.
+"""
+
+import time
+from collections.abc import Callable
+
+from kvemb.row_index import HASHES
+
+from ..model.tables import Tables, TableState
+from .repairer import Repairer
+
+_SLICE_ROWS = 4096
+_SHARE_OF_TIME = 50  # of which one is spent on comparing; about half of that is the storage server's
+_ROUND_S = 60.0  # from the beginning of one round to that of the next, at least; and before the first
+_LEAST_PAUSE_S = 0.05
+_RETRY_S = 5.0
+
+
+class Scrub:
+    """One shard's.
+
+    Args:
+        repairer: of the shard.
+        tables: of the shard.
+        n_shards: of the cluster, which share the time.
+        timeout_s: of one look at storage.
+        busy: whether something else reads all rows now (a save): then it waits.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        repairer: Repairer,
+        tables: Tables,
+        n_shards: int,
+        *,
+        timeout_s: float,
+        busy: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._repairer, self._tables, self._n_shards, self._timeout_s = repairer, tables, n_shards, timeout_s
+        self._busy, self._clock = busy, clock
+        self._todo: list[TableState] = []
+        self._at = 0  # hashes of the first of these tables that were compared
+        self._begun_s, self._next_s = clock(), clock() + _ROUND_S
+        self._n_compared = self._n_rows = self._n_rounds = self._n_restored = 0
+        self._took_s = self._ended_s = 0.0
+
+    def due_in_s(self) -> float:
+        """Seconds until the next slice may be compared."""
+        return max(0.0, self._next_s - self._clock())
+
+    def step(self) -> None:
+        """Compare a slice, if one is due.
+
+        Raises:
+            LostRowError: a row cannot be restored.
+            JournalBehindError: a row shows that the journal lacks batches.
+            StorageError: the slice was not compared; it is later.
+        """
+        if self.due_in_s() > 0:
+            return
+        started_s = self._clock()
+        if self._busy():
+            self._next_s = started_s + _RETRY_S
+            return
+        if not self._todo:
+            self._todo, self._at, self._begun_s, self._n_compared = self._tables.all(), 0, started_s, 0
+            self._n_rows = sum(table.n_rows for table in self._todo)
+        self._next_s = started_s + _RETRY_S  # unless all goes well
+        if self._todo:
+            self._compare(self._todo[0])
+        now_s = self._clock()
+        self._next_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards * (now_s - started_s))
+        if not self._todo:
+            self._n_rounds += 1
+            self._ended_s, self._took_s = now_s, now_s - self._begun_s
+            self._next_s = max(self._next_s, self._begun_s + _ROUND_S)
+
+    def describe(self) -> str:
+        """Say how far it is, for `kvemb status`; "" before the first row was compared."""
+        if not self._n_rounds and not self._n_compared:
+            return ""
+        now = f"{self._n_compared:,} of {self._n_rows:,} rows compared in this round"
+        last = f"the last full round took {self._took_s:.0f} s and ended {self._clock() - self._ended_s:.0f} s ago"
+        return f"{now}, {last if self._n_rounds else 'the first'}; {self._n_restored:,} rows restored"
+
+    def _compare(self, table: TableState) -> None:
+        width = HASHES if table.n_rows <= _SLICE_ROWS else max(1, HASHES * _SLICE_ROWS // table.n_rows)
+        ids = table.between(self._at, self._at + width)
+        if len(ids):
+            self._n_restored += self._repairer.compare(table, ids, self._timeout_s)
+        self._n_compared += len(ids)
+        self._at += width
+        if self._at >= HASHES:
+            self._todo, self._at = self._todo[1:], 0

@@ -1,0 +1,104 @@
+"""Dropping a table, verb by verb. The client drives it; every step may be told again, so that a drop that was broken off begins anew.
+
+    begin   shard 0: the table has no name any more, durably (registry). Shards that hear of it refuse its pushes.
+    erase   every shard, again and again: what was taken before is applied, then its rows are erased by batches like any other
+    end     shard 0, once no shard has a row: the name is free, durably
+
+A shard that was killed in between knows from the registry that it must refuse, and from its journal what is erased.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvemb.errors import InvalidInputError, ParameterServerError
+from kvemb.messages import Empty, EraseTableReply, EraseTableRequest, TableReply, TableRequest
+from kvemb.net.deadline import Deadline
+from kvemb.table_def import TableDef
+
+from ..ingest.ingest import Intake
+from ..model.batch import ERASE, CheckedRows, RowsWork
+from ..model.table_registry import Registry
+from ..model.tables import Tables
+
+_PORTION = 1 << 19  # rows erased by one batch
+_LONGEST_WAIT_S = 3600.0
+
+
+class DropVerbs:
+    """Of one shard. Thread-safe.
+
+    Args:
+        shard: number.
+        declared: the tables of kvemb.yaml.
+        registry, tables, intake: the shard's.
+    """
+
+    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, intake: Intake) -> None:
+        self._shard, self._declared = shard, {table.name for table in declared}
+        self._registry, self._tables, self._intake = registry, tables, intake
+
+    @property
+    def unfinished(self) -> str:
+        """What drops shard 0 knows that have not come to their end, or ""."""
+        names = [table.name for table in self._registry.dropping] if self._shard == 0 else []
+        return "; ".join(f"table {name!r} is being dropped; drop_table({name!r}) goes on where that was broken off" for name in names)
+
+    def begin(self, request: TableRequest, remaining_s: float) -> TableReply:
+        """Take a table's name away (shard 0); return its definition.
+
+        Raises:
+            InvalidInputError: kvemb.yaml declares it.
+            UnknownTableError: there is none of that name.
+            StorageError: it may have begun.
+        """
+        self._require_first()
+        if request.table in self._declared:
+            raise InvalidInputError(
+                f"table {request.table!r} is declared in kvemb.yaml, and would be created again when shard 0 starts. Take it out of "
+                "`tables` there, restart shard 0, and drop it then."
+            )
+        return TableReply(self._registry.begin_drop(request.table).to_dict())
+
+    def erase(self, request: EraseTableRequest, remaining_s: float | None) -> EraseTableReply:
+        """Erase some of this shard's rows of a table that is being dropped.
+
+        Raises:
+            ParameterServerError: it is not being dropped, as far as storage says.
+            DeadlineExceededError: what was accepted before is not applied yet, or the rows not erased yet.
+        """
+        longest_s = _LONGEST_WAIT_S if remaining_s is None else min(remaining_s, _LONGEST_WAIT_S)
+        deadline = Deadline.after(max(0.0, min(request.timeout_s, longest_s)))
+        self._registry.load()
+        if request.key in {table.key for table in self._registry.gone}:
+            return EraseTableReply(0, 0)
+        definition = next((table for table in self._registry.dropping if table.key == request.key), None)
+        if definition is None:
+            raise ParameterServerError(
+                f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
+            )
+        self._intake.refuse_table(definition.key)
+        self._intake.flush(deadline)
+        state = self._tables.state(definition)
+        ids, n_erased = state.page(0, True, _PORTION), 0
+        if len(ids):
+            nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
+            rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
+            n_erased = self._intake.submit_rows(RowsWork(ERASE, rows), deadline)
+        if not state.n_rows:
+            self._tables.forget(definition)
+        return EraseTableReply(n_erased, state.n_rows)
+
+    def end(self, request: TableRequest, remaining_s: float) -> Empty:
+        """Free the name of a table, by its key, once every shard has answered that it has no row of it (shard 0).
+
+        Raises:
+            StorageError: it may be free.
+        """
+        self._require_first()
+        self._registry.end_drop(request.table)
+        return Empty()
+
+    def _require_first(self) -> None:
+        if self._shard != 0:
+            raise ParameterServerError(f"tables are dropped by shard 0, this is shard {self._shard}")

@@ -1,0 +1,262 @@
+"""What a shard answers, verb by verb: messages in, messages out. No gRPC here, no threads of its own."""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from kvemb.errors import (
+    InvalidInputError,
+    LostRowError,
+    ParameterServerError,
+    PushRejectedError,
+    ShardFailedError,
+    WrongNodeError,
+)
+from kvemb.messages import (
+    ByeRequest,
+    CompareRequest,
+    CountReply,
+    CreateTableRequest,
+    DescribeReply,
+    Empty,
+    FlushRequest,
+    HelloReply,
+    HelloRequest,
+    IdsReply,
+    IdsRequest,
+    LoadRequest,
+    ProgressReply,
+    PushPart,
+    RepairReply,
+    RepairRequest,
+    RowsRequest,
+    SaveReply,
+    SaveRequest,
+    SaveStatusRequest,
+    StatusReply,
+    StepReply,
+    TableReply,
+    TableRequest,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.table_def import TableDef
+
+from ..apply.background import Chores
+from ..ingest.validation import check_held, check_part, check_rows
+from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
+from ..recovery.shard_parts import ShardParts
+from .drop_handlers import DropVerbs
+from .push_parts import PushStream
+from .stream_limits import BytesInHand
+
+MAX_IDS = 4 << 20
+MAX_COMPARED = 1 << 12
+_LONGEST_WAIT_S = 3600.0
+log = logging.getLogger("paramserver")
+
+
+class Archive(Protocol):
+    """Saves and loads of the shard; see `paramserver.checkpoint.checkpoint_handlers`."""
+
+    def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
+        """Cut the shard and begin to save it."""
+
+    def progress(self, save_id: str) -> SaveReply:
+        """Say how far a save is."""
+
+    def load(self, request: LoadRequest) -> None:
+        """Check a load, or begin it."""
+
+
+class Verbs:
+    """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
+
+    def __init__(self, parts: ShardParts, archive: Archive | None = None) -> None:
+        self._parts, self._archive = parts, archive
+        self.repairs: Chores | None = None
+        self._in_hand = BytesInHand()
+        self._n_shards = len(parts.config.servers.shards)
+        self.drop = DropVerbs(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.intake)
+
+    def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
+        """Let a trainer in; both sides must mean the same cluster."""
+        ours = self._parts.cluster_id
+        if request.cluster_id != ours:
+            raise WrongNodeError(
+                f"trainer {request.trainer!r} reads nodes of cluster {request.cluster_id.hex() or '-'}, this shard writes to cluster "
+                f"{ours.hex()}; use the same kvemb.yaml"
+            )
+        if request.n_shards != self._n_shards:
+            raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
+        incarnation, last = self._parts.intake.hello(request.trainer, request.incarnation)
+        log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.intake.first_step(request.trainer))
+
+    def bye(self, request: ByeRequest, remaining_s: float) -> Empty:
+        """Let a trainer go."""
+        self._parts.intake.bye(request.trainer, request.incarnation)
+        log.info("trainer %s left", request.trainer)
+        return Empty()
+
+    def describe(self, request: Empty, remaining_s: float) -> DescribeReply:
+        """Say what a client must know."""
+        parts, servers = self._parts, self._parts.config.servers
+        tables = [table.to_dict() for table in parts.registry.tables]
+        return DescribeReply(parts.config.cluster, parts.cluster_id, parts.shard, self._n_shards, servers.mode, servers.trainers, tables)
+
+    def create_table(self, request: CreateTableRequest, remaining_s: float) -> TableReply:
+        """Create or open a table (shard 0)."""
+        try:
+            table = TableDef.from_dict(request.table)
+        except TypeError as error:
+            raise InvalidInputError(f"table definition: {error}") from error
+        return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
+
+    def get_table(self, request: TableRequest, remaining_s: float) -> TableReply:
+        """Return a table's definition."""
+        return TableReply(self._parts.registry.find(request.table).to_dict())
+
+    def open_stream(self, requests: Iterator[bytes]) -> PushStream:
+        """Make the server's end of a push stream."""
+        return PushStream(self._parts.intake, self._check_part, requests, self._in_hand)
+
+    def assign(self, request: RowsRequest, remaining_s: float) -> Empty:
+        """Set rows, in order with pushes; answered once applied."""
+        self._change_rows(ASSIGN, request, remaining_s)
+        return Empty()
+
+    def erase(self, request: RowsRequest, remaining_s: float) -> CountReply:
+        """Erase rows, in order with pushes; answered once applied, with the number of rows that existed."""
+        return CountReply(self._change_rows(ERASE, request, remaining_s))
+
+    def flush(self, request: FlushRequest, remaining_s: float) -> Empty:
+        """Wait until everything accepted is applied and in storage."""
+        self._parts.intake.flush(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        return Empty()
+
+    def count(self, request: TableRequest, remaining_s: float) -> CountReply:
+        """Count the rows of a table on this shard; without a name those of all tables."""
+        if not request.table:
+            return CountReply(sum(state.n_rows for state in self._parts.tables.all()))
+        return CountReply(self._parts.tables.state(self._parts.registry.find(request.table)).n_rows)
+
+    def step(self, request: TableRequest, remaining_s: float) -> StepReply:
+        """Say how often the optimizer was applied to a table on this shard."""
+        return StepReply(self._parts.tables.state(self._parts.registry.find(request.table)).step)
+
+    def ids(self, request: IdsRequest, remaining_s: float) -> IdsReply:
+        """List ids of a table on this shard in ascending order."""
+        if not 1 <= request.limit <= MAX_IDS:
+            raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_IDS}")
+        if not 0 <= request.after < 1 << 64:
+            raise InvalidInputError(f"after is {request.after}; give an id as uint64")
+        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        return IdsReply(state.page(request.after, request.first, request.limit).astype("<u8").tobytes())
+
+    def save(self, request: SaveRequest, remaining_s: float) -> SaveReply:
+        """Cut the shard and begin to save it; answered once it is cut."""
+        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
+        return self._require_archive().save(request, Deadline.after(patience_s))
+
+    def save_status(self, request: SaveStatusRequest, remaining_s: float) -> SaveReply:
+        """Say how far a save is."""
+        return self._require_archive().progress(request.save_id)
+
+    def load(self, request: LoadRequest, remaining_s: float) -> Empty:
+        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
+        self._require_archive().load(request)
+        return Empty()
+
+    def repair(self, request: RepairRequest, remaining_s: float) -> RepairReply:
+        """Have lost nodes repaired, and the named ones compared; answered when that is done.
+
+        Raises:
+            LostRowError: this shard keeps no journal, or a row cannot be restored.
+            InvalidInputError: no such node.
+            DeadlineExceededError: it goes on.
+        """
+        if self._parts.repairer is None or self.repairs is None:
+            raise LostRowError(
+                "nothing can be repaired: parameter_servers.durability is none, so there is no journal that rows could be restored from"
+            )
+        if self._parts.intake.failure:
+            raise ShardFailedError(self._parts.intake.failure)
+        known, started_s = self._parts.repairer.addresses, time.monotonic()
+        unknown = sorted(set(request.addresses) - set(known))
+        if unknown:
+            raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
+        ticket = self.repairs.ask_repair(known if request.all_nodes else request.addresses)
+        ticket.wait(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
+
+    def compare(self, request: CompareRequest, remaining_s: float) -> CountReply:
+        """Compare rows with storage, those that the index knows; answered with how many had to be restored.
+
+        Raises:
+            InvalidInputError: too many ids; those of other shards are not known here.
+            LostRowError: a row cannot be restored.
+            StorageError, DeadlineExceededError: not compared yet.
+        """
+        n_ids, left = divmod(len(request.ids), 8)
+        if left or n_ids > MAX_COMPARED:
+            raise InvalidInputError(f"{len(request.ids)} bytes of ids to be compared: give at most {MAX_COMPARED} ids of 8 bytes")
+        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        ids = np.unique(np.frombuffer(request.ids, "<u8").astype(np.uint64))
+        ids = ids[state.known(ids)]
+        if not len(ids) or self.repairs is None or not self.repairs.can_repair or self._parts.intake.failure:
+            return CountReply(0)
+        ticket = self.repairs.ask_compare(state, ids)
+        ticket.wait(Deadline.after(_patience_s(remaining_s)))
+        return CountReply(ticket.rows)
+
+    def progress(self, request: Empty, remaining_s: float) -> ProgressReply:
+        """Say up to which batch storage has everything."""
+        return ProgressReply(self._parts.engine.epoch, self._parts.engine.stored_k)
+
+    def status(self, request: Empty, remaining_s: float) -> StatusReply:
+        """Say how the shard is doing."""
+        parts = self._parts
+        pending, lag_s = parts.intake.pending()
+        cache = parts.tables.cache_budget
+        return StatusReply(
+            shard=parts.shard,
+            epoch=parts.engine.epoch,
+            k=parts.engine.k,
+            rows_applied=parts.engine.rows_applied,
+            pending_parts=pending,
+            lag_s=lag_s,
+            n_rows=sum(state.n_rows for state in parts.tables.all()),
+            n_trainers=parts.intake.n_trainers,
+            cache_bytes=cache.used_bytes,
+            cache_lookups=cache.n_lookups,
+            cache_hits=cache.n_hits,
+            failure=parts.intake.failure or parts.intake.trouble or self.drop.unfinished,
+            journal_bytes=parts.ledger.size_bytes,
+            recovered_rows=parts.recovered.rows,
+            recovery_s=parts.recovered.seconds,
+            dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
+            repair="" if parts.repairer is None else parts.repairer.figures.now,
+            compared="" if self.repairs is None else self.repairs.compared,
+        )
+
+    def _require_archive(self) -> Archive:
+        if self._archive is None:
+            raise ParameterServerError("this shard neither saves nor loads")
+        return self._archive
+
+    def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
+        find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
+        return check_part(part, find, shard, self._n_shards), check_held(part, find, shard, self._n_shards, sync=sync)
+
+    def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
+        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
+        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
+        return self._parts.intake.submit_rows(RowsWork(kind, rows), Deadline.after(patience_s))
+
+
+def _patience_s(remaining_s: float | None) -> float:
+    """How long a verb may wait: as long as its caller does."""
+    return _LONGEST_WAIT_S if remaining_s is None else max(0.0, min(remaining_s, _LONGEST_WAIT_S))

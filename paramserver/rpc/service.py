@@ -1,0 +1,162 @@
+"""The gRPC shell: bytes in, bytes out, one handler per method of `kvemb.messages`. Decides nothing itself.
+
+Unary replies are always a `Reply`: errors travel in it with their type. No protobuf except gRPC's own health service.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvemb.errors import KvembError, ParameterServerError, ShardUnavailableError, to_wire
+from kvemb.message_format import MAX_MESSAGE_BYTES, Message
+from kvemb.messages import (
+    MAX_REQUEST_BYTES,
+    SERVICE,
+    ByeRequest,
+    CompareRequest,
+    CreateTableRequest,
+    Empty,
+    EraseTableRequest,
+    FlushRequest,
+    HelloRequest,
+    IdsRequest,
+    LoadRequest,
+    RepairRequest,
+    Reply,
+    RowsRequest,
+    SaveRequest,
+    SaveStatusRequest,
+    TableRequest,
+)
+
+from .handlers import Verbs
+from .stream_limits import MAX_STREAMS, Streams
+
+MAX_WAITING_CALLS = 48
+_SPARE_THREADS = 16  # answer hello, status and health while every stream and every waiting call is taken
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+log = logging.getLogger("paramserver")
+
+
+class Server:
+    """A gRPC server around a shard's verbs.
+
+    Args:
+        verbs: what to call.
+        listen: "host:port"; port 0 takes a free one.
+
+    Raises:
+        ParameterServerError: the address cannot be had.
+    """
+
+    def __init__(self, verbs: Verbs, listen: str) -> None:
+        self._verbs = verbs
+        self._streams = Streams()
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
+        n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
+        self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="kvemb-rpc")
+        self._server = grpc.server(self._threads, options=_OPTIONS)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ParameterServerError(f"cannot listen on {listen}: is another process there, or is it no address of this host?") from error
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
+        self.set_serving(True)
+
+    def set_serving(self, serving: bool) -> None:
+        """Set what the health service answers."""
+        states = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """End every call, those still under way after the grace time by force, and the threads."""
+        self._health.enter_graceful_shutdown()
+        self._streams.end_idle()  # trainers keep them open, and nobody need wait for that
+        self._server.stop(grace_s).wait()
+        self._threads.shutdown(wait=True)
+
+    def _handlers(self) -> dict[str, Any]:
+        verbs = self._verbs
+        unary = {
+            "Hello": self._unary(HelloRequest, verbs.hello),
+            "Describe": self._unary(Empty, verbs.describe),
+            "CreateTable": self._unary(CreateTableRequest, verbs.create_table, waits=True),
+            "DropTable": self._unary(TableRequest, verbs.drop.begin, waits=True),
+            "EraseTable": self._unary(EraseTableRequest, verbs.drop.erase, waits=True),
+            "EndDrop": self._unary(TableRequest, verbs.drop.end, waits=True),
+            "GetTable": self._unary(TableRequest, verbs.get_table),
+            "Assign": self._unary(RowsRequest, verbs.assign, waits=True),
+            "Erase": self._unary(RowsRequest, verbs.erase, waits=True),
+            "Flush": self._unary(FlushRequest, verbs.flush, waits=True),
+            "Count": self._unary(TableRequest, verbs.count),
+            "Step": self._unary(TableRequest, verbs.step),
+            "Ids": self._unary(IdsRequest, verbs.ids),
+            "Status": self._unary(Empty, verbs.status),
+            "Progress": self._unary(Empty, verbs.progress),
+            "Bye": self._unary(ByeRequest, verbs.bye),
+            "Save": self._unary(SaveRequest, verbs.save, waits=True),
+            "SaveStatus": self._unary(SaveStatusRequest, verbs.save_status),
+            "Load": self._unary(LoadRequest, verbs.load, waits=True),
+            "Compare": self._unary(CompareRequest, verbs.compare, waits=True),
+            "Repair": self._unary(RepairRequest, verbs.repair, waits=True),
+        }
+        handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
+        return {**handlers, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
+
+    def _unary(self, request_type: type[Message], verb: Callable[[Any, float], Message], *, waits: bool = False) -> Any:
+        """Make a handler; `waits` marks verbs that may hold their thread for long, of which only so many may run at once."""
+
+        def handle(data: bytes, context: Any) -> bytes:
+            try:
+                request = request_type.decode(data)
+                remaining_s = context.time_remaining()
+                reply = self._bounded(verb, request, remaining_s) if waits else verb(request, remaining_s)
+                return Reply({}, reply.encode()).encode()
+            except KvembError as error:
+                return Reply(to_wire(error), b"").encode()
+            except Exception as error:
+                log.exception("%s failed because of an error of the parameter server itself", request_type.__name__)
+                return Reply(to_wire(error), b"").encode()
+
+        return handle
+
+    def _bounded(self, verb: Callable[[Any, float], Message], request: Message, remaining_s: float) -> Message:
+        if not self._waiting.acquire(blocking=False):
+            raise ShardUnavailableError(f"{MAX_WAITING_CALLS} flushes, assigns, erases, saves and repairs are waiting already; try again")
+        try:
+            return verb(request, remaining_s)
+        finally:
+            self._waiting.release()
+
+    def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        stream = self._verbs.open_stream(requests)
+        try:
+            self._streams.enter(stream, context.peer())
+        except ShardUnavailableError as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            if context.add_callback(stream.cancel):
+                yield from stream.replies()
+                if stream.unavailable:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, stream.unavailable)
+        finally:
+            self._streams.leave(stream)

@@ -1,0 +1,162 @@
+"""The updates of many batches applied to rows in a few calls. Pure.
+
+A journal of small batches would otherwise cost NumPy's price per call for every table of every batch. Updates of one row follow each other;
+those of different rows do not know each other. So the n-th of the updates that wait for each row make one round, whichever batches they are
+from, and a round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The results have the bits
+that batch after batch gives.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.rounding import round_nearest, round_stochastic, to_float32
+
+from ..model.tables import TableState
+from ..model.transition import first_values
+from ..optim.update_rule import Array, Factors
+from .run_set import Base
+from .sorted_run import Ids, whole
+
+_BLOCK_WEIGHTS = 1 << 17  # as the engine's: what one round leaves is still in the processor's cache for the next
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What one batch does to some of the rows.
+
+    Args:
+        at: intp [n], distinct places among the rows.
+        grads: float32 [n, dim].
+        version: that these rows get.
+        factors: of the optimizer at this batch.
+    """
+
+    at: NDArray[np.intp]
+    grads: Array
+    version: int
+    factors: Mapping[str, float]
+
+
+class Rounds:
+    """Updates that wait, of one table.
+
+    Args:
+        table: only its definition and optimizer are used.
+        ids: uint64 [n], of all rows.
+        base: what is known of the rows; `run` changes its arrays.
+    """
+
+    def __init__(self, table: TableState, ids: Ids, base: Base) -> None:
+        self._table, self._ids, self._base = table, ids, base
+        self._waiting: list[_Batch] = []
+        self.size_bytes = 0
+
+    def add(self, at: NDArray[np.intp], grads: Array, version: int, factors: Mapping[str, float]) -> None:
+        """Have rows updated, behind what was added before.
+
+        Args:
+            at: intp [n], distinct places of rows.
+            grads: float32 [n, dim]; kept.
+            version: that they get, above that of every batch before.
+            factors: `Optimizer.factors` of the batch.
+        """
+        self._waiting.append(_Batch(at, grads, version, factors))
+        self.size_bytes += at.nbytes + grads.nbytes
+
+    def run(self) -> None:
+        """Apply everything that waits."""
+        if not self._waiting:
+            return
+        batches, self._waiting, self.size_bytes = self._waiting, [], 0
+        updates = _Updates.of(batches)
+        n_block = max(1, _BLOCK_WEIGHTS // self._table.definition.dim)
+        for start in range(0, len(updates.rows), n_block):
+            self._block(updates, slice(start, start + n_block))
+
+    def _block(self, updates: "_Updates", block: slice) -> None:
+        """All rounds of some rows."""
+        base, definition, optimizer = self._base, self._table.definition, self._table.optimizer
+        rows = updates.rows[block]
+        ids, old = self._ids[rows], whole(base.records)[rows].view(np.uint8).reshape(len(rows), -1)
+        weights, slots = first_values(self._table, ids, old, base.exists[rows])
+        for n, grads, factors, versions in updates.rounds(block):
+            optimizer.update_mixed(weights[:n], slots[:n], grads, factors)
+            if definition.dtype != "float32":
+                stored = round_stochastic(weights[:n], definition.dtype, ids=ids[:n], versions=versions, seed=definition.seed)
+                weights[:n] = to_float32(stored, definition.dtype)
+        last = updates.last_versions(block)
+        definition.record.encode(ids, last, round_nearest(weights, definition.dtype), slots, old)  # weights are as they are stored
+        whole(base.records)[rows], base.versions[rows], base.exists[rows] = whole(old), last, True
+
+
+@dataclass(frozen=True, eq=False)
+class _Updates:
+    """The updates of all batches, by row: u rows with m updates, of b batches.
+
+    Args:
+        rows: intp [u], distinct places; those with the most updates first, so that a round is the beginning of the one before.
+        first: intp [u], where each row's updates begin in `order`.
+        counts: intp [u], how many they are; descending.
+        order: intp [m], the updates row by row, and of each row in the order of the batches.
+        grads: float32 [m, dim], in the order of the batches; and so is
+        batch: intp [m], which batch each update is of.
+        versions: uint64 [b].
+        same: factors that all batches agree in.
+        names: of those that they do not, and
+        differing: float32 [b, number of names], their values.
+    """
+
+    rows: NDArray[np.intp]
+    first: NDArray[np.intp]
+    counts: NDArray[np.intp]
+    order: NDArray[np.intp]
+    grads: Array
+    batch: NDArray[np.intp]
+    versions: Ids
+    same: Mapping[str, float]
+    names: tuple[str, ...]
+    differing: Array
+
+    @classmethod
+    def of(cls, batches: list[_Batch]) -> "_Updates":
+        """Sort the updates of batches, which are in order."""
+        at = np.concatenate([one.at for one in batches])
+        order = np.argsort(at, kind="stable")
+        by_row = at[order]
+        first = np.flatnonzero(np.diff(by_row, prepend=-1))
+        counts = np.diff(first, append=len(at))
+        most = np.argsort(-counts, kind="stable")
+        values = {name: [one.factors[name] for one in batches] for name in batches[0].factors}
+        names = tuple(name for name, numbers in values.items() if numbers.count(numbers[0]) < len(numbers))
+        return cls(
+            by_row[first[most]],
+            first[most],
+            counts[most],
+            order,
+            np.concatenate([one.grads for one in batches]),
+            np.repeat(np.arange(len(batches)), [len(one.at) for one in batches]),
+            np.array([one.version for one in batches], np.uint64),
+            {name: numbers[0] for name, numbers in values.items() if name not in names},
+            names,
+            np.array([values[name] for name in names], np.float32).T,
+        )
+
+    def rounds(self, block: slice) -> Iterator[tuple[int, Array, Factors, Ids]]:
+        """Yield, for each round of a block of rows: how many rows take part, the block's first; their grads, factors and versions."""
+        first, counts = self.first[block], self.counts[block]
+        for turn in range(int(counts[0])):
+            n = len(counts) - int(np.searchsorted(counts[::-1], turn, side="right"))
+            updates = self.order[first[:n] + turn]
+            batch = self.batch[updates]
+            differing = self.differing[batch] if self.names else self.differing
+            factors: dict[str, float | Array] = dict(self.same)
+            factors.update({name: differing[:, i : i + 1] for i, name in enumerate(self.names)})
+            yield n, np.take(self.grads, updates, axis=0), factors, self.versions[batch]
+
+    def last_versions(self, block: slice) -> Ids:
+        """Return the version that each row of a block has in the end."""
+        versions: Ids = self.versions[self.batch[self.order[self.first[block] + self.counts[block] - 1]]]
+        return versions

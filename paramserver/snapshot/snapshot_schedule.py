@@ -1,0 +1,109 @@
+"""Local snapshots: when one is due, and what follows from it. The journal may not grow without end, and recovery may not take for ever.
+
+A snapshot begins when the journal has reached its size, proceeds a slice at a time between batches, and ends with an image of the index;
+only then the journal's entries up to the snapshot's cut are let go. Apply thread only.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvemb.record import split_version
+from kvemb.table_def import TableDef
+
+from ..journal import BatchEntry, Journal, Position, decode
+from ..journal.fenced_log import Ledger
+from ..model.tables import TableState
+from . import Progress, Snapshotter
+
+log = logging.getLogger("paramserver")
+
+
+class LocalSnapshots:
+    """One shard's.
+
+    Args:
+        ledger: the journal.
+        snapshotter: takes them.
+        tables: all of the shard.
+        applied: where the journal entry of the last batch applied ends.
+        save: saves the image of the shard as of a position.
+        max_bytes: of the journal.
+        needed: whether rows exist that no snapshot and no journal has (the shard ran without a journal): then one is due at once.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        snapshotter: Snapshotter,
+        tables: Callable[[], Sequence[TableState]],
+        *,
+        applied: Callable[[], Position],
+        save: Callable[[Position], None],
+        max_bytes: int,
+        needed: bool = False,
+    ) -> None:
+        self._ledger, self._snapshotter, self._tables = ledger, snapshotter, tables
+        self._applied, self._save, self._max_bytes = applied, save, max_bytes
+        self._due_bytes, self._needed = max_bytes, needed
+        self._steps: Iterator[Progress] | None = None
+        self._cut = applied()
+        self._begun_s = 0.0
+        self._progress = Progress()
+        self.taken = 0
+
+    def step(self) -> bool:
+        """Begin a snapshot if one is due, or go on with it; return whether there is more to do.
+
+        Raises:
+            LostRowError, StorageError, JournalFullError, OSError: it was given up; the one before it stays in force.
+        """
+        if self._steps is None:
+            if self._ledger.size_bytes <= self._due_bytes and not self._needed:
+                return False
+            self._cut, self._begun_s = self._applied(), time.monotonic()
+            self._steps = self._snapshotter.steps(self._tables(), lambda: self._save(self._applied()))
+        try:
+            self._progress = next(self._steps)
+            return True
+        except StopIteration:
+            self._end()
+            return False
+        except BaseException:
+            self._steps = None
+            raise
+
+    def _end(self) -> None:
+        self._steps, self._needed = None, False
+        before = self._ledger.size_bytes
+        self._ledger.discard_before(self._cut)
+        self.taken += 1
+        # What lies behind the cut stays: the next one is due only when as much again has come.
+        self._due_bytes = max(self._max_bytes, self._ledger.size_bytes + self._max_bytes // 2)
+        took_s = time.monotonic() - self._begun_s
+        log.info(
+            "local snapshot: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB",
+            self._progress.n_rows,
+            self._progress.size_bytes / 1e6,
+            took_s,
+            before / 1e6,
+            self._ledger.size_bytes / 1e6,
+        )
+
+
+def reaches_back(journal: Journal, cut: int, k: int, find: Callable[[str, int], TableDef]) -> bool:
+    """Whether snapshot and journal together hold every change up to now.
+
+    Args:
+        journal: of the shard.
+        cut: of its local snapshot, as a version; 0 for none.
+        k: batches so far.
+        find: the registry's look-up.
+    """
+    entries = (decode(payload, find) for _, payload in journal.read())
+    behind = (entry.version for entry in entries if isinstance(entry, BatchEntry) and entry.version > cut)
+    held = split_version(cut)[1]
+    if cut and held == 0:  # a load began an epoch: the batches behind it are numbered on
+        return True
+    # Batches of a time without a journal are in neither: then there is a gap behind the cut, which may be from before that time.
+    return split_version(next(behind, k + 1))[1] == held + 1

@@ -1,0 +1,85 @@
+"""Writing one run to its file. Nothing of it counts before `run_set` names it in a manifest."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvemb.errors import JournalFullError
+from kvemb.table_def import TableDef
+
+from ..disk.disk_errors import mend
+from ..journal import segment_files
+from .run_manifest import RunEntry
+from .sorted_run import ROWS, Bytes, Ids, RunEncoder
+
+
+class RunWriter:
+    """Writes one run; made by `Runs.begin`.
+
+    Args:
+        path: of the file, which is not there yet.
+        number: of the run.
+        definition: the table.
+    """
+
+    def __init__(self, path: Path, number: int, definition: TableDef) -> None:
+        self.definition = definition
+        self._path, self._number = path, number
+        self._encoder = RunEncoder(definition.record.size_bytes)
+        self._descriptor: int | None = None
+        self.size_bytes = 0
+
+    @property
+    def n_rows(self) -> int:
+        """Rows that were added."""
+        return self._encoder.n_rows[ROWS]
+
+    def add(self, kind: int, ids: Ids, rest: Bytes) -> None:
+        """Add rows or erased ids; see `RunEncoder.add`.
+
+        Raises:
+            JournalFullError: they cannot be written; drop the run.
+        """
+        if len(ids):
+            self._write(list(self._encoder.add(kind, ids, rest)))
+
+    def finish(self) -> RunEntry | None:
+        """Make the file durable; None when nothing was added.
+
+        Raises:
+            JournalFullError: drop the run.
+        """
+        if not any(self._encoder.n_rows):
+            return None
+        self._write([self._encoder.footer()])
+        assert self._descriptor is not None
+        try:
+            segment_files.sync(self._descriptor)
+        except OSError as error:
+            raise full(self._path, error) from error
+        os.close(self._descriptor)
+        self._descriptor = None
+        return RunEntry(self._number, self.size_bytes)
+
+    def drop(self) -> None:
+        """Give the run up, unless it is finished: then a manifest may name it, and if none does, `Runs` deletes it later."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            with suppress(OSError):
+                self._path.unlink()
+
+    def _write(self, pieces: list[bytes | memoryview]) -> None:
+        try:
+            if self._descriptor is None:
+                self._descriptor = segment_files.create(self._path)
+                pieces = [self._encoder.header(), *pieces]
+            segment_files.write_all(self._descriptor, pieces, self.size_bytes)
+        except OSError as error:
+            raise full(self._path, error) from error
+        self.size_bytes += sum(len(piece) for piece in pieces)
+
+
+def full(path: Path, error: OSError) -> JournalFullError:
+    """Return the error that says that a file of the snapshot could not be written."""
+    return JournalFullError(f"{path}: {error.strerror}; the local snapshot is the old one: {mend(error)}.")
