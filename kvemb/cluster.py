@@ -439,7 +439,8 @@ class Cluster:
         if get_spawning_popen() is None or self._again is None:
             raise InvalidInputError(
                 f"{self!r} is a connection and cannot be pickled, except to start a process with multiprocessing's spawn. Keep what it was "
-                "opened with, and call kvemb.connect again; a model's state_dict() has its dense weights, cluster.save(url) saves rows"
+                "opened with, and call kvemb.connect again. A model's state_dict() has its dense weights, cluster.save(url) saves rows; "
+                "kvemb.torch.materialize(model) is a copy with its rows that torch.save takes"
             )
         return self._again, ()
 

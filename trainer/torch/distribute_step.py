@@ -7,7 +7,7 @@ optimizer, so that whatever calls its step finds the push there: a scheduler's p
 * Leaves with a gradient wait in the group that their weight was in: GradScaler unscales them and sees their overflows, zero_grad
   drops them. They leave with the push, so the dense step never sees one; to state_dict they are not shown.
 * Run-time values are read from that group at every step, so schedulers work.
-* Copies and pickles of an optimizer come without its hooks, so they are refused.
+* Copies and pickles of an optimizer come without its hooks, so they are refused; a plain copy of a model that holds one has None there.
 * In a sync job every trainer has to take part in every step. GradScaler leaves step() out after an overflow, unless the optimizer
   says that it handles scaled gradients; so it is made to say so, and the dense part does here what GradScaler would have done.
 """
@@ -21,6 +21,7 @@ import torch
 from kvemb.errors import InvalidInputError
 
 from .eager import eager
+from .left_out import HELD_BY_A_MODEL, are_left_out
 from .optimizer import SparseOptimizer
 from .optimizer_map import MappedGroup
 from .pending import Pending
@@ -63,6 +64,7 @@ class JoinedStep:
         optimizer.register_state_dict_post_hook(self._put_back)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         self._optimizer.__getstate__ = self._refuse_copy  # which copies and pickles ask for; they would come without the hooks
+        self._optimizer.__deepcopy__ = self._copied_with_a_model
 
     def _group_at(self, place: int) -> Callable[[], dict[str, Any]]:
         return lambda: self._optimizer.param_groups[place]
@@ -119,9 +121,13 @@ class JoinedStep:
         for pending in self._pending.values():
             pending.clear()
 
+    def _copied_with_a_model(self, memo: dict[Any, Any]) -> None:
+        if not are_left_out(memo):
+            self._refuse_copy()
+
     def _refuse_copy(self) -> dict[str, Any]:
         raise InvalidInputError(
             f"this optimizer's step pushes the gradients of table(s) {', '.join(self._pending)}, a copy of it would not, and their rows "
             "would never change: it cannot be copied or pickled. Save its state_dict(); a copy of the model is trained by another "
-            "optimizer for its parameters, and a SparseOptimizer of it"
+            f"optimizer for its parameters, and a SparseOptimizer of it. {HELD_BY_A_MODEL}"
         )

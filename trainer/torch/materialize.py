@@ -22,6 +22,7 @@ from .collections import EmbeddingBagCollection, EmbeddingCollection
 from .columns import DenseFeatures
 from .embedding import Embedding, EmbeddingBag
 from .known_rows import KnownRows, KnownRowsBag
+from .left_out import leave_out
 from .lookup import LookupModule, TableModule
 from .plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
 
@@ -46,7 +47,8 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
     Returns:
         A model of torch's own modules, or `KnownRows` and `KnownRowsBag` where ids were given; float32 on the CPU, where the model's
         other parameters stay where they are. Modules over several tables become those of `plain_tables`, with such modules inside. All
-        modules over a table share one parameter, unless they were given different ids.
+        modules over a table share one parameter, unless they were given different ids. Where the model holds an optimizer that pushes
+        (the one given to `distribute`, or a SparseOptimizer), as an attribute, in a list or on a scheduler, the copy has None.
 
     Raises:
         InvalidInputError: too many bytes, a table without num_ids and without ids, names that are neither table nor path, a module of
@@ -72,7 +74,8 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
         if not cluster.read_only:
             cluster.flush()
     weights: dict[_Rows, nn.Parameter] = {}
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
+    leave_out(memo)
     for path, module in found.items():
         wanted = chosen.get(path)
         key = _rows_of(module, wanted)

@@ -20,6 +20,7 @@ from kvemb.ids import to_caller
 from ..report import current_report
 from .eager import eager
 from .gradients import Part, merge, unscale_factor
+from .left_out import HELD_BY_A_MODEL, are_left_out
 from .pending import Pending
 from .ports import AckPort, ClusterPort, Held
 from .shared import SharedLookups
@@ -175,9 +176,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         """How stale the last push was, as its ack says; None before the first push and until it was released."""
         return None if self.last_ack is None else self.last_ack.staleness
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
+        if not are_left_out(memo):
+            self.__getstate__()
+
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidInputError(
-            "a SparseOptimizer belongs to the modules that it was made for and cannot be copied or pickled: make one of the copied model"
+            "a SparseOptimizer belongs to the modules that it was made for and cannot be copied or pickled: make one of the copied model. "
+            f"{HELD_BY_A_MODEL}"
         )
 
     def state_dict(self) -> dict[str, Any]:
