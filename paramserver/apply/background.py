@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import (
     DeadlineExceededError,
+    ForeignPageError,
     JournalFullError,
     KvembError,
     LostRowError,
@@ -135,6 +136,23 @@ class Chores:
             self._to_compare.append(ticket)
         self._wake()
         return ticket
+
+    def restore(self, table: TableState, ids: NDArray[np.uint64], timeout_s: float) -> None:
+        """Have rows compared, and their node where a page is of another type. Returns when that is done, or goes on, or storage is away.
+
+        Raises:
+            LostRowError: a row cannot be restored; the shard stops.
+        """
+        deadline = Deadline.after(timeout_s)
+        try:
+            try:
+                self.ask_compare(table, ids).wait(deadline)
+            except ForeignPageError as error:
+                self.ask_repair([error.address]).wait(deadline)
+        except LostRowError:
+            raise
+        except StorageError as error:
+            log.warning("table %r: %d rows are not restored yet: %s", table.definition.name, len(ids), error)
 
     @property
     def compared(self) -> str:

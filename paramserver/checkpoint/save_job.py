@@ -8,7 +8,7 @@ every batch up to the cut and none after it, and needs no journal to be loaded.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvemb.checkpoint.names import ERASED, IDS
 from kvemb.checkpoint.rows import RowBlock
 from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
-from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError
+from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import ReadPart, Store
 from kvemb.table_def import TableDef
@@ -33,7 +33,9 @@ Ids = NDArray[np.uint64]
 _SLICE_BYTES = 8 << 20
 _PATIENCE_S = 300.0
 _PAUSE_S = 0.5
-_PASSING = (NodeLostError, NodeSuspectError, LostRowError, *RETRYABLE)
+_PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
+Restore = Callable[[TableDef, Ids], None]
+"""Has rows compared with the index and restored. Returns when that is done, or takes longer; raises LostRowError where it cannot be."""
 log = logging.getLogger("paramserver")
 
 
@@ -86,12 +88,15 @@ class SaveJob:
         store: open; read from the job's own thread.
         folder: for what is written over meanwhile.
         timeout_s: of one storage call.
+        restore: rows that somebody deleted or wrote over in storage.
     """
 
-    def __init__(self, order: SaveOrder, cut: Cut, tables: Sequence[TableCut], store: Store, folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self, order: SaveOrder, cut: Cut, tables: Sequence[TableCut], store: Store, folder: Path, timeout_s: float, restore: Restore
+    ) -> None:
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
-        self._tables, self._store, self._timeout_s = tables, store, timeout_s
+        self._tables, self._store, self._timeout_s, self._restore = tables, store, timeout_s, restore
         self._kept = {table.definition.key: PreImages(folder, table.definition.record.size_bytes) for table in tables}
         self._reached = {table.definition.key: -1 for table in tables}  # the last id that needs no record kept any more
         self._lock = threading.Lock()
@@ -184,32 +189,36 @@ class SaveJob:
             self._reached[definition.key] = (1 << 64) - 1
 
     def _records(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
-        """Return the rows as they were at the cut, waiting for storage nodes that are away or being repaired."""
+        """Return the rows as they were at the cut, waiting for storage nodes that are away, and for the repair of nodes and rows."""
         until = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return self._read(definition, ids, versions)
-            except _PASSING:
-                if time.monotonic() > until or self._stopping.wait(_PAUSE_S):
-                    raise
+                records, lost = self._read(definition, ids, versions)
+                if not len(lost):
+                    return records
+                waiting: StorageError = LostRowError(
+                    f"table {definition.name!r}: {len(lost)} rows are not in storage as the shard's index knows them, the first is id "
+                    f"{definition.shown_id(int(lost[0]))}, and they were not restored in time"
+                )
+                self._restore(definition, lost)  # in vain while they are still to be written: they were dirty at the cut
+            except _PASSING as error:
+                waiting = error
+            if time.monotonic() > until or self._stopping.wait(_PAUSE_S):
+                raise waiting
 
-    def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
+    def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> tuple[NDArray[np.uint8], Ids]:
+        """Return what is known of the rows as they were at the cut, and the ids of those that storage should have and has not."""
         record = definition.record
         keys = definition.keys(ids, pages=self._store.capabilities.pages)
         wanted_bytes = record.prefix_bytes if self.order.weights_only else record.size_bytes
-        read = self._store.read([ReadPart(keys, record.size_bytes, wanted_bytes)], Deadline.after(self._timeout_s))[0].in_key_order()
-        record.check(read.records, ids, read.found, self._store.whereabouts(keys))
-        stored = np.where(read.found, record.versions(read.records), np.uint64(0))
+        part = ReadPart(keys, record.size_bytes, wanted_bytes, foreign=True)
+        read = self._store.read([part], Deadline.after(self._timeout_s))[0].in_key_order()
+        ours = read.found & record.belong(read.records, ids)
+        stored = np.where(ours, record.versions(read.records), np.uint64(0))
         late = np.flatnonzero(stored != versions)
         if not len(late):
-            return read.records
+            return read.records, ids[late]
         records = read.records.copy()
         found, kept = self._kept[definition.key].find(ids[late])
         records[late[found]] = kept[:, :wanted_bytes]
-        lost = late[~found]
-        if len(lost):
-            raise LostRowError(
-                f"table {definition.name!r}: {len(lost)} rows are not in storage as the shard's index knows them, the first is id "
-                f"{int(ids[lost[0]])}; the save waits for their repair"
-            )
-        return records
+        return records, ids[late[~found]]

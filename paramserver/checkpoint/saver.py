@@ -26,7 +26,7 @@ from kvemb.table_def import TableDef
 from ..engine.engine import Engine
 from ..model.tables import Tables
 from .erased_log import ErasedLog
-from .save_job import SaveJob, SaveOrder, TableCut
+from .save_job import Restore, SaveJob, SaveOrder, TableCut
 
 Ids = NDArray[np.uint64]
 _POLL_S = 0.002
@@ -65,6 +65,8 @@ class Saver:
         engine.witness = self
         self.committed_k: Callable[[], int] = lambda: engine.k
         """The k of the last batch that may have been acknowledged; set by the shard when it has a committer."""
+        self.restore: Restore = lambda definition, ids: None
+        """Set by the shard where rows can be restored."""
 
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
@@ -153,7 +155,7 @@ class Saver:
             state = self._tables.state(definition)
             erased = self._erased.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
             tables.append(TableCut(definition, state.step, *state.arrays(), erased))
-        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s)
+        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self.restore)
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

@@ -4,11 +4,15 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
+from kvemb.table_def import TableDef
 
 from ..apply.applier import Applier
 from ..apply.background import Chores
@@ -79,6 +83,8 @@ class Shard:
         self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
         self._write_behind(handover.wake)
         self._chores = self._applier.chores = verbs.repairs = self._make_chores(handover.wake)
+        if self._chores.can_repair:
+            self._saver.restore = self._restore
         self._watch = NodeWatch(
             store,
             parts.config.storage.timeout_s,
@@ -129,6 +135,9 @@ class Shard:
         if parts.repairer is not None:
             scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
         return Chores(parts.repairer, self._snapshots(), wake, scrub=scrub, timeout_s=timeout_s)
+
+    def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
+        self._chores.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)
 
     def _tell_progress(self) -> None:
         """Note on the nodes how far the shard is; while rows are still to be set back, the older note must refuse another start."""

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, nodes_of, raw_part, require
 
 import kvemb
+from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.verify import verify
 from kvemb.client.repair import repair
 from kvemb.errors import KvembError, MessageError, RecordError, from_wire
 from kvemb.keys import RowKeys
@@ -186,6 +188,49 @@ def test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_re
         require(table, np.arange(50), 1)
         require(table, np.arange(50, 500), 3)
         assert len(table) == 800
+
+
+def saved_rows(url: str) -> dict[str, tuple[list[int], list[float]]]:
+    """By table of a checkpoint: its ids, ascending, and the distinct values of its rows."""
+    verify(url).require_good()
+    chain = open_chain(url)
+    found = {}
+    for saved in chain.newest.tables:
+        blocks = [block for shard in range(chain.newest.n_shards) for block in chain.rows(saved.definition, shard)]
+        ids, weights = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("ids", "weights"))
+        found[saved.definition.name] = np.sort(ids).tolist(), np.unique(weights).tolist()
+    return found
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_deleted(kind: str, weights_only: bool, tmp_path: Path) -> None:
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local, kvemb.connect(local.url) as c:
+        table, ids = counting_table(c, "foreign"), np.arange(500)
+        add(table, ids).wait_applied(timeout_s=PATIENCE_S)
+        for row, make in enumerate(FOREIGN.values()):
+            foreign_write(local, table, 70 * row, make(table, table.definition.record.size_bytes))
+        foreign_write(local, table, 450, None)
+        if kind != "memcached":
+            key = RowKeys(table.definition.tag, np.array([451], np.uint64)).encode().tobytes()
+            with redis_client(local.servers[int(nodes_of(table, 3, np.array([451]))[0])]) as client:
+                client.delete(key)
+                client.rpush(key, "x")
+        c.save(str(tmp_path / "a"), weights_only=weights_only)
+        assert saved_rows(str(tmp_path / "a")) == {"foreign": (ids.tolist(), [1.0])}
+        require(table, ids, 1)
+
+
+def test_a_save_has_pages_brought_back_that_another_program_replaced(kind: str, tmp_path: Path) -> None:
+    if kind == "memcached":
+        pytest.skip("memcached keeps no pages and knows one type of value")
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url) as cluster:
+        table, ids = paged_table(cluster), np.arange(4000)
+        add(table, ids).wait_applied(timeout_s=PATIENCE_S)
+        for number, what in enumerate(OTHER_TYPES):
+            replace_page(local, table, 7 + 500 * number, what)
+        cluster.save(str(tmp_path / "a"))
+        assert saved_rows(str(tmp_path / "a")) == {"pages": (ids.tolist(), [1.0])}
+        require(table, ids, 1)
 
 
 @pytest.mark.parametrize("make", ["rpush", "sadd"])
