@@ -214,10 +214,10 @@ class Cluster:
         """Delete a table with all its rows, for good; its name may be given to another one then. Return how many rows were erased.
 
         What was pushed before is applied first. From the moment it begins, trainers that still use the table get TableDroppedError from
-        their next push, assign or erase (a trainer that had opened it and only pulls gets initial rows); a table created later under the
-        name takes nothing from them. Broken off, by a shard that was killed or a timeout, the table stays without a name, `kvemb status`
-        says so, and calling this again completes it. Checkpoints keep what they hold, and loading one brings the table back; a base for
-        incremental ones must be saved anew.
+        their next push, assign or erase. One that only pulls gets initial rows until it has asked the shards about rows that it did not
+        find, about a second later. A table created later under the name takes nothing from them. Broken off, by a shard that was killed or
+        a timeout, the table stays without a name, `kvemb status` says so, and calling this again completes it. Checkpoints keep what they
+        hold, and loading one brings the table back; a base for incremental ones must be saved anew.
 
         Args:
             name: of the table.

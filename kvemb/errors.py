@@ -35,7 +35,7 @@ class UnknownTableError(KvembError, KeyError):
 
 
 class TableDroppedError(UnknownTableError):
-    """The table was dropped, or is being dropped. Nothing of this call was accepted."""
+    """The table was dropped, or is being dropped. Nothing of this call was accepted; what it may have pulled are initial rows."""
 
 
 class TableMismatchError(KvembError):

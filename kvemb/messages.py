@@ -166,10 +166,14 @@ class FlushRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class CompareRequest(Message):
-    """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes."""
+    """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes.
+
+    The schema tells a table from an earlier one of its name; -1 asks about whichever there is.
+    """
 
     table: str
     ids: bytes
+    schema: int = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 A pull gives the initializer's row for an id that storage does not have, which is right for a new row and wrong for a deleted one; only the
 id's shard can tell. So of the rows that a pull did not find a few go to the shards, once a second at most, on a thread of its own: no pull
 waits for it. A shard compares those that it knows with storage and restores them. The next pull or push of this process then says so.
+Where the table was dropped, all its rows are missing: its pulls raise from then on.
 Thread-safe; in a fork's child, which cannot ask the shards, nothing happens.
 """
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvemb.client.ack import copied
 from kvemb.client.servers import Servers
-from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning
+from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError
 from kvemb.hashing import shard_of
 from kvemb.messages import CompareRequest, CountReply
 from kvemb.net.deadline import Deadline
@@ -46,10 +47,18 @@ class MissingRows:
         self._thread: threading.Thread | None = None
         self._restored: dict[str, int] = {}
         self._error: LostRowError | None = None
+        self._dropped: dict[str, TableDroppedError] = {}
         self._closed = False
 
     def note(self, missing: Sequence[tuple[TableDef, Ids]]) -> None:
-        """Hear of rows that a pull did not find, by table; ask about some of them, if it is time."""
+        """Hear of rows that a pull did not find, by table; ask about some of them, if it is time.
+
+        Raises:
+            TableDroppedError: a shard has said that one of these tables was dropped; what was pulled of it are initial rows.
+        """
+        for table, _ in missing if self._dropped else ():
+            if (dropped := self._dropped.get(table.key)) is not None:
+                raise copied(dropped)
         if self._servers.forked:  # before the lock, which another thread may have held
             return
         with self._lock:
@@ -106,7 +115,7 @@ class MissingRows:
         for table, ids in some:
             shard = shard_of(ids, len(self._servers))
             shares = [ids[shard == number] for number in range(len(self._servers))]
-            requests = [CompareRequest(table.name, share.astype("<u8").tobytes()) if len(share) else None for share in shares]
+            requests = [CompareRequest(table.name, share.astype("<u8").tobytes(), table.schema) if len(share) else None for share in shares]
             try:
                 replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))
             except KvembError:  # closed meanwhile
@@ -115,5 +124,7 @@ class MissingRows:
                 for reply in replies:
                     if isinstance(reply, LostRowError):
                         self._error = reply
+                    elif isinstance(reply, TableDroppedError):
+                        self._dropped[table.key] = reply
                     elif isinstance(reply, CountReply) and reply.n_rows:
                         self._restored[table.name] = self._restored.get(table.name, 0) + reply.n_rows

@@ -27,6 +27,7 @@ from kvemb.net.deadline import Deadline
 
 from ..engine.write_behind import WriteBehind
 from ..model.batch import ERASE, CheckedRows, Part, Push, RowsWork, Sink, Ticket, Work, items_of
+from ..model.table_registry import AFTER_A_DROP
 from .aggregate import hyper_by_table
 from .barrier import Barrier
 from .sessions import Session, Sessions
@@ -459,7 +460,8 @@ class Intake:
     def _refuse_dropped(self, tables: Sequence[CheckedRows]) -> None:
         for rows in tables:
             if rows.definition.key in self._tables_gone:
-                raise TableDroppedError(f"table {rows.definition.name!r} was dropped meanwhile; nothing of this was accepted")
+                name = rows.definition.name
+                raise TableDroppedError(f"table {name!r} was dropped meanwhile; nothing of this was accepted. {AFTER_A_DROP}.")
 
     def _refuse_if_closed(self) -> None:
         if self._failure is not None:

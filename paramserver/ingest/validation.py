@@ -13,6 +13,7 @@ from kvemb.rounding import to_float32
 from kvemb.table_def import TableDef
 
 from ..model.batch import ERASE, CheckedRows
+from ..model.table_registry import AFTER_A_DROP
 
 FindTable = Callable[[str, int], TableDef]
 """(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
@@ -57,6 +58,18 @@ def check_held(part: PushPart, find: FindTable, shard: int, n_shards: int, *, sy
     return tuple(check_rows(rows, find, shard, n_shards, ERASE) for rows in part.held)
 
 
+def find_same(name: str, schema: int, find: FindTable) -> TableDef:
+    """Return the table of a name, unless the one that is meant was dropped, and another has its name.
+
+    Raises:
+        UnknownTableError, TableDroppedError: there is none.
+    """
+    definition = find(name, schema)
+    if definition.schema != schema and definition.life:
+        raise TableDroppedError(f"table {name!r}: was dropped, and created again since, as another table. {AFTER_A_DROP}.")
+    return definition
+
+
 def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind: str = "") -> CheckedRows:
     """Check the rows of one table: definition, dim, values, ids, run-time values.
 
@@ -65,15 +78,13 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind
     """
     at = f"table {rows.table!r}"
     try:
-        definition = find(rows.table, rows.schema)
+        definition = find_same(rows.table, rows.schema, find)
         hyper = definition.optimizer.check_hyper(rows.hyper)
     except TableDroppedError:
         raise
     except (UnknownTableError, InvalidInputError) as error:
         raise PushRejectedError(f"{at}: {error}") from error
     if definition.schema != rows.schema:
-        if definition.life:
-            raise TableDroppedError(f"{at}: was dropped, and created again since; connect again to use the new one. Nothing was accepted")
         raise PushRejectedError(f"{at}: exists with another definition (schema {definition.schema}, got {rows.schema}); open it again")
     dim = 0 if kind == ERASE else definition.dim
     if len(rows.ids) and rows.rows.shape[1] != dim:

@@ -34,6 +34,11 @@ _OTHER_SCHEMAS = 100  # of the newest tables dropped under a name: a trainer tha
 MAX_REGISTRY_BYTES = 1_000_000  # it is one value in storage, and memcached takes a megabyte
 KEPT = "tables"  # file in the data folder
 _MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s, and every 20 s where one look at the markers takes long
+AFTER_A_DROP = (
+    "Who used it connects again (kvemb.connect), and opens or creates a table of that name; for a model over it, build the model anew and "
+    "call distribute"
+)
+"""What to do next, for those who made the table as well as for those whose model made it."""
 log = logging.getLogger("paramserver")
 
 
@@ -129,11 +134,11 @@ class Registry:
         named = [one for one in self._now.dropped.values() if one.definition.name == name]
         if any(not one.gone for one in named):
             return TableDroppedError(
-                f"table {name!r} is being dropped. Call drop_table({name!r}) again if that was broken off; it goes on."
+                f"table {name!r} is being dropped. Call drop_table({name!r}) again if that was broken off; it goes on. {AFTER_A_DROP}."
             )
         known = ", ".join(sorted(self._now.tables)) or "none"
         if named:
-            return TableDroppedError(f"table {name!r} was dropped; existing: {known}. Create it with create_table.")
+            return TableDroppedError(f"table {name!r} was dropped; existing: {known}. {AFTER_A_DROP}.")
         return UnknownTableError(
             f"no table {name!r} in this cluster; existing: {known}{'' if self._now.tables else ' yet'}. Create it with create_table."
         )

@@ -45,7 +45,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.table_def import TableDef
 
 from ..apply.background import Chores
-from ..ingest.validation import check_held, check_part, check_rows
+from ..ingest.validation import check_held, check_part, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropVerbs
@@ -197,13 +197,16 @@ class Verbs:
 
         Raises:
             InvalidInputError: too many ids; those of other shards are not known here.
+            UnknownTableError: TableDroppedError, where the table that is meant was dropped.
             LostRowError: a row cannot be restored.
             StorageError, DeadlineExceededError: not compared yet.
         """
         n_ids, left = divmod(len(request.ids), 8)
         if left or n_ids > MAX_COMPARED:
             raise InvalidInputError(f"{len(request.ids)} bytes of ids to be compared: give at most {MAX_COMPARED} ids of 8 bytes")
-        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        find = self._parts.registry.find
+        table = find(request.table) if request.schema < 0 else find_same(request.table, request.schema, find)
+        state = self._parts.tables.state(table)
         ids = np.unique(np.frombuffer(request.ids, "<u8").astype(np.uint64))
         ids = ids[state.known(ids)]
         if not len(ids) or self.repairs is None or not self.repairs.can_repair or self._parts.intake.failure:

@@ -103,6 +103,61 @@ def test_a_name_is_given_to_a_table_of_another_definition_once_all_rows_are_gone
     assert len(new) == N
 
 
+def told_that_it_was_dropped(pull: Callable[[], object]) -> str:
+    """Pull until that is refused; return what is said."""
+    deadline = Deadline.after(30)
+    while not deadline.expired:
+        try:
+            pull()
+        except TableDroppedError as error:
+            return str(error)
+        time.sleep(0.05)
+    pytest.fail("initial rows for 30 s, without a word")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_only_pulls_hears_of_a_drop_and_other_tables_are_not_disturbed(local: LocalCluster, cluster: Cluster, again: bool) -> None:
+    name, kept = next(names), old_table(cluster, next(names))
+    old_table(cluster, name)
+    with kvemb.connect(local.url) as other:
+        held, others = other.table(name), other.table(kept.name)
+        held.pull(IDS)
+        cluster.drop_table(name)
+        if again:
+            new = old_table(cluster, name)  # of the same definition; it has other rows
+            new.erase(IDS)
+        said = told_that_it_was_dropped(lambda: held.pull(IDS))
+        assert "was dropped, and created again" in said if again else f"table {name!r} was dropped" in said
+        with pytest.raises(TableDroppedError):
+            held.pull(IDS[:1])
+        assert set(np.unique(others.pull(np.arange(2 * N)))) == {-1, 0}
+        others.push(IDS[:1], np.zeros((1, 4))).wait_applied()
+
+
+def test_a_model_over_a_dropped_table_says_what_to_do_when_it_trains_and_when_it_only_predicts(
+    local: LocalCluster, cluster: Cluster
+) -> None:
+    torch = pytest.importorskip("torch")
+    from kvemb.torch import distribute
+
+    name, ids = next(names), torch.arange(20)
+    with kvemb.connect(local.url) as other:
+        model = torch.nn.Embedding(20, 4), torch.nn.Linear(4, 1)
+        model = torch.nn.Sequential(*model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        distribute(model, other, optimizer=optimizer, min_rows=10, names={"0": name}, quiet=True)
+        cluster.drop_table(name)
+        said = told_that_it_was_dropped(lambda: model.eval()(ids))
+        assert "build the model anew and call distribute" in said
+
+        def step() -> None:
+            model(ids).sum().backward()
+            optimizer.step()
+
+        model.train()
+        assert "build the model anew and call distribute" in told_that_it_was_dropped(step)
+
+
 def test_a_drop_that_was_broken_off_refuses_and_is_completed_by_the_next_call(local: LocalCluster, cluster: Cluster) -> None:
     name = next(names)
     table = old_table(cluster, name)

@@ -64,7 +64,7 @@ EXAMPLES: dict[str, Message] = {
     "IdsReply": m.IdsReply(bytes(16)),
     "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, "", 10, 11, 0.25, 12, "n:1: in repair", "5 of 9 rows"),
     "ProgressReply": m.ProgressReply(2, 2**40),
-    "CompareRequest": m.CompareRequest("user", b"\x01" + bytes(7)),
+    "CompareRequest": m.CompareRequest("user", b"\x01" + bytes(7), 200),
     "EraseTableRequest": m.EraseTableRequest("user\n2", 28.5),
     "EraseTableReply": m.EraseTableReply(2**19, 7),
     "RepairRequest": m.RepairRequest(["n:1", "n:2"], False, 60.0),

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import kvemb.init
 import kvemb.optim
 from kvemb.client.missing import IDS_AT_ONCE, PAUSE_S, MissingRows
-from kvemb.errors import LostRowError, RowsRestoredWarning, ShardUnavailableError
+from kvemb.errors import LostRowError, RowsRestoredWarning, ShardUnavailableError, TableDroppedError
 from kvemb.hashing import shard_of
 from kvemb.messages import CompareRequest, CountReply
 from kvemb.table_def import TableDef
@@ -106,6 +107,18 @@ def test_rows_that_are_gone_for_good_raise_and_a_shard_that_does_not_answer_is_a
     with pytest.raises(LostRowError, match="row 0 cannot be restored"):
         missing.tell()
     missing.tell()
+
+
+def test_a_table_that_was_dropped_is_told_to_each_pull_that_misses_rows_of_it_and_to_no_other() -> None:
+    missing, _, _ = asking(lambda request: TableDroppedError("was dropped") if request.table == "user" else CountReply(0))
+    missing.note([(USER, MANY[:1]), (ITEM, MANY[:1])])
+    settle(missing)
+    missing.tell()
+    missing.note([(ITEM, MANY[:1])])
+    missing.note([(replace(USER, life=1), MANY[:1])])  # of the name, and not dropped
+    for _ in range(2):
+        with pytest.raises(TableDroppedError, match="was dropped"):
+            missing.note([(ITEM, MANY[:1]), (USER, MANY[:1])])
 
 
 def test_nothing_is_asked_in_a_forked_child_or_after_the_end() -> None:
