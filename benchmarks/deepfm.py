@@ -42,8 +42,8 @@ def deepfm(options: argparse.Namespace) -> Report:
     is faster than torch alone; / (b) is the same with (b) of the same mode; trainer and other ms are CPU time per step of this process,
     and of shards and storage together. Values are medians of the rounds with (smallest..largest). Everybody begins with the same rows
     (ahead: drawn alike); at the end the mean loss of the last round must be that of (a) with sparse gradients within 2 % (async: rows may
-    be two pushes old; 6 % where they are pulled ahead, too). --durability is of our shards' journal: with none, a killed shard loses what
-    it had not written yet, as (b) loses everything.
+    be two pushes old; 6 % where they are pulled ahead, too). --durability is of our shards' journal; a killed shard of (b) loses
+    everything.
     """
     _torch().set_num_threads(1)
     sections = []
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", nargs="+", choices=STORES, default=["redis", "memcached"], help="storage kinds (redis memcached)")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="of the shards (both)")
     parser.add_argument("--shards", type=whole(1), default=1, metavar="N", help="parameter servers of (b), (c) and (d) (1)")
-    parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none, as the peers)")
+    parser.add_argument("--durability", choices=DURABILITIES, default="os", help="of the shards (os)")
     parser.add_argument("--dim", type=whole(1), default=8, metavar="N", help="weights per factor (8)")
     parser.add_argument("--batch", nargs="+", type=whole(1), default=[1024, 4096], metavar="N", help="lines per step (1024 4096)")
     parser.add_argument("--lines", type=whole(1), default=100_000, metavar="N", help="lines of the log (100000)")

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", type=whole(1), default=100_000, metavar="N", help="ids of each table (100000)")
     parser.add_argument("--rtt-ms", type=positive, default=1.0, metavar="MS", help="round trip between two hosts (1)")
     parser.add_argument("--gbit", type=positive, default=1.0, metavar="G", help="Gbit/s of each host's link, each direction (1)")
-    parser.add_argument("--durability", choices=DURABILITIES, default="none", help="of the shards (none)")
+    parser.add_argument("--durability", choices=DURABILITIES, default="os", help="of the shards (os)")
     parser.add_argument("--steps", type=whole(1), metavar="N", help="steps of a turn that count (8, 6, 3)")
     parser.add_argument("--repeats", type=whole(1), metavar="N", help="rounds, after one to warm up (2, 6, 1)")
 

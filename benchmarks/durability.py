@@ -1,4 +1,4 @@
-"""The question `durability`: what does it cost that an accepted push survives the death of its shard? Its load is in apply_load."""
+"""The question `durability`: what does it cost that an accepted push survives a power failure? Its load is in apply_load."""
 
 import argparse
 import math
@@ -14,18 +14,18 @@ from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
 from kvemb.local_cluster import LocalCluster
 
-WAYS = ("none", "os", "fsync")
+WAYS = ("os", "fsync")
 LEAST_RATIO = 0.8
 _OVERHEAD_BYTES = 160
 
 
 def durability(options: argparse.Namespace) -> Report:
-    """How many rows per second does one shard apply without a journal, with one, and with one that is on disk before a push counts?
+    """How many rows per second does one shard apply with a journal, and with one that is on disk before a push counts?
 
-    Three clusters of one storage server and one shard each, which differ in parameter_servers.durability only: none (a killed shard
-    cannot go on), os (a push is accepted once its journal entry is with the operating system) and fsync (once it is on the disk). In
+    Two clusters of one storage server and one shard each, which differ in parameter_servers.durability only: os (a push is accepted
+    once its journal entry is with the operating system) and fsync (once it is on the disk). In
     every round each of them, in changing order, applies every row of the same table once: a client pushes batches of distinct ids,
-    prepared beforehand, and waits for the flush. Read: ratio is this line's rows/s divided by that of none, within a round (target of
+    prepared beforehand, and waits for the flush. Read: ratio is this line's rows/s divided by that of os, within a round (target of
     fsync: at least 0.8); PS, server and client µs/row are CPU time of the shard, the storage server and the pushing client; journal
     MB/s are the bytes that the journal grew by per second of the pass, and B/row per row. Beside it is what the disk alone does:
     as many bytes appended to a file in the same folder, in as many pieces as the shard had batches, each with an fdatasync; where that is
@@ -62,10 +62,10 @@ def lines_of(passes: Mapping[str, Sequence[Pass]], disk: Sequence[Moved]) -> lis
     """
     lines = []
     for way, rounds in passes.items():
-        pairs = list(zip(rounds, passes["none"], strict=True))
+        pairs = list(zip(rounds, passes["os"], strict=True))
         figures: dict[str, Spread | float | str] = {
             "k rows/s": Spread.of([one.rows_per_s / 1e3 for one in rounds]),
-            "ratio": Spread.of([one.rows_per_s / none.rows_per_s for one, none in pairs]),
+            "ratio": Spread.of([one.rows_per_s / base.rows_per_s for one, base in pairs]),
             "PS µs/row": Spread.of([one.ps_cpu_s * 1e6 / one.n_rows for one in rounds]),
             "server µs/row": Spread.of([one.server_cpu_s * 1e6 / one.n_rows for one in rounds]),
             "client µs/row": Spread.of([one.client_cpu_s * 1e6 / one.n_rows for one in rounds]),
@@ -88,8 +88,7 @@ def _measure(store: str, cached: bool, options: argparse.Namespace, versions: di
     with ExitStack() as stack:
         clusters, loads = {}, {}
         for way in WAYS:
-            most_mb = None if way == "none" else journal_max_mb
-            cluster = LocalCluster(store, memory_mb=memory_mb, cache_mb=cache_mb, durability=way, journal_max_mb=most_mb)
+            cluster = LocalCluster(store, memory_mb=memory_mb, cache_mb=cache_mb, durability=way, journal_max_mb=journal_max_mb)
             clusters[way] = stack.enter_context(cluster)
             opened = stack.enter_context(kvemb.connect(cluster.url))
             check_sums(opened)

@@ -77,10 +77,10 @@ def train(options: argparse.Namespace) -> Report:
     One trainer trains Zipf(1.05) batches of 26 x 4096 ids (about 32,000 distinct rows of 1,000,000) with Adam. A step: dedupe the ids,
     pull the distinct rows with their versions, take the gradient of their sum times a constant (so that the model costs nothing),
     push; the shards (two) apply. At most --unapplied pushes are under way, and a turn ends with a flush: everything counted is in
-    storage. Ours runs in several ways, each with a cluster of its own: every pull reads storage, without a journal (TFRA has none) and
-    with one on disk; and with rows of own pushes kept by the trainer (--max-staleness; one trainer on its own finds there what storage
-    holds) and gradients sent in --wire-dtype; and the same with a journal and hot rows written only every --write-behind batches (the
-    flush at the end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
+    storage. Ours runs in several ways, each with a cluster of its own: every pull reads storage, with a journal that is not synced
+    (TFRA has none) and with one that is; and with rows of own pushes kept by the trainer (--max-staleness; one trainer on its own
+    finds there what storage holds) and gradients sent in --wire-dtype; and the same with hot rows written only every --write-behind
+    batches (the flush at the end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
     DynamicEmbeddingOptimizer(Adam), in a database of its own on the first cluster's server. All take turns in every round. Read: rows
     are distinct rows per step, summed; / TFRA is this line's rows/s divided by TFRA's, within a round; operations/row are reads and
     writes of one value per trained row (TFRA's are those of its design: W, m and v read and written, as INFO counts its commands of
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[16, 64], metavar="N", help="weights per row (16 64)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="ids that batches are drawn from (1000000)")
     parser.add_argument("--unapplied", type=whole(0), default=2, metavar="N", help="pushes that may be under way at the next pull (2)")
-    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["none", "fsync"], help="of the shards (none fsync)")
+    parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["os", "fsync"], help="of the shards (os fsync)")
     parser.add_argument("--max-staleness", type=whole(0), default=4, metavar="N", help="of the last way's row cache (4); 0: no such way")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")

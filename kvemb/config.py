@@ -38,7 +38,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
 MODES = ("async", "sync")
 ON_LOST_NODE = ("wait", "fail")
 ON_LOST_TRAINER = ("abort", "wait", "drop")
-DURABILITIES = ("fsync", "os", "none")
+DURABILITIES = ("fsync", "os")
 _LOOPBACK_NAME = "localhost"
 
 
@@ -83,11 +83,10 @@ class ServersConfig:
             last step of a trainer that died may have reached some shards only. Those that never joined are not dropped.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
         durability: when a push counts as accepted: "fsync" (its journal entry is on disk), "os" (the operating system has it: it
-            survives the death of the shard, not of the machine), "none" (no journal: a shard that is killed refuses to start again).
+            survives the death of the shard, not of the machine).
         write_behind_batches: how many applied batches storage may lag behind for rows in the shard's cache, so that a row that many
             batches change is written once for all of them; 0 writes every row at every apply. Pulls see such a row that much later,
-            also after `Ack.wait_applied`; after `flush` they see all of it. Needs a journal, by which rows are made anew that a
-            shard had not written; not in sync mode, where the next pull must see the step.
+            also after `Ack.wait_applied`; after `flush` they see all of it. Not in sync mode, where the next pull must see the step.
         write_behind_ms: ... and for how long at most.
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
     """
@@ -203,19 +202,20 @@ def _servers(tree: object) -> ServersConfig:
         raise ConfigError(f"parameter_servers.cache_mb: got {cache_mb!r}, expected a whole number of megabytes, 0 for none")
     durability = fields.get("durability", "fsync")
     if durability not in DURABILITIES:
-        raise ConfigError(f"parameter_servers.durability: got {durability!r}, expected one of {', '.join(DURABILITIES)}")
+        raise ConfigError(
+            f"parameter_servers.durability: got {durability!r}, expected fsync (an accepted push survives a power failure) or os (it "
+            "survives the death of the shard, not of the machine)"
+        )
     journal_max_mb = fields.get("journal_max_mb", 4096)
     if isinstance(journal_max_mb, bool) or not isinstance(journal_max_mb, int) or not 1 <= journal_max_mb < 1 << 24:
         raise ConfigError(f"parameter_servers.journal_max_mb: got {journal_max_mb!r}, expected a whole number of megabytes of at least 1")
-    if durability == "none" and "journal_max_mb" in fields:
-        raise ConfigError("parameter_servers.journal_max_mb: has no effect with durability none, which keeps no journal")
     on_lost_trainer = fields.get("on_lost_trainer", "abort")
     if on_lost_trainer not in ON_LOST_TRAINER:
         raise ConfigError(f"parameter_servers.on_lost_trainer: got {on_lost_trainer!r}, expected one of {', '.join(ON_LOST_TRAINER)}")
     for name in ("barrier_timeout_s", "on_lost_trainer"):
         if mode == "async" and name in fields:
             raise ConfigError(f"parameter_servers.{name}: has an effect in sync mode only")
-    write_behind_batches, write_behind_ms = _write_behind(fields, mode, durability, cache_mb)
+    write_behind_batches, write_behind_ms = _write_behind(fields, mode, cache_mb)
     return ServersConfig(
         shards=_addresses(fields, "shards", at),
         mode=mode,
@@ -231,7 +231,7 @@ def _servers(tree: object) -> ServersConfig:
     )
 
 
-def _write_behind(fields: Mapping[str, Any], mode: str, durability: str, cache_mb: int) -> tuple[int, int]:
+def _write_behind(fields: Mapping[str, Any], mode: str, cache_mb: int) -> tuple[int, int]:
     """Return write_behind_batches and write_behind_ms."""
     at = "parameter_servers."
     batches, longest_ms = fields.get("write_behind_batches", 0), fields.get("write_behind_ms", 100)
@@ -244,11 +244,6 @@ def _write_behind(fields: Mapping[str, Any], mode: str, durability: str, cache_m
         return batches, longest_ms
     if mode == "sync":
         raise ConfigError(f"{at}write_behind_batches: not in sync mode, where every trainer's next pull must see the step before it")
-    if durability == "none":
-        raise ConfigError(
-            f"{at}write_behind_batches: needs a journal (durability fsync or os), from which rows are made anew that the shard had not "
-            "written to storage"
-        )
     if not cache_mb:
         raise ConfigError(f"{at}write_behind_batches: needs cache_mb of at least 1: rows that are not written yet are kept there")
     return batches, longest_ms

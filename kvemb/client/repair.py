@@ -21,7 +21,7 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
 
     Raises:
         InvalidInputError: no such node.
-        LostRowError: the shards keep no journal (durability none), or a row cannot be restored.
+        LostRowError: a row cannot be restored.
         ShardUnavailableError: a shard does not answer; the others wait for it, and end the repair when it is there.
         DeadlineExceededError: the repair goes on.
     """

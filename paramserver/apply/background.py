@@ -88,20 +88,20 @@ class Chores:
     """One shard's. `step` is for the apply thread, the rest for any.
 
     Args:
-        repairer: None where nothing can be repaired (no journal).
-        snapshots: None without a journal.
+        repairer: restores rows.
+        snapshots: taken as the journal grows.
+        scrub: compares rows that nobody touches.
         wake: makes the apply thread call `step`.
-        scrub: compares rows that nobody touches; None where nothing can be repaired.
         timeout_s: of one look at rows that were asked about.
     """
 
     def __init__(
         self,
-        repairer: Repairer | None,
-        snapshots: LocalSnapshots | None,
+        repairer: Repairer,
+        snapshots: LocalSnapshots,
+        scrub: Scrub,
         wake: Callable[[], None],
         *,
-        scrub: Scrub | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self._repairer, self._snapshots, self._wake, self._scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
@@ -110,16 +110,6 @@ class Chores:
         self._to_compare: list[CompareTicket] = []
         self._said = ""
         self._not_before_s = 0.0
-
-    @property
-    def can_repair(self) -> bool:
-        """Whether rows can be restored."""
-        return self._repairer is not None
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Every node, where rows can be restored."""
-        return () if self._repairer is None else self._repairer.addresses
 
     def ask_repair(self, addresses: Iterable[str] = ()) -> RepairTicket:
         """Have every lost node repaired, and these nodes compared with the index; returns at once. One repair answers all who ask."""
@@ -157,11 +147,11 @@ class Chores:
     @property
     def compared(self) -> str:
         """How far the comparison of rows that nobody touches is."""
-        return "" if self._scrub is None else self._scrub.describe()
+        return self._scrub.describe()
 
-    def due_in_s(self) -> float | None:
+    def due_in_s(self) -> float:
         """When `step` has something to do although nobody asks."""
-        return None if self._scrub is None else self._scrub.due_in_s()
+        return self._scrub.due_in_s()
 
     def step(self, pause: Pause) -> bool:
         """Do a bit of what there is to do; return whether there is more at once.
@@ -183,13 +173,12 @@ class Chores:
         return False
 
     def _step_snapshot(self, pause: Pause) -> bool:
-        if self._snapshots is None or time.monotonic() < self._not_before_s:
+        if time.monotonic() < self._not_before_s:
             return False
         try:
             return self._snapshots.step()
         except (LostRowError, RecordError) as error:
             log.error("while a local snapshot was taken: %s", error)
-            assert self._repairer is not None, "snapshots are taken where rows can be repaired"
             self._repairer.nodes(NO_BATCH, pause, suspects=self._repairer.addresses)
         except (StorageError, JournalFullError, OSError) as error:
             log.warning("a local snapshot was given up and will be taken later: %s", error)
@@ -198,8 +187,6 @@ class Chores:
 
     def _repair(self, asked: list[RepairTicket], pause: Pause) -> None:
         try:
-            if self._repairer is None:
-                raise LostRowError("rows cannot be restored without a journal: set parameter_servers.durability to fsync or os")
             rows_before = self._repairer.figures.rows
             n_nodes = self._repairer.nodes(NO_BATCH, pause, suspects=frozenset().union(*(ticket.addresses for ticket in asked)))
             for ticket in asked:
@@ -215,7 +202,6 @@ class Chores:
 
     def _compare(self, tickets: list[CompareTicket]) -> None:
         """Answer who asked about rows. Storage that does not answer is theirs to try again; a row that is lost for good is not."""
-        assert self._repairer is not None
         try:
             for ticket in tickets:
                 try:
@@ -230,8 +216,6 @@ class Chores:
                 ticket.end()
 
     def _step_scrub(self) -> None:
-        if self._scrub is None:
-            return
         try:
             self._scrub.step()
             self._said = ""

@@ -92,7 +92,6 @@ class Loader:
     def __init__(self, parts: ShardParts, store: Store, data: DataDir, pause: Pause) -> None:
         self._parts, self._store, self._data = parts, store, data
         self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
-        self._journaled = self._servers.durability != "none"
         self._rows_out = RowsOut(store, self._timeout_s, pause, parts.repairer)
         self._still_ours = partial(require_owner, data, parts.engine.epoch)
         self._reported = 0.0
@@ -217,10 +216,9 @@ class Loader:
                 tables.append(TableImage(definition, step, ids, np.full(len(ids), plan.version, np.uint64)))
         finally:
             runs.close()
-        end = self._parts.ledger.end if self._journaled else None
-        save(self._data, replace(image(self._parts, end), tables=tuple(tables)), journaled=self._journaled)
-        if end is not None:
-            self._parts.ledger.discard_before(end)
+        end = self._parts.ledger.end
+        save(self._data, replace(image(self._parts, end), tables=tuple(tables)))
+        self._parts.ledger.discard_before(end)
         self._data.write(SWITCHED, [plan.load_id.encode()], self._still_ours)
 
     def _write(self, plan: LoadPlan) -> None:
@@ -243,8 +241,6 @@ class Loader:
         self._data.write(LOADED, [b"%d\n" % plan.serial], self._still_ours)
         self._data.remove(PLAN)
         self._data.remove(SWITCHED)
-        if not self._journaled:
-            shutil.rmtree(self._data.path / SNAPSHOT, ignore_errors=True)
         log.info("loaded %d rows in %.1f s", self._done, time.monotonic() - begun)
         self._reported = 0.0
         self._report(plan.load_id, "done")

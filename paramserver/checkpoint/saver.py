@@ -66,7 +66,7 @@ class Saver:
         self.committed_k: Callable[[], int] = lambda: engine.k
         """The k of the last batch that may have been acknowledged; set by the shard when it has a committer."""
         self.restore: Restore = lambda definition, ids: None
-        """Set by the shard where rows can be restored."""
+        """Set by the shard."""
 
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""

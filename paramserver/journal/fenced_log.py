@@ -7,7 +7,7 @@ acknowledged. No threads here; thread-safe.
 
 from collections.abc import Callable
 
-from . import START, Entry, Journal, Position, SessionEntry, encode
+from . import Entry, Journal, Position, SessionEntry, encode
 
 NO_INCARNATION = 0
 """In a SessionEntry: the trainer said goodbye."""
@@ -17,22 +17,22 @@ class Ledger:
     """One shard's.
 
     Args:
-        journal: open; None keeps nothing (durability none).
+        journal: open.
         still_ours: raises FencedError once another process owns the shard.
     """
 
-    def __init__(self, journal: Journal | None, still_ours: Callable[[], None]) -> None:
+    def __init__(self, journal: Journal, still_ours: Callable[[], None]) -> None:
         self._journal, self._still_ours = journal, still_ours
 
     @property
     def size_bytes(self) -> int:
         """Bytes that the journal takes on disk."""
-        return 0 if self._journal is None else self._journal.size_bytes
+        return self._journal.size_bytes
 
     @property
     def end(self) -> Position:
         """Where the next entry begins."""
-        return START if self._journal is None else self._journal.end
+        return self._journal.end
 
     def append(self, entry: Entry) -> Position:
         """Write an entry, durable with the next `commit`; return the position behind it.
@@ -40,7 +40,7 @@ class Ledger:
         Raises:
             JournalFullError: nothing of the entry is in the journal.
         """
-        return START if self._journal is None else self._journal.append(encode(entry))
+        return self._journal.append(encode(entry))
 
     def commit(self) -> None:
         """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.
@@ -49,8 +49,7 @@ class Ledger:
             JournalFullError: not durable; try again.
             FencedError: another process owns the shard; nothing may be acknowledged any more.
         """
-        if self._journal is not None:
-            self._journal.commit()
+        self._journal.commit()
         self._still_ours()
 
     def record(self, trainer: str, incarnation: int) -> None:
@@ -65,16 +64,13 @@ class Ledger:
             FencedError: another process owns the shard, whose state may need it; nothing was deleted.
             ParameterServerError: a file cannot be deleted.
         """
-        if self._journal is not None:
-            self._still_ours()
-            self._journal.discard_before(position)
+        self._still_ours()
+        self._journal.discard_before(position)
 
     def close(self) -> None:
         """Close the journal."""
-        if self._journal is not None:
-            self._journal.close()
+        self._journal.close()
 
     def give_up(self) -> None:
         """Close the journal as it was found, if nothing has been written to it."""
-        if self._journal is not None:
-            self._journal.give_up()
+        self._journal.give_up()

@@ -34,10 +34,10 @@ Wait = Callable[[float], None]
 """Waits so many seconds, or raises when the process is told to stop."""
 
 
-def join_cluster(
-    store: Store, data: DataDir, shard: int, *, deadline: Deadline, timeout_s: float, wait: Wait, can_repair: bool = False
-) -> bytes:
+def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline, timeout_s: float, wait: Wait) -> bytes:
     """Open the store, waiting for nodes that are not up yet; shard 0 provisions a new cluster.
+
+    Nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole: they are repaired.
 
     Args:
         store: not open yet.
@@ -46,20 +46,19 @@ def join_cluster(
         deadline: of the whole start.
         timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
         wait: between tries.
-        can_repair: whether nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole.
 
     Returns:
         The cluster's id, 16 bytes.
 
     Raises:
-        NodeLostError: the cluster was provisioned before and a node has lost its marker.
+        NodeLostError: a node has lost its marker, and this folder has never seen the cluster whole.
         WrongNodeError: the nodes belong to another cluster than this data folder.
         StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
     """
     pause_s, said = _FIRST_PAUSE_S, ""
     while True:
         try:
-            return _try_to_join(store, data, shard, timeout_s, can_repair)
+            return _try_to_join(store, data, shard, timeout_s)
         except (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, NodeLostError) as error:
             if not _may_pass(error, data) or deadline.expired:
                 raise
@@ -71,9 +70,9 @@ def join_cluster(
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float, can_repair: bool) -> bytes:
+def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float) -> bytes:
     try:
-        markers = store.open(Deadline.after(timeout_s), _identity(data) if can_repair else None)
+        markers = store.open(Deadline.after(timeout_s), _identity(data))
     except (NotProvisionedError, NodeLostError) as error:
         if shard != 0 or not _may_provision(error, data):
             raise
@@ -99,14 +98,7 @@ def _identity(data: DataDir) -> Identity | None:
 
 def _may_provision(error: KvembError, data: DataDir) -> bool:
     """A folder that belongs to a cluster never provisions again; a broken-off provisioning is completed."""
-    if data.read(CLUSTER) is not None:
-        if isinstance(error, NotProvisionedError):
-            raise NodeLostError(
-                f"the cluster of {data.path} was provisioned before, and no node has a marker any more: the nodes lost their data, or "
-                "storage.nodes names others. Bring the data back; to start anew, empty the nodes and remove every shard's data folder."
-            ) from error
-        return False
-    return isinstance(error, NotProvisionedError) or data.read(INTENT) is not None
+    return data.read(CLUSTER) is None and (isinstance(error, NotProvisionedError) or data.read(INTENT) is not None)
 
 
 def _provision(store: Store, data: DataDir, timeout_s: float) -> None:

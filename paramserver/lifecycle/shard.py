@@ -24,7 +24,7 @@ from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.write_behind import Bound, WriteBehind
 from ..journal import Position
-from ..recovery.claim_shard import require_owner, save, save_at_stop
+from ..recovery.claim_shard import require_owner, save
 from ..recovery.high_water_mark import Progress
 from ..recovery.shard_parts import ShardParts
 from ..recovery.state_image import image
@@ -83,14 +83,13 @@ class Shard:
         self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
         self._write_behind(handover.wake)
         self._chores = self._applier.chores = verbs.repairs = self._make_chores(handover.wake)
-        if self._chores.can_repair:
-            self._saver.restore = self._restore
+        self._saver.restore = self._restore
         self._watch = NodeWatch(
             store,
             parts.config.storage.timeout_s,
-            evicted=self._evicted if self._chores.can_repair or not parts.config.storage.allow_row_loss else None,
+            evicted=self._evicted,
             moves_only=parts.config.storage.allow_row_loss,
-            lost=self._chores.ask_repair if self._chores.can_repair else None,
+            lost=self._chores.ask_repair,
             copies=parts.registry.load if parts.shard == 0 else None,
             whole=self._tell_progress,
             still_ours=partial(require_owner, data, parts.engine.epoch),
@@ -98,8 +97,7 @@ class Shard:
         )
         engine, timeout_s = parts.engine, parts.config.storage.timeout_s
         self._progress = Progress(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
-        back = parts.timeline.roll_back and parts.repairer is not None
-        self._rolling_back = self._chores.ask_repair(self._chores.addresses) if back else None
+        self._rolling_back = self._chores.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
         self.address = self._server.address
         self.fenced = False
 
@@ -124,17 +122,15 @@ class Shard:
         self._server.stop(_GRACE_S)
         self._store.close()
         self._parts.ledger.close()
-        if self._parts.runs is not None:
-            self._parts.runs.close()
+        self._parts.runs.close()
         self._data.close()
         return trouble
 
     def _make_chores(self, wake: Callable[[], None]) -> Chores:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
-        n_shards, scrub = len(parts.config.servers.shards), None
-        if parts.repairer is not None:
-            scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
-        return Chores(parts.repairer, self._snapshots(), wake, scrub=scrub, timeout_s=timeout_s)
+        n_shards = len(parts.config.servers.shards)
+        scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
+        return Chores(parts.repairer, self._snapshots(), scrub, wake, timeout_s=timeout_s)
 
     def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
         self._chores.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)
@@ -145,10 +141,8 @@ class Shard:
         if ticket is None or (ticket.finished and ticket.error is None):
             self._progress.tell()
 
-    def _snapshots(self) -> LocalSnapshots | None:
+    def _snapshots(self) -> LocalSnapshots:
         parts = self._parts
-        if parts.runs is None:
-            return None
         read = from_storage(self._store, parts.config.storage.timeout_s)
         return LocalSnapshots(
             parts.ledger,
@@ -163,7 +157,7 @@ class Shard:
     def _save_image(self, position: Position) -> None:
         self._parts.engine.write_dirty(self._applier.pause)
         self._parts.intake.written()
-        save(self._data, image(self._parts, position), journaled=True)
+        save(self._data, image(self._parts, position))
 
     def _write_behind(self, wake: Callable[[], None]) -> None:
         parts, servers = self._parts, self._parts.config.servers
@@ -184,22 +178,18 @@ class Shard:
             return
         except StorageError:
             pass  # other shards may be repairing already
-        if self._chores.can_repair:
-            self._chores.ask_repair({address})
-        else:
-            self._parts.intake.lose(error)
+        self._chores.ask_repair({address})
 
     def _trouble(self) -> str:
         text = self._parts.intake.failure or self._parts.intake.describe_pending()
-        if self._parts.config.servers.durability == "none" or self.fenced:
+        if self.fenced:
             return text
         return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
 
     def _save(self) -> str:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.
-        position = self._applier.applied if self._parts.config.servers.durability != "none" else None
         try:
-            save_at_stop(self._data, image(self._parts, position))
+            save(self._data, image(self._parts, self._applier.applied))
         except OSError as error:
             return f"everything is applied, but the state could not be saved in {self._data.path}: {error.strerror}; {mend(error)}."
         except FencedError as error:

@@ -3,9 +3,7 @@ the saved state lacks, load what was decided, serve.
 """
 
 import logging
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
 from kvemb.table_registry import META_NAME
 
-from ..checkpoint.loader import PLAN, LoadedError, Loader
+from ..checkpoint.loader import LoadedError, Loader
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
@@ -30,7 +28,7 @@ from ..journal.fenced_log import Ledger
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..recovery.claim_shard import CLUSTER_NAME, claim, confirm, require_owner, save
+from ..recovery.claim_shard import CLUSTER_NAME, claim, require_owner, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovered, Recovery
 from ..recovery.shard_parts import ShardParts
@@ -73,13 +71,11 @@ def start(
         on_fenced, on_load: see `Shard`.
 
     Raises:
-        ConfigError: no such shard, a table of the file does not fit, or a takeover without a journal.
+        ConfigError: no such shard, or a table of the file does not fit.
         KvembError: see `paramserver.lifecycle.join_cluster`, `paramserver.recovery.claim_shard`, `paramserver.recovery.replay`.
     """
     if not 0 <= shard < len(config.servers.shards):
         raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
-    if take_over and config.servers.durability == "none":
-        raise ConfigError("--take-over: with parameter_servers.durability none nobody knows what the other process has accepted")
     data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
     store = parts = None
     try:
@@ -87,7 +83,6 @@ def start(
             store = open_store(config.storage, role=f"shard:{shard}")
             parts = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back).parts()
             running = Shard(parts, store, data, listen, on_fenced=on_fenced, on_load=on_load)
-            confirm(data, journaled=config.servers.durability != "none")
     except BaseException as error:
         if parts is not None:
             parts.ledger.close()
@@ -118,7 +113,6 @@ class _Start:
     ) -> None:
         self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
         self._start_timeout_s, self._wait = start_timeout_s, wait
-        self._journaled = config.servers.durability != "none"
 
     def parts(self) -> ShardParts:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
@@ -130,9 +124,7 @@ class _Start:
                 f"cluster: got {self._config.cluster!r}, but {data.path} is of cluster {name.decode(errors='replace')!r}. Put that name "
                 "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
             )
-        cluster_id = join_cluster(
-            self._store, data, shard, deadline=deadline, timeout_s=timeout_s, wait=self._wait, can_repair=self._journaled
-        )
+        cluster_id = join_cluster(self._store, data, shard, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
         registry = Registry(self._store, shard, timeout_s, data)
         registry.load()
         for table in self._config.tables if shard == 0 else ():
@@ -140,27 +132,25 @@ class _Start:
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
                 continue
             registry.create(table, exist_ok=True)
-        state = claim(
-            self._store, data, shard, len(servers.shards), cluster_id, timeout_s, journaled=self._journaled, check=self._require_reached
-        )
+        state = claim(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
         budget = CacheBudget(servers.cache_mb << 20)
         tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
         sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
         members = Membership(servers.trainers, state.members, state.complete)
-        journal = self._open_journal(state)
+        journal = self._open_journal()
         still_ours = partial(require_owner, data, state.epoch)
         ledger = Ledger(journal, still_ours)
         try:
-            recovery = None if journal is None or state.journal is None else self._scan(journal, state, registry)
-            timeline = Timeline(state.epoch, state.k if recovery is None else recovery.k, self._where, roll_back=self._roll_back)
+            recovery = self._scan(journal, state, registry)
+            timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             engine = Engine(self._store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s, timeline=timeline)
             engine.rows_applied = state.rows_applied
             snapshot = data.path / SNAPSHOT
-            runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours) if journal is not None and self._journaled else None
+            runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
             repairer = engine.rescue = self._repairer(timeline, journal, runs, registry, tables)
-            due = runs is not None and journal is not None and not reaches_back(journal, runs.cut, state.k, registry.find_key)
+            due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
             recovered = self._recover(recovery, engine, tables, sessions, members)
             for table in registry.gone:  # the replay may have needed them
                 tables.forget(table)
@@ -170,7 +160,7 @@ class _Start:
             parts = ShardParts(
                 self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, timeline, runs, repairer, due
             )
-            parts = self._settle(parts, journal)
+            self._settle(parts)
             Loader(parts, self._store, self._data, _patience(self._start_timeout_s, self._wait)).run()
             return parts
         except JournalBehindError:
@@ -193,11 +183,7 @@ class _Start:
         if not self._roll_back:
             require_reached(state, self._store, self._data.path / JOURNAL, self._config.storage.timeout_s)
 
-    def _repairer(
-        self, timeline: Timeline, journal: Journal | None, runs: Runs | None, registry: Registry, tables: Tables
-    ) -> Repairer | None:
-        if journal is None or runs is None:
-            return None
+    def _repairer(self, timeline: Timeline, journal: Journal, runs: Runs, registry: Registry, tables: Tables) -> Repairer:
         return Repairer(
             self._store,
             tables,
@@ -210,22 +196,16 @@ class _Start:
             still_ours=partial(require_owner, self._data, timeline.epoch),
         )
 
-    def _open_journal(self, state: ShardState) -> Journal | None:
-        """Open the journal, also where none is kept any more but an earlier process left one."""
-        folder = self._data.path / JOURNAL
-        if not self._journaled and (state.journal is None or not folder.exists()):
-            return None
+    def _open_journal(self) -> Journal:
         # Only whole segments can be let go: several must fit into the bound.
         segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
-        return Journal(folder, self._config.servers.durability if self._journaled else "fsync", segment_bytes=segment_bytes)
+        return Journal(self._data.path / JOURNAL, self._config.servers.durability, segment_bytes=segment_bytes)
 
     def _scan(self, journal: Journal, state: ShardState, registry: Registry) -> Recovery:
         assert state.journal is not None
         return Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
 
-    def _recover(self, recovery: Recovery | None, engine: Engine, tables: Tables, sessions: Sessions, members: Membership) -> Recovered:
-        if recovery is None:
-            return Recovered()
+    def _recover(self, recovery: Recovery, engine: Engine, tables: Tables, sessions: Sessions, members: Membership) -> Recovered:
         recovered = recovery.run(engine, tables, sessions, members, _patience(self._start_timeout_s, self._wait))
         if recovered.entries:
             log.info(
@@ -237,29 +217,14 @@ class _Start:
             )
         return recovered
 
-    def _settle(self, parts: ShardParts, journal: Journal | None) -> ShardParts:
-        """Save what was recovered: the next start need not do it again. Without a journal, end what an earlier process kept."""
+    def _settle(self, parts: ShardParts) -> None:
+        """Save what was recovered: the next start need not do it again."""
+        if not parts.recovered.entries:
+            return
         try:
-            if journal is None:
-                if not self._journaled:
-                    self._remove(JOURNAL)  # of a start that ended between the two steps below
-                return parts
-            if self._journaled:
-                if parts.recovered.entries:
-                    save(self._data, image(parts, journal.end), journaled=True)
-                return parts
-            if self._data.read(PLAN) is None:  # or it is what a load has still to write
-                self._remove(SNAPSHOT)  # first: with the batches to come neither it nor a journal reaches up to now
-            save(self._data, image(parts, None), journaled=False)
-            journal.close()
-            self._remove(JOURNAL)
+            save(self._data, image(parts, parts.ledger.end))
         except OSError as error:
             raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
-        return replace(parts, ledger=Ledger(None, partial(require_owner, self._data, parts.engine.epoch)))
-
-    def _remove(self, folder: str) -> None:
-        if (self._data.path / folder).exists():
-            shutil.rmtree(self._data.path / folder)
 
 
 def _patience(longest_s: float, wait: Callable[[float], None]) -> Pause:

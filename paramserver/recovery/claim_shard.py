@@ -1,15 +1,8 @@
 """Start-up, second half: are we the shard's one owner, and what did the last one leave?
 
 Who owns the shard is an epoch, raised at each start: first in the data folder (file `epoch`, which a zombie reads before it acknowledges
-anything), then on every node, where stores read it before they write. The saved state with a journal:
-
-    state            as of a position of the journal, which holds the rest; replaced as a whole, never used up
-
-Without one (durability none) only a clean stop leaves a state, and it is claimed by renaming:
-
-    state            a clean stop; its epoch must be the owner epoch on the nodes
-    state.claiming   a start that has not served yet (or was broken off before it did): still good
-    state.loaded     a process has served since: no use, kept for a person to look at
+anything), then on every node, where stores read it before they write. The saved state (file `state`) is as of a position of the journal,
+which holds the rest; it is replaced as a whole, never used up.
 """
 
 import logging
@@ -28,7 +21,7 @@ from .state_file import ShardState, decode, encode
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
 EPOCH = "epoch"
-STATE, CLAIMING, LOADED = "state", "state.claiming", "state.loaded"
+STATE = "state"
 JOURNAL_START = (0, 0)
 log = logging.getLogger("paramserver")
 
@@ -41,13 +34,11 @@ def claim(
     cluster_id: bytes,
     timeout_s: float,
     *,
-    journaled: bool = True,
     check: Callable[[ShardState], None] = lambda state: None,
 ) -> ShardState:
     """Become the shard's owner: return what the last owner left, under our own new epoch, which folder and nodes hold by then.
 
-    Older processes of the shard are fenced when this returns. Until `confirm` the start may still be given up: the next one finds the
-    same state.
+    Older processes of the shard are fenced when this returns. The start may still be given up: the next one finds the same state.
 
     Args:
         store: open.
@@ -55,24 +46,25 @@ def claim(
         shard, n_shards: which of how many.
         cluster_id: of the nodes.
         timeout_s: of one storage call.
-        journaled: whether this process keeps a journal.
         check: called with what was left, before anything is changed; may raise.
 
     Raises:
         ConfigError: the cluster has another number of shards.
-        LostRowError: the last owner ended without saving its state, and had no journal.
+        LostRowError: the last owner left no state in the folder.
         ParameterServerError: the state is damaged or not the last owner's.
     """
     kept = read_epoch(data)
     stored = [_owner(store, number, n_shards, timeout_s, kept if number == shard else None) for number in sorted({0, shard})][-1]
-    if journaled and kept > stored and store.lost_nodes(Deadline.after(timeout_s)):
+    if kept > stored and store.lost_nodes(Deadline.after(timeout_s)):
         stored = kept  # the nodes that knew are to be repaired
     state = _left_state(data, shard, n_shards, cluster_id, stored, kept)
     check(state)
     epoch = max(stored, kept) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
-    state = _keep(data, state, journaled=journaled)
+    if state.journal is None:  # nobody has owned the shard yet, or its last owner kept none
+        state = state.with_journal(JOURNAL_START)
+        data.write(STATE, encode(state))
     data.write(EPOCH, [b"%d\n" % epoch])
     data.sweep()  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
     store.put_meta(owner_name(shard), Owner(epoch, n_shards).encode(), Deadline.after(timeout_s))
@@ -81,28 +73,14 @@ def claim(
     return state.with_epoch(epoch)
 
 
-def save(data: DataDir, state: ShardState, *, journaled: bool) -> None:
+def save(data: DataDir, state: ShardState) -> None:
     """Replace the saved state; `state.epoch` must still be the shard's.
 
     Raises:
         FencedError: another process owns the shard; nothing changed.
         OSError: nothing changed.
     """
-    name = STATE if journaled else CLAIMING
-    data.write(name, encode(state), check=lambda: require_owner(data, state.epoch))
-    if not journaled:
-        data.remove(STATE)
-
-
-def save_at_stop(data: DataDir, state: ShardState) -> None:
-    """Save the state of a clean stop. Raises as `save` does."""
     data.write(STATE, encode(state), check=lambda: require_owner(data, state.epoch))
-
-
-def confirm(data: DataDir, *, journaled: bool = True) -> None:
-    """Right before serving, without a journal: use up the claimed state, since from here on only a clean stop leaves one."""
-    if not journaled:
-        data.rename(CLAIMING, LOADED)
 
 
 def read_epoch(data: DataDir) -> int:
@@ -125,20 +103,6 @@ def require_owner(data: DataDir, epoch: int) -> None:
     found = read_epoch(data)
     if found != epoch:
         raise FencedError(f"{data.path}: a process with epoch {found} has taken the shard over from this one (epoch {epoch})")
-
-
-def _keep(data: DataDir, state: ShardState, *, journaled: bool) -> ShardState:
-    """Put the state where this kind of process keeps it."""
-    if journaled:
-        if state.journal is None or data.read(STATE) is None:
-            state = state.with_journal(state.journal or JOURNAL_START)
-            data.write(STATE, encode(state))
-        data.remove(CLAIMING)
-    elif data.read(STATE) is not None:
-        data.rename(STATE, CLAIMING)
-    else:
-        data.write(CLAIMING, encode(state))
-    return state
 
 
 def _owner(store: Store, shard: int, n_shards: int, timeout_s: float, kept: int | None) -> int:
@@ -169,8 +133,7 @@ def _owner(store: Store, shard: int, n_shards: int, timeout_s: float, kept: int 
 
 def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, stored: int, kept: int) -> ShardState:
     """What the last owner left, checked against the epochs of nodes and folder."""
-    name = STATE if data.read(STATE) is not None else CLAIMING
-    raw = data.read(name)
+    raw = data.read(STATE)
     if raw is None:
         if stored or kept:
             raise LostRowError(
@@ -179,16 +142,16 @@ def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, sto
                 "folders from one backup, or start a new cluster on emptied nodes with empty data folders."
             )
         return ShardState(cluster_id, shard, n_shards)
-    state = decode(raw, str(data.path / name))
+    state = decode(raw, str(data.path / STATE))
     if (state.cluster_id, state.shard, state.n_shards) != (cluster_id, shard, n_shards):
         raise ParameterServerError(
-            f"{data.path / name}: of shard {state.shard} of {state.n_shards} in cluster {state.cluster_id.hex()}, expected "
+            f"{data.path / STATE}: of shard {state.shard} of {state.n_shards} in cluster {state.cluster_id.hex()}, expected "
             f"shard {shard} of {n_shards} in cluster {cluster_id.hex()}; check parameter_servers.data_dir"
         )
-    used_up = state.journal is None and name == STATE and state.epoch != stored
-    if state.epoch > stored or stored > kept or used_up:
+    older = state.journal is None and state.epoch != stored  # a clean stop without a journal, which an earlier release could do
+    if state.epoch > stored or stored > kept or older:
         raise ParameterServerError(
-            f"{data.path / name}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this folder: "
+            f"{data.path / STATE}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this folder: "
             f"{kept}); use the data folder of the last owner, and nodes and folders from the same time"
         )
     return state

@@ -29,6 +29,6 @@ class ShardParts:
     ledger: Ledger
     recovered: Recovered
     timeline: Timeline
-    runs: Runs | None = None
-    repairer: Repairer | None = None
+    runs: Runs
+    repairer: Repairer
     snapshot_due: bool = False

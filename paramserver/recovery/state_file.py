@@ -2,7 +2,7 @@
 
     magic 8 | format version u32 | header size u32 | msgpack header | ids and versions of each table, raw '<u8' | xxh3-64 of all before
 
-With a journal it is the state as of a position in it; what lies behind is replayed on top. Without one it is what a clean stop left.
+It is the state as of a position in the journal; what lies behind is replayed on top.
 Anything off (size, checksum, a field) and nothing of it is used: an index with one wrong version would report a good row as lost.
 """
 
@@ -53,7 +53,7 @@ class ShardState:
         sessions: (trainer, incarnation, last sequence).
         members: (trainer, incarnation) of a sync job, see `paramserver.ingest.barrier.Membership`.
         complete: whether all trainers of that job have been here at once.
-        journal: (segment, offset) from which the journal is replayed; None where there was no journal.
+        journal: (segment, offset) from which the journal is replayed; None: there is none yet.
     """
 
     cluster_id: bytes

@@ -5,14 +5,14 @@ from .shard_parts import ShardParts
 from .state_file import ShardState, TableImage
 
 
-def image(parts: ShardParts, position: Position | None) -> ShardState:
+def image(parts: ShardParts, position: Position) -> ShardState:
     """Take the state as of the last batch applied.
 
     Args:
         parts: of the shard. Nothing may be applied meanwhile, and no row may be dirty: call this on the apply thread, or when that has
             ended.
-        position: behind the journal entry of that batch; None without a journal. Sessions may be ahead of it: a hello or a push that
-            is told twice changes nothing.
+        position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
+            nothing.
     """
     assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
     tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
@@ -29,5 +29,5 @@ def image(parts: ShardParts, position: Position | None) -> ShardState:
         sessions=tuple(sessions),
         members=members,
         complete=complete,
-        journal=None if position is None else (position.segment, position.offset),
+        journal=(position.segment, position.offset),
     )

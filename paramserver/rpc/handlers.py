@@ -9,7 +9,6 @@ import numpy as np
 
 from kvemb.errors import (
     InvalidInputError,
-    LostRowError,
     ParameterServerError,
     PushRejectedError,
     ShardFailedError,
@@ -174,14 +173,11 @@ class Verbs:
         """Have lost nodes repaired, and the named ones compared; answered when that is done.
 
         Raises:
-            LostRowError: this shard keeps no journal, or a row cannot be restored.
+            LostRowError: a row cannot be restored.
             InvalidInputError: no such node.
             DeadlineExceededError: it goes on.
         """
-        if self._parts.repairer is None or self.repairs is None:
-            raise LostRowError(
-                "nothing can be repaired: parameter_servers.durability is none, so there is no journal that rows could be restored from"
-            )
+        assert self.repairs is not None, "set before the shard serves"
         if self._parts.intake.failure:
             raise ShardFailedError(self._parts.intake.failure)
         known, started_s = self._parts.repairer.addresses, time.monotonic()
@@ -209,8 +205,9 @@ class Verbs:
         state = self._parts.tables.state(table)
         ids = np.unique(np.frombuffer(request.ids, "<u8").astype(np.uint64))
         ids = ids[state.known(ids)]
-        if not len(ids) or self.repairs is None or not self.repairs.can_repair or self._parts.intake.failure:
+        if not len(ids) or self._parts.intake.failure:
             return CountReply(0)
+        assert self.repairs is not None, "set before the shard serves"
         ticket = self.repairs.ask_compare(state, ids)
         ticket.wait(Deadline.after(_patience_s(remaining_s)))
         return CountReply(ticket.rows)
@@ -241,7 +238,7 @@ class Verbs:
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
             dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
-            repair="" if parts.repairer is None else parts.repairer.figures.now,
+            repair=parts.repairer.figures.now,
             compared="" if self.repairs is None else self.repairs.compared,
         )
 

@@ -136,7 +136,7 @@ class Reconstructor:
             if k != last + 1 and not any_k:
                 raise LostRowError(
                     f"the journal continues with batch {k}, snapshot and journal reach to batch {last}: what lies between is not there, "
-                    "so no row can be restored from them. Was the shard running with durability none?"
+                    "so no row can be restored from them."
                 )
             last, any_k = k, False
             yield entry

@@ -29,7 +29,7 @@ class LocalSnapshots:
         applied: where the journal entry of the last batch applied ends.
         save: saves the image of the shard as of a position.
         max_bytes: of the journal.
-        needed: whether rows exist that no snapshot and no journal has (the shard ran without a journal): then one is due at once.
+        needed: whether rows exist that no snapshot and no journal has (of an earlier release, without a journal): then one is due at once.
     """
 
     def __init__(

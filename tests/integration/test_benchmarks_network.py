@@ -20,7 +20,7 @@ def test_a_round_trip_takes_as_long_as_it_says_at_least() -> None:
 
 def test_a_cluster_behind_a_network_trains_and_every_host_has_its_own_way() -> None:
     spec = NetworkSpec(rtt_ms=0.2, gbit_per_s=1.0)
-    with NetworkedCluster(spec, "valkey", 2, shards=2, mode="async", trainers=0, durability="none") as running:
+    with NetworkedCluster(spec, "valkey", 2, shards=2, mode="async", trainers=0, durability="os") as running:
         files = [running.config_path, running.folder / "shard-0.yaml", running.folder / "shard-1.yaml"]
         ways = [tuple(yaml.safe_load(path.read_text())["storage"]["nodes"]) for path in files]
         assert len({address for way in ways for address in way}) == 6

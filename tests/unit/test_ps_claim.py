@@ -17,7 +17,7 @@ from kvemb.stores.owners import newest_owner, owner_name
 from kvemb.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster
-from paramserver.recovery.claim_shard import CLAIMING, EPOCH, LOADED, STATE, claim, confirm, read_epoch, require_owner, save, save_at_stop
+from paramserver.recovery.claim_shard import EPOCH, STATE, claim, read_epoch, require_owner, save
 from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
 
 _NUMBERS = count()
@@ -60,11 +60,9 @@ def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
     return store
 
 
-def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2, *, journaled: bool = True) -> ShardState:
+def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2) -> ShardState:
     cluster_id = join(nodes, data, shard)
-    state = claim(opened_store(nodes), data, shard, n_shards, cluster_id, 5, journaled=journaled)
-    confirm(data, journaled=journaled)
-    return state
+    return claim(opened_store(nodes), data, shard, n_shards, cluster_id, 5)
 
 
 def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
@@ -99,7 +97,7 @@ def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) 
     nodes, data = addresses(), folder(tmp_path, 0)
     first = start(nodes, data)
     assert (first.k, first.tables, first.journal) == (0, (), (0, 0))
-    save(data, left(first, journal=(3, 48)), journaled=True)
+    save(data, left(first, journal=(3, 48)))
     for epoch in (2, 3):
         state = start(nodes, data)
         assert (state.epoch, state.k, state.next_incarnation, state.sessions, state.journal) == (epoch, 7, 4, (("a", 3, 9),), (3, 48))
@@ -111,8 +109,8 @@ def test_a_process_that_lost_the_shard_cannot_save_over_its_successor(folder: Fo
     old = start(nodes, data)
     require_owner(data, old.epoch)
     new = start(nodes, data)
-    save(data, left(new, k=9, journal=(5, 48)), journaled=True)
-    for write in (lambda: require_owner(data, old.epoch), lambda: save_at_stop(data, left(old, journal=(2, 48)))):
+    save(data, left(new, k=9, journal=(5, 48)))
+    for write in (lambda: require_owner(data, old.epoch), lambda: save(data, left(old, journal=(2, 48)))):
         with pytest.raises(FencedError, match=r"epoch 2 has taken the shard over from this one \(epoch 1\)"):
             write()
     assert decode(data.read(STATE) or b"", "f").k == 9
@@ -145,74 +143,38 @@ def test_a_folder_without_a_state_is_refused(folder: Folder, tmp_path: Path) -> 
         start(nodes, data)
 
 
-def test_a_journal_can_be_given_up_and_taken_up_again(folder: Folder, tmp_path: Path) -> None:
+def test_a_clean_stop_of_a_release_that_could_do_without_a_journal_is_taken_up(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    save(data, left(start(nodes, data), k=9))
+    again = start(nodes, data)
+    assert (again.epoch, again.k, again.journal) == (2, 9, (0, 0))
+    assert again.tables[0].versions.tolist() == [1, 2, 3]
+
+
+def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first = start(nodes, data)
-    save(data, left(first, journal=(3, 48)), journaled=True)
-    cluster_id = first.cluster_id
-    state = claim(opened_store(nodes), data, 0, 2, cluster_id, 5, journaled=False)
-    assert (state.k, state.journal) == (7, (3, 48))  # what lies behind that is still to be replayed
-    save(data, left(state, k=8), journaled=False)
-    confirm(data, journaled=False)
-    assert (data.read(STATE), data.read(CLAIMING)) == (None, None)
-    with pytest.raises(LostRowError):
-        claim(opened_store(nodes), data, 0, 2, cluster_id, 5)
-    save_at_stop(data, left(state, k=9))
-    again = start(nodes, data)
-    assert (again.k, again.journal) == (9, (0, 0))
-
-
-# --- without a journal --------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_clean_restart_uses_the_state_up(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data, journaled=False)
-    assert (first.epoch, first.k, first.tables) == (1, 0, ())
-    ids = np.arange(3, dtype=np.uint64)
-    saved = ShardState(first.cluster_id, 0, 2, 1, 7, 0, 4, (TableImage(TABLE, 2, ids, ids + np.uint64(1)),), (("a", 3, 9),))
-    data.write(STATE, encode(saved))
-    second = start(nodes, data, journaled=False)
-    assert (second.epoch, second.k, second.next_incarnation, second.sessions) == (2, 7, 4, (("a", 3, 9),))
-    assert second.tables[0].versions.tolist() == [1, 2, 3]
-    assert data.read(STATE) is None
-    assert data.read(LOADED) is not None
-
-
-def test_a_shard_that_ended_without_saving_is_refused(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 1)
-    join(nodes, folder(tmp_path, 0))
-    start(nodes, data, 1, journaled=False)
-    with pytest.raises(LostRowError, match=r"shard 1: its last owner \(epoch 1\) ended without saving"):
-        start(nodes, data, 1, journaled=False)
-
-
-def test_a_start_that_was_given_up_before_serving_can_be_repeated(folder: Folder, tmp_path: Path) -> None:
-    nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data, journaled=False)
-    data.write(STATE, encode(first))
+    save(data, left(first, journal=(3, 48)))
     for epoch in (2, 3):
-        assert claim(opened_store(nodes), data, 0, 2, first.cluster_id, 5, journaled=False).epoch == epoch
-    assert start(nodes, data, journaled=False).epoch == 4
+        state = claim(opened_store(nodes), data, 0, 2, first.cluster_id, 5)
+        assert (state.epoch, state.k) == (epoch, 7)
 
 
-def test_a_state_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
+def test_a_state_without_a_journal_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
-    first = start(nodes, data, journaled=False)
-    old = list(encode(first))
-    data.write(STATE, old)
-    start(nodes, data, journaled=False)
+    old = list(encode(left(start(nodes, data))))
+    start(nodes, data)
     data.write(STATE, old)
     with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):
-        start(nodes, data, journaled=False)
+        start(nodes, data)
 
 
 def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
-    start(nodes, data, journaled=False)
+    start(nodes, data)
     data.write(STATE, [b"kvembsst" + bytes(40)])
     with pytest.raises(ParameterServerError):
-        start(nodes, data, journaled=False)
+        start(nodes, data)
     assert data.read(STATE) is not None
 
 

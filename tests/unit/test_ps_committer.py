@@ -351,15 +351,3 @@ def test_the_ledger_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     assert entries[1].batch.tables[0].ids.tolist() == [1, 5]
     assert list(journal.read(end)) == []
     journal.close()
-
-
-def test_without_a_journal_the_order_is_kept_and_the_owner_is_asked() -> None:
-    def not_ours() -> None:
-        raise FencedError("epoch 6")
-
-    ledger = Ledger(None, not_ours)
-    assert (ledger.append(SessionEntry("a", 1)), ledger.end, ledger.size_bytes) == (START, START, 0)
-    with pytest.raises(FencedError):
-        ledger.record("a", 1)
-    ledger.discard_before(START)
-    ledger.close()

@@ -41,6 +41,7 @@ from paramserver.ingest.unapplied_parts import Limits
 from paramserver.journal.fenced_log import Ledger
 from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
+from tests.unit.forgetful_journal import ForgetfulJournal
 
 _NUMBERS = count()
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -96,7 +97,7 @@ class Rig:
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
         self.intake = Intake(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
-        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), Ledger(None, lambda: None)
+        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), Ledger(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=failed)
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.start()

@@ -11,8 +11,8 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
-from kvemb.config import StorageConfig, parse
-from kvemb.errors import FencedError, KvembError, StorageError
+from kvemb.config import StorageConfig
+from kvemb.errors import FencedError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
 from kvemb.table_def import TableDef
@@ -24,16 +24,15 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Journal, Position, encode
 from paramserver.journal.fenced_log import Ledger
 from paramserver.journal.segment import HEADER_SIZE
-from paramserver.lifecycle.start import start as start_shard
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
+from paramserver.repair.scrub import Scrub
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter
 from paramserver.snapshot.snapshot_schedule import LocalSnapshots, reaches_back
 from paramserver.snapshot.snapshotter import from_storage
 
-pytestmark = pytest.mark.usefixtures("memory_kind")
 _NUMBERS = count()
 ADAM = TableDef("adam", 4, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
 IDS = np.arange(2000, dtype=np.uint64)
@@ -69,7 +68,9 @@ class Shard:
             save=self.saved.append,
             max_bytes=MAX_BYTES,
         )
-        self.chores = Chores(self.repairer, self.snapshots, lambda: None)
+        self.chores = Chores(
+            self.repairer, self.snapshots, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
+        )
 
     def push(self, ids: np.ndarray = IDS) -> bool:
         """Journal and apply one batch, then do the chores once; return whether there is more to do."""
@@ -224,29 +225,3 @@ def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     assert shard.journal.start == start
     Ledger(shard.journal, lambda: None).discard_before(shard.applied)
     assert shard.journal.start > start
-
-
-def test_a_start_without_a_journal_ends_the_journal_and_the_snapshot_that_were_kept(tmp_path: Path) -> None:
-    def run(durability: str) -> set[str]:
-        raw = {
-            "cluster": "demo",
-            "storage": {"kind": "memory", "nodes": [node]},
-            "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(tmp_path), "durability": durability},
-        }
-        running = start_shard(parse(raw, {}), 0, listen="127.0.0.1:0", start_timeout_s=5, wait=lambda pause_s: None)
-        there = {path.name for path in (tmp_path / "shard-0").iterdir() if path.is_dir()}
-        assert running.stop(5) == ""
-        return there
-
-    node = f"snapshots-{next(_NUMBERS)}:1"
-    assert run("os") == {"journal", "snapshot"}
-    (tmp_path / "shard-0" / "snapshot" / "of-a-load").touch()
-    (tmp_path / "shard-0" / "load").touch()
-    with pytest.raises(KvembError):  # no plan that a load wrote: what counts is that its rows are still there
-        run("none")
-    assert (tmp_path / "shard-0" / "snapshot" / "of-a-load").exists()
-    (tmp_path / "shard-0" / "load").unlink()
-    run("os")
-    assert run("none") == set()
-    (tmp_path / "shard-0" / "journal").mkdir()
-    assert run("none") == set()

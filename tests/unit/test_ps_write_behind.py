@@ -49,6 +49,7 @@ from paramserver.recovery.state_image import image
 from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import Wanted
 from paramserver.snapshot.snapshotter import from_storage
+from tests.unit.forgetful_journal import ForgetfulJournal
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.test_ps_replay import (
     BATCHES,
@@ -602,7 +603,7 @@ def saved_records(folder: Path) -> np.ndarray:
 def test_an_image_of_a_moment_with_dirty_rows_is_a_bug(shard: Shard) -> None:
     shard.run([0])
     intake = Intake(Sessions(True), None)
-    parts = ShardParts(None, 0, b"c" * 16, None, shard.tables, shard.engine, intake, None, None, Timeline(1))  # type: ignore[arg-type]
+    parts = ShardParts(None, 0, b"c" * 16, None, shard.tables, shard.engine, intake, None, None, Timeline(1), None, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="an image is of a moment when storage holds what the index says"):
         image(parts, Position(1, 0))
 
@@ -615,7 +616,7 @@ class Rig(Shard):
 
     def __init__(self, bound: Bound = FOREVER) -> None:
         super().__init__(bound)
-        self.handover, ledger = Handover(), Ledger(None, lambda: None)
+        self.handover, ledger = Handover(), Ledger(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         self.intake = Intake(Sessions(True), None)
         self.behind._wake, self.behind._clock_s, self.intake.behind = self.handover.wake, time.monotonic, self.behind
         self.failed = threading.Event()

@@ -288,7 +288,7 @@ def test_a_row_erased_while_the_snapshot_is_taken_is_not_made_from_its_first_val
 
 
 def test_a_journal_that_does_not_reach_back_to_the_snapshot_is_refused(shard: Shard) -> None:
-    shard.engine.k = 5  # five batches without a journal
+    shard.engine.k = 5  # five batches that the journal lacks
     shard.run(APPLY, rows(ADAM, [1]))
     ids, versions = shard.existing(ADAM)
     with pytest.raises(LostRowError, match="continues with batch 6, snapshot and journal reach to batch 0"):
