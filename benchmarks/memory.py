@@ -26,8 +26,9 @@ from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.pages import PageLayout
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.table_def import TableDef
 
 STORES = ("redis", "valkey", "memcached")

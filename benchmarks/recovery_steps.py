@@ -14,8 +14,9 @@ from kvemb.keys import RowKeys
 from kvemb.local_cluster import LocalCluster
 from kvemb.messages import StatusReply
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.repair import LostNode
+from kvemb.stores.row_io import ReadPart, WritePart
 
 _BLOCK_ROWS = 100_000
 _POLL_S = 0.01

@@ -16,8 +16,9 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.record import make_version
-from kvemb.stores.base import NodeStats, Store, WritePart
+from kvemb.stores.base import NodeStats, Store
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import WritePart
 from kvemb.table import Table
 from kvemb.table_def import TableDef
 

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb import init
 from kvemb.cluster_status import ClusterStatus, ShardStatus, read_status
 from kvemb.config import Config, load
+from kvemb.connection.access import Access
 from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTableError
 from kvemb.held import Held, prepare_held
 from kvemb.init import Initializer
@@ -31,7 +32,7 @@ from kvemb.push import prepare_push
 from kvemb.row_cache import RowCache, RowCacheStats, check_options
 from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
-from kvemb.table import Access, Table
+from kvemb.table import Table
 from kvemb.table_def import TableDef, check_table_name
 from kvemb.table_registry import META_NAME, newest_registry
 
@@ -340,7 +341,8 @@ class Cluster:
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
         """Ask every shard and node how it is. What does not answer is reported as such, not raised."""
         self._check_open()
-        return read_status(self._access, timeout_s)
+        timeout_s = self._access.pull_timeout_s if timeout_s is None else timeout_s
+        return read_status(self._access.store, self._access.shards, timeout_s)
 
     def save(
         self,

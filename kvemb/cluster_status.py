@@ -9,10 +9,10 @@ from kvemb.messages import Empty, StatusReply
 from kvemb.net.deadline import Deadline
 from kvemb.stores.base import NodeStats, Store
 from kvemb.stores.registry import open_store
-from kvemb.table import Access
 
-if TYPE_CHECKING:  # it imports gRPC
+if TYPE_CHECKING:  # they import gRPC
     from kvemb.client.servers import Servers
+    from kvemb.client.shard_client import ShardClient
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,20 +77,24 @@ def _strangers(config: Config, store: Store, servers: "Servers") -> str:
     return ""
 
 
-def read_status(access: Access, timeout_s: float | None) -> ClusterStatus:
-    """Ask every shard and node; what does not answer is reported as such, not raised."""
-    shards = _shards(access, access.pull_timeout_s if timeout_s is None else timeout_s)
+def read_status(store: Store, client: "ShardClient | None", timeout_s: float) -> ClusterStatus:
+    """Ask every shard and node; what does not answer is reported as such, not raised.
+
+    Args:
+        store: the storage nodes.
+        client: of the shards, None on a read-only connection.
+        timeout_s: of the shards, and of the nodes.
+    """
+    shards = () if client is None else _shards(client, timeout_s)
     try:
-        nodes = tuple(access.store.stats(access.pull_deadline(timeout_s)))
+        nodes = tuple(store.stats(Deadline.of_caller(timeout_s)))
     except StorageError as error:
         return ClusterStatus(shards, (), str(error))
     return ClusterStatus(shards, nodes)
 
 
-def _shards(access: Access, timeout_s: float) -> tuple[ShardStatus, ...]:
-    if access.shards is None:
-        return ()
-    pairs = zip(access.shards.addresses, access.shards.status(timeout_s), strict=True)
+def _shards(client: "ShardClient", timeout_s: float) -> tuple[ShardStatus, ...]:
+    pairs = zip(client.addresses, client.status(timeout_s), strict=True)
     return tuple(_shard(index, address, reply) for index, (address, reply) in enumerate(pairs))
 
 

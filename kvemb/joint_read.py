@@ -19,7 +19,8 @@ from kvemb.keys import join
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
 from kvemb.rounding import round_nearest, to_float32
-from kvemb.stores.base import ReadPart, ReadResult, Store
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.table_def import TableDef
 from kvemb.thread_memory import ThreadMemory
 

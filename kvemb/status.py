@@ -6,7 +6,7 @@ rows of one size while some headroom is left.
 
 from collections.abc import Sequence
 
-from kvemb.cluster import ClusterStatus, ShardStatus
+from kvemb.cluster_status import ClusterStatus, ShardStatus
 from kvemb.messages import RepairReply
 from kvemb.stores.base import NodeStats
 

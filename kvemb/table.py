@@ -6,107 +6,31 @@ pulling; verbs that go through the parameter servers raise ClosedError there.
 
 from __future__ import annotations  # help() shows types as they are written here
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.change_count import ChangeCount
-from kvemb.errors import ReadOnlyError
-from kvemb.held import Held
+from kvemb.connection.access import Access
+from kvemb.connection.open_cluster import OpenCluster
 from kvemb.ids import to_caller
-from kvemb.joint_read import Missing
-from kvemb.message_format import TableRows
-from kvemb.net.deadline import Deadline
-from kvemb.pull import Pulled, PullRequest, prepare_pull, pull
+from kvemb.pull import prepare_pull
 from kvemb.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.rounding import storage_dtype
-from kvemb.row_cache import RowCache
-from kvemb.stores.base import Store
 from kvemb.table_def import TableDef
 
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
     from kvemb.client.ack import Ack
-    from kvemb.client.shard_client import ShardClient
-    from kvemb.cluster import Cluster
 
 
-_STORED_TIMEOUT_S = 120.0
 _EXPORTED_AT_ONCE = 1 << 17  # ids: what storage answers well within the timeout, also where it is busy
-
-
-@dataclass(frozen=True)
-class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout,
-    and how often it has changed rows."""
-
-    store: Store
-    shards: ShardClient | None
-    pull_timeout_s: float
-    changes: ChangeCount = field(default_factory=ChangeCount)
-
-    def require_shards(self, verb: str) -> ShardClient:
-        """Return the client of the shards, or raise ReadOnlyError."""
-        if self.shards is None:
-            raise ReadOnlyError(
-                f"{verb} goes through the parameter servers, and this cluster was opened with read_only=True. "
-                "Open it with kvemb.connect(source)."
-            )
-        return self.shards
-
-    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[Held] = ()) -> Ack:
-        """Send a push, and count it."""
-        shards = self.require_shards("push")
-        shards.missing.tell()
-        self.changes.begin_push()
-        try:
-            ack = shards.push(rows, timeout_s, held)
-        except BaseException:
-            self.changes.failed()
-            raise
-        self.changes.pushed(ack)
-        return ack
-
-    @property
-    def row_cache(self) -> RowCache | None:
-        """The rows that came back with acks, where this connection keeps them."""
-        return None if self.shards is None else self.shards.row_cache
-
-    def pull_deadline(self, timeout_s: float | None) -> Deadline:
-        """The deadline of a pull."""
-        return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
-
-    def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
-        """Pull, once storage has what this connection has pushed and was released; without `stored` at once.
-
-        Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
-        """
-        if stored and timeout_s is None:
-            self.wait_stored()
-        deadline = self.pull_deadline(timeout_s)
-        if stored and timeout_s is not None:
-            self.changes.wait_stored(deadline)
-        renewed = timeout_s is None
-        if self.shards is None:
-            return pull(self.store, requests, deadline, versions=versions, renewed=renewed)
-        self.shards.missing.tell()
-        missing: Missing = []
-        pulled = pull(self.store, requests, deadline, versions=versions, cache=self.row_cache, renewed=renewed, missing=missing)
-        if missing:
-            self.shards.missing.note(missing)
-        return pulled
-
-    def wait_stored(self) -> None:
-        """Wait until storage has what was released to this connection; raises as `ChangeCount.wait_stored`."""
-        self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S))
 
 
 class Table:
     """One embedding table. Get it from `Cluster.table` or `Cluster.create_table`; see `kvemb` for a tour with an example."""
 
-    def __init__(self, definition: TableDef, access: Access, cluster: Cluster) -> None:
+    def __init__(self, definition: TableDef, access: Access, cluster: OpenCluster) -> None:
         self._definition, self._access, self._cluster = definition, access, cluster
         self._hyper: Mapping[str, float] = {}  # replaced as a whole, never changed
         self._wire_dtype = "float32"
@@ -128,7 +52,7 @@ class Table:
         return self._definition
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> OpenCluster:
         """The cluster it was opened from."""
         return self._cluster
 
@@ -355,5 +279,6 @@ class Table:
         return f"<Table {d.name!r}: dim {d.dim}, {d.dtype}, {d.optimizer.kind}, {d.id_dtype} ids>"
 
 
-def _table_of(cluster: Cluster, name: str) -> Table:
-    return cluster.table(name)
+def _table_of(cluster: OpenCluster, name: str) -> Table:
+    table: Table = cluster.table(name)
+    return table

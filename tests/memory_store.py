@@ -24,11 +24,12 @@ from kvemb.errors import (
 )
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, Store, WritePart, WriteResult
+from kvemb.stores.base import Capabilities, NodeStats, Store
 from kvemb.stores.key_blocks import row_keys_in
 from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
 from kvemb.stores.node_repair import NodeRepair
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.topology import NodeMap
 from kvemb.stores.waiting import PASSING, waiting, waits
 

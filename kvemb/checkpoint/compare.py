@@ -11,7 +11,8 @@ from kvemb.checkpoint.rows import RowBlock
 from kvemb.ids import to_caller
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 
 _BLOCK_BYTES = 8 << 20

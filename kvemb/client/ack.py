@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvemb.client.servers import DEFAULT_TIMEOUT_S
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.held import Fresh, Held, fresh_rows, join
 from kvemb.message_format import FreshRows
 from kvemb.net.deadline import checked_timeout
 from kvemb.row_cache import Wanted
+
+DEFAULT_TIMEOUT_S = 30.0  # of one question to the shards
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,28 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-
-if TYPE_CHECKING:
-    from kvemb.client.ack import Ack
 
 PATIENCE_S = 10.0
 """How long the end of a program may take because of pushes that are on their way."""
 UNDELIVERED = 4
 """Exit code of a program that ended with pushes that were not delivered; a shard that is not drained ends with it, too."""
+
+
+class Deliverable(Protocol):
+    """A push that is on its way."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every shard has accepted its part."""
+        ...
+
+    def wait_answered(self, timeout_s: float) -> None:
+        """Wait until every shard has accepted or refused its part, or the time is over."""
+        ...
 
 
 class Leaving(Protocol):
@@ -47,7 +57,7 @@ class Leaving(Protocol):
         """Whether it belongs to the process that this one is a fork of."""
         ...
 
-    def undelivered(self) -> "list[Ack]":
+    def undelivered(self) -> Sequence[Deliverable]:
         """Pushes that not every shard has accepted."""
         ...
 
@@ -149,7 +159,7 @@ def _leave() -> bool:
     return not any(told)
 
 
-def _told(trainer: str, lost: "Sequence[Ack]", failure: BaseException | None) -> str:
+def _told(trainer: str, lost: Sequence[Deliverable], failure: BaseException | None) -> str:
     if not lost and not isinstance(failure, KvembError):
         return ""
     why = "" if failure is None else f" {type(failure).__name__}: {failure}"

@@ -3,7 +3,8 @@
 import os
 import secrets
 
-from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers, require_one_cluster
+from kvemb.client.ack import DEFAULT_TIMEOUT_S
+from kvemb.client.servers import Servers, require_one_cluster
 from kvemb.client.session import Session
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config

@@ -15,7 +15,6 @@ from kvemb.message_format import Message
 from kvemb.messages import DescribeReply, Empty
 from kvemb.net.deadline import Deadline
 
-DEFAULT_TIMEOUT_S = 30.0
 """For every verb that goes through the shards, unless the caller says otherwise."""
 
 M = TypeVar("M", bound=Message)

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.client import leaving
-from kvemb.client.ack import Ack
+from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
 from kvemb.client.missing import MissingRows
 from kvemb.client.parts import pieces, route
-from kvemb.client.servers import DEFAULT_TIMEOUT_S, Servers
+from kvemb.client.servers import Servers
 from kvemb.client.session import Session
 from kvemb.held import Held
 from kvemb.message_format import Message, TableRows

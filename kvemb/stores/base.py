@@ -21,6 +21,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.markers import Identity, Marker
 from kvemb.stores.owners import newest_owner, owner_name
 from kvemb.stores.repair import Repairable
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 
 @dataclass(frozen=True)
@@ -36,92 +37,6 @@ class Capabilities:
     cas: bool
     max_record_bytes: int | None
     pages: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class ReadPart:
-    """Read n rows of one table, or of several whose records have one size.
-
-    Args:
-        keys: n distinct keys; of several tables, `kvemb.keys.join` has made one batch of them.
-        record_bytes: the size every record of these tables has.
-        prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the
-            header, by which rows are told from no rows.
-        tokens: whether compare-and-swap tokens are wanted too (stores without CAS return None).
-        into: uint8 [n, prefix_bytes], contiguous: memory that the records may be read into, instead of new one.
-        foreign: whether values of another size, which only another program can have written, are results and no error.
-    """
-
-    keys: RowKeys
-    record_bytes: int
-    prefix_bytes: int
-    tokens: bool = False
-    into: NDArray[np.uint8] | None = None
-    foreign: bool = False
-
-
-@dataclass(eq=False)
-class ReadResult:
-    """The rows of one ReadPart, in the order of their nodes.
-
-    Args:
-        records: uint8 [n, prefix_bytes]; row i belongs to keys.ids[order[i]]; rows not found hold no meaning.
-        found: bool [n], in the same order.
-        order: intp [n], or None when the rows are in the order of the keys.
-        tokens: uint64 [n] in the same order, or None.
-        foreign: bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its);
-            None where that was not asked for.
-    """
-
-    records: NDArray[np.uint8]
-    found: NDArray[np.bool_]
-    order: NDArray[np.intp] | None = None
-    tokens: NDArray[np.uint64] | None = None
-    foreign: NDArray[np.bool_] | None = None
-
-    def in_key_order(self) -> "ReadResult":
-        """Return the same rows in the order of the keys (a copy when several nodes answered)."""
-        if self.order is None:
-            return self
-        records, found = np.empty_like(self.records), np.empty_like(self.found)
-        whole = f"V{records.shape[1]}"  # items of one opaque type: NumPy moves them faster than rows of bytes
-        records.view(whole)[self.order], found[self.order] = self.records.view(whole), self.found
-        tokens = foreign = None
-        if self.tokens is not None:
-            tokens = np.empty_like(self.tokens)
-            tokens[self.order] = self.tokens
-        if self.foreign is not None:
-            foreign = np.empty_like(self.foreign)
-            foreign[self.order] = self.foreign
-        return ReadResult(records, found, None, tokens, foreign)
-
-
-@dataclass(frozen=True, eq=False)
-class WritePart:
-    """Write n whole records of one table, or of several whose records have one size.
-
-    Args:
-        keys: n distinct keys.
-        records: uint8 [n, record_bytes], contiguous.
-        tokens: uint64 [n] from the read that this write follows; 0 = the row must not exist yet. Ignored by stores without CAS.
-    """
-
-    keys: RowKeys
-    records: NDArray[np.uint8]
-    tokens: NDArray[np.uint64] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class WriteResult:
-    """What became of a WritePart, in key order.
-
-    Args:
-        stored: bool [n]; False is a conflict: read again before writing again.
-        tokens: uint64 [n], of the rows stored, for the next write without a read; None on stores without CAS.
-    """
-
-    stored: NDArray[np.bool_]
-    tokens: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart, ReadResult, WritePart
 from kvemb.stores.batch import NodeSteps, group, server_error, tell_foreign
 from kvemb.stores.cluster_map import SlotMap
+from kvemb.stores.redirects import NOT_NOW, redirect_target
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.wire.codec import Codec, Records
 from kvemb.wire.replies import Step
 
 Rows = slice | NDArray[np.intp]
-_NOT_NOW = (b"-TRYAGAIN", b"-CLUSTERDOWN", b"-LOADING", b"-MASTERDOWN")
-REDIRECTS = (b"-MOVED", b"-ASK", *_NOT_NOW)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +191,7 @@ class ClusterBatch(ABC):
                 continue
             if kind == b"-MOVED":
                 redirects.changed_map = True
-            elif kind in _NOT_NOW:
+            elif kind in NOT_NOW:
                 redirects.changed_map = redirects.wait = True
             else:
                 raise server_error(share.address, line, share.steps.keys, row)
@@ -271,12 +270,3 @@ class EraseBatch(ClusterBatch):
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
         return codec.erase_steps(keys, out), (out,)
-
-
-def redirect_target(line: bytes, asked: str) -> str:
-    """The "host:port" of `-ASK 3999 host:port`; an empty host means the node that was asked."""
-    target = (*line.decode("utf-8", "replace").split(" "), "", "")[2]
-    host, _, port = target.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5):
-        raise NodeUnavailableError(f"node {asked}: redirects to {target!r}, which is no address")
-    return target if host else f"{asked.rpartition(':')[0]}:{port}"

@@ -23,12 +23,12 @@ from kvemb.net.pool import Doubts, LinkPool
 from kvemb.stores import redis_admin, redis_swap
 from kvemb.stores.base import Store
 from kvemb.stores.batch import NodeSteps, server_error, unexpected_value
-from kvemb.stores.cluster_batch import REDIRECTS, redirect_target
 from kvemb.stores.cluster_map import SlotMap, fetch_slot_map
 from kvemb.stores.cluster_members import MEMBERS, decode_members, process_of
 from kvemb.stores.copies import DamagedCopyError
 from kvemb.stores.markers import Identity
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
+from kvemb.stores.redirects import REDIRECTS, redirect_target
 from kvemb.stores.waiting import waiting, waits
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step, UnexpectedValueError
 from kvemb.wire.resp import RespCodec, command

@@ -12,10 +12,10 @@ from kvemb.errors import NotProvisionedError, StorageError
 from kvemb.keys import N_SLOTS
 from kvemb.net.deadline import Deadline
 from kvemb.stores.batch import server_error
-from kvemb.stores.cluster_batch import REDIRECTS
 from kvemb.stores.cluster_links import ClusterLinks
 from kvemb.stores.cluster_map import SlotMap, marker_keys
 from kvemb.stores.markers import Identity, Marker, accept, first_identity
+from kvemb.stores.redirects import REDIRECTS
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Step
 from kvemb.wire.requests import chunks
 from kvemb.wire.resp import command

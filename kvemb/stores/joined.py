@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.keys import RowKeys, join
-from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 _SMALL_ROWS = 4096
 _MOST_PARTS = 1 << 16  # of one `join`

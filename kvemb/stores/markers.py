@@ -11,11 +11,14 @@ lifetimes of a node's data never have the same marker, so that a batch that bega
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgpack
 
 from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
-from kvemb.stores.repair import Why
+
+Why = Literal["empty", "suspect", "repairing"]
+"""Why a node cannot be relied on; see `kvemb.stores.repair.LostNode`."""
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"

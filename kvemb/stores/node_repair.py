@@ -17,9 +17,9 @@ from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolEr
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.stores.copies import DamagedCopyError
-from kvemb.stores.markers import MARKER_KEY, Marker, diagnose, why_lost
+from kvemb.stores.markers import MARKER_KEY, Marker, Why, diagnose, why_lost
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
-from kvemb.stores.repair import LostNode, Repairable, Why
+from kvemb.stores.repair import LostNode, Repairable
 from kvemb.stores.topology import NodeMap
 
 _MAX_TRIES = 100

@@ -30,12 +30,13 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
-from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
+from kvemb.stores.base import Store
 from kvemb.stores.batch import Grouped, NodeSteps, group, raise_row_errors, server_error, tell_foreign, unexpected_value
 from kvemb.stores.joined import read_joined, write_joined
 from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, first_identity, why_lost
 from kvemb.stores.node_repair import NodeRepair
 from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.topology import NodeMap
 from kvemb.stores.waiting import ABSENT, PASSING, waiting, waits
 from kvemb.wire.codec import Codec, Records

@@ -12,9 +12,8 @@ from kvemb.stores import redis_admin, redis_swap
 from kvemb.stores.base import Capabilities, NodeStats
 from kvemb.stores.key_blocks import row_keys_in
 from kvemb.stores.node_store import NodeStore
+from kvemb.stores.redis_link import MAX_VALUE_BYTES
 from kvemb.wire.resp import RespCodec
-
-MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 
 
 class RedisStore(NodeStore):

@@ -14,7 +14,7 @@ from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeUnavailab
 from kvemb.keys import N_SLOTS
 from kvemb.net.deadline import Deadline
 from kvemb.stores import redis_admin
-from kvemb.stores.base import Capabilities, NodeStats, ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.base import Capabilities, NodeStats
 from kvemb.stores.cluster_batch import ClusterBatch, EraseBatch, ReadBatch, Redirects, Share, WriteBatch
 from kvemb.stores.cluster_map import SlotMap
 from kvemb.stores.cluster_markers import Check, joined
@@ -22,7 +22,8 @@ from kvemb.stores.cluster_members import MEMBERS, encode_members, process_of, ru
 from kvemb.stores.cluster_repair import Begun, ClusterRepair
 from kvemb.stores.joined import read_joined, write_joined
 from kvemb.stores.markers import Identity, Marker, accept, diagnose, why_lost
-from kvemb.stores.redis import MAX_VALUE_BYTES
+from kvemb.stores.redis_link import MAX_VALUE_BYTES
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.waiting import PASSING, waiting
 from kvemb.wire.replies import Step
 

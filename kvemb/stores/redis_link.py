@@ -17,6 +17,7 @@ from kvemb.wire.resp import command
 from kvemb.wire.resp_value import ErrorLine, Value, ValueReply
 
 Word = str | bytes | int
+MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 
 
 def open_admin(address: str, config: StorageConfig, deadline: Deadline, name: str = "") -> Link:

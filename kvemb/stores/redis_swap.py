@@ -11,7 +11,7 @@ from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
 from kvemb.stores.batch import server_error
-from kvemb.stores.cluster_batch import redirect_target
+from kvemb.stores.redirects import redirect_target
 from kvemb.stores.redis_admin import run_id_of
 from kvemb.stores.redis_link import Word, admin, ask_all
 from kvemb.wire.replies import FOREIGN, MAX_BLOB_BYTES, BlobReply, LineReply

@@ -13,18 +13,14 @@ normal batches check the marker. A server process that starts again in the middl
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-
-if TYPE_CHECKING:
-    from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
-
-Why = Literal["empty", "suspect", "repairing"]
+from kvemb.stores.markers import Why
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 
 @dataclass(frozen=True)
@@ -88,15 +84,15 @@ class Repairable(ABC):
         """
 
     @abstractmethod
-    def read_in_repair(self, address: str, nonce: str, parts: "Sequence[ReadPart]", deadline: Deadline) -> "list[ReadResult]":
+    def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         """Read rows of a node in repair; all keys belong to it. See `Store.read`."""
 
     @abstractmethod
-    def write_in_repair(self, address: str, nonce: str, parts: "Sequence[WritePart]", deadline: Deadline) -> "list[WriteResult]":
+    def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         """Write records to a node in repair; all keys belong to it. See `Store.write`."""
 
     @abstractmethod
-    def erase_in_repair(self, address: str, nonce: str, parts: "Sequence[WritePart]", deadline: Deadline) -> "list[NDArray[np.bool_]]":
+    def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> "list[NDArray[np.bool_]]":
         """Delete rows of a node in repair; all keys belong to it. See `Store.erase`."""
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:

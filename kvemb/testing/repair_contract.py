@@ -22,10 +22,11 @@ from kvemb.errors import (
     NotProvisionedError,
 )
 from kvemb.keys import RowKeys
-from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.markers import Identity
 from kvemb.stores.owners import Owner, owner_name
 from kvemb.stores.repair import LostNode
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,

@@ -36,8 +36,9 @@ from kvemb.hashing import mix64
 from kvemb.keys import RowKeys, join
 from kvemb.net.deadline import Deadline
 from kvemb.pages import PagedKeys, page_layout, paged_keys
-from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.wire.stride_reply import StrideReply
 
 CLUSTER, GENERATION = b"contract-cluster", b"lifetime"

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.scan import Bytes, matches, take_line
-from kvemb.wire.token_reply import parse_digits
+from kvemb.wire.scan import Bytes, matches, parse_digits, take_line
 
 _ERROR, _INTEGER = ord("-"), ord(":")
 _OK = int.from_bytes(b"+OK", "little")

@@ -101,3 +101,13 @@ def value_size(line: bytes) -> int | None:
     """Return the size that the first line of a value announces (`$76`, `VA 76 …`), or None when it is no such line."""
     text = line[1:] if line[:1] == b"$" else line[3:].split(b" ")[0] if line[:3] == b"VA " else b""
     return int(text) if text.isdigit() else None
+
+
+def parse_digits(data: Bytes, at: NDArray[np.intp], n_digits: NDArray[np.intp]) -> NDArray[np.uint64]:
+    """Decimal numbers of the given widths at the given positions: uint64 [n]."""
+    value = np.zeros(len(at), dtype=np.uint64)
+    for column in range(int(n_digits.max(initial=0))):
+        inside = column < n_digits
+        digit = data[np.minimum(at + column, len(data) - 1)].astype(np.uint64) - np.uint64(ord("0"))
+        value = np.where(inside, value * np.uint64(10) + digit, value)
+    return value

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.scan import EOL, Bytes, is_error, matches, take_line
-from kvemb.wire.token_reply import parse_digits
+from kvemb.wire.scan import EOL, Bytes, is_error, matches, parse_digits, take_line
 
 _STORED = int.from_bytes(b"HD", "little")
 # NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.replies import UnexpectedValueError
-from kvemb.wire.scan import Bytes, find, is_error, take_line, value_size, windows
+from kvemb.wire.scan import Bytes, find, is_error, parse_digits, take_line, value_size, windows
 
 _MISS = b"EN\r\n"
 _MAX_DIGITS = 20
@@ -135,13 +135,3 @@ def _without_inner(
     while following[kept[-1]] < len(starts):
         kept.append(following[kept[-1]])
     return starts[kept], lengths[kept], digits[kept]
-
-
-def parse_digits(data: Bytes, at: NDArray[np.intp], n_digits: NDArray[np.intp]) -> NDArray[np.uint64]:
-    """Decimal numbers of the given widths at the given positions: uint64 [n]."""
-    value = np.zeros(len(at), dtype=np.uint64)
-    for column in range(int(n_digits.max(initial=0))):
-        inside = column < n_digits
-        digit = data[np.minimum(at + column, len(data) - 1)].astype(np.uint64) - np.uint64(ord("0"))
-        value = np.where(inside, value * np.uint64(10) + digit, value)
-    return value

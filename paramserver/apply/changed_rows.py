@@ -16,7 +16,8 @@ from kvemb.errors import KvembError, LostRowError
 from kvemb.message_format import FreshRows
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 
 from ..model.batch import CheckedRows

@@ -23,7 +23,8 @@ from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 
 from ..engine.storage_retry import RETRYABLE

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from kvemb.errors import ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import ReadPart, Store, WritePart
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.table_def import TableDef
 
 from ..engine.batch_pieces import Pace

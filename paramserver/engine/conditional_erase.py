@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvemb.errors import FencedError
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE, split_version
-from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.table_def import TableDef
 
 Ids = NDArray[np.uint64]

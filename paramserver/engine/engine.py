@@ -20,7 +20,8 @@ from kvemb.errors import ForeignPageError, LostRowError, NodeLostError, NodeSusp
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import split_version
-from kvemb.stores.base import ReadPart, ReadResult, Store, WritePart, WriteResult
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.table_def import TableDef
 
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows

@@ -25,7 +25,8 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE, split_version
 from kvemb.record_cache import RecordCache
-from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from kvemb.table_def import TableDef
 
 from ..model.prepared_rows import Prepared

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import WritePart
+from kvemb.stores.row_io import WritePart
 
 from .batch import CheckedRows
 

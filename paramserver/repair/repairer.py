@@ -27,7 +27,8 @@ from kvemb.hashing import shard_of
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import ReadPart, Store, WritePart, WriteResult
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from kvemb.table_def import TableDef
 
 from ..engine.batch_pieces import Pace

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvemb.errors import LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.record import split_version
-from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.base import Store
+from kvemb.stores.row_io import ReadPart
 
 from ..model.tables import TableState
 from .run_set import Runs

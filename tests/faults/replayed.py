@@ -8,8 +8,8 @@ from jobs import PATIENCE_S
 import kvemb
 from kvemb.hashing import shard_of
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 from paramserver.optim import build
 

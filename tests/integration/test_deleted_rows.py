@@ -15,8 +15,8 @@ from kvemb.config import load
 from kvemb.errors import RowsRestoredWarning
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import WritePart
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import WritePart
 from paramserver.lifecycle.start import start
 from paramserver.repair import scrub
 

@@ -15,9 +15,9 @@ from kvemb.keys import RowKeys
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.servers import start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import WritePart
 from kvemb.stores.markers import MARKER_KEY, Marker
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import WritePart
 
 
 def new_table(cluster: kvemb.Cluster) -> kvemb.Table:

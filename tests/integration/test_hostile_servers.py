@@ -16,9 +16,9 @@ from kvemb.errors import KvembError, StorageError
 from kvemb.local_cluster.servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.pages import page_layout, paged_keys
-from kvemb.stores.base import ReadPart, WritePart
 from kvemb.stores.owners import Owner, owner_name
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.testing.store_contract import SIZE, records_of, row_keys
 
 DEADLINE_S = 0.4

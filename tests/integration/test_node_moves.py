@@ -19,9 +19,9 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, python_env
 from kvemb.local_cluster.servers import start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart
 from kvemb.stores.node_store import NodeStore
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 from kvemb.testing.servers import ServerNodes
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, records_of, row_keys, within, write
 

@@ -56,8 +56,8 @@ from kvemb.messages import (
     digest_tables,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ from kvemb.config import StorageConfig, load
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.messages import Empty, FlushRequest, StatusReply
-from kvemb.stores.base import ReadPart
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 from tests.integration.test_paramserver import Cluster, Deadline, Pushes, Server, first_rows, free_port, part, until
 

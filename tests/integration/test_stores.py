@@ -20,9 +20,10 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
 from kvemb.keys import text_slot
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
-from kvemb.stores.base import Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.markers import MARKER_KEY
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import WritePart
 from kvemb.stores.topology import NodeMap
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.servers import ServerNodes, redis_client

@@ -13,10 +13,11 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedErr
 from kvemb.hashing import mix64
 from kvemb.keys import N_SLOTS, RowKeys, slot_tags, text_slot
 from kvemb.pages import PagedKeys, page_layout, paged_keys
-from kvemb.stores.base import Store, WritePart
+from kvemb.stores.base import Store
 from kvemb.stores.cluster_map import marker_keys
 from kvemb.stores.markers import Identity, Marker
 from kvemb.stores.redis_cluster import RedisClusterStore
+from kvemb.stores.row_io import WritePart
 from kvemb.testing.repair_contract import begun, lost, repair
 from kvemb.testing.servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, TAG, read, records_of, require_rows, row_keys, within, write

@@ -24,8 +24,8 @@ from kvemb.checkpoint.names import ROWS
 from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, WritePart
 from kvemb.stores.repair import LostNode
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.table_def import TableDef
 
 DEFINITION = TableDef("t", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), id_dtype="uint64")

@@ -19,7 +19,7 @@ from kvemb.errors import ProtocolError
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import WritePart
+from kvemb.stores.row_io import WritePart
 from tests.unit.checkpoint_files import CLUSTER_ID, USER, block_of, ids_of, save
 
 _NUMBERS = count()

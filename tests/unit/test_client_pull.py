@@ -15,7 +15,7 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.pull import initial_rows, prepare_pull, pull
 from kvemb.rounding import round_nearest
-from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.table_def import TableDef
 
 SOON = Deadline.after(60)

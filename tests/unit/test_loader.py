@@ -17,8 +17,9 @@ from kvemb.errors import CheckpointError, FencedError, KvembError, ParameterServ
 from kvemb.init import uniform
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart, Store
+from kvemb.stores.base import Store
 from kvemb.stores.registry import open_store
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 from paramserver.checkpoint import unconditional_writer
 from paramserver.checkpoint.load_plan import LoadPlan, decode, encode

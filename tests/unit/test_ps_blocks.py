@@ -14,7 +14,7 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import ReadPart, WritePart
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.table_def import TableDef
 from paramserver.engine import arena as scratch_module
 from paramserver.engine import engine as engine_module

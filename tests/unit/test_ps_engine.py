@@ -15,7 +15,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
 from kvemb.rounding import round_nearest, to_float32
-from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.table_def import TableDef
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows

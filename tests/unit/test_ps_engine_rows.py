@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import WritePart, WriteResult
+from kvemb.stores.row_io import WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine
 from paramserver.model.batch import APPLY, Batch
 from tests.unit.test_ps_engine import ADAM, HALF, SGD, Storage, engine_on, read, rows

@@ -29,7 +29,7 @@ from kvemb.errors import (
 )
 from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import ReadPart, ReadResult
+from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.table_def import TableDef
 from paramserver.apply.applier import Applier
 from paramserver.apply.committer import Committer, Handover

@@ -9,7 +9,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import RowsOut
 from paramserver.engine import batch_pieces
 from paramserver.engine.batch_pieces import LEAST_BYTES, Pace, cut, size_bytes

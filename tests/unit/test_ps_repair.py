@@ -15,7 +15,7 @@ from kvemb.hashing import shard_of
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import ReadPart, WritePart
+from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.table_def import TableDef
 from paramserver.engine.engine import Engine
 from paramserver.engine.repair_port import NO_BATCH, Ahead

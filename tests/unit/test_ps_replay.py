@@ -23,7 +23,7 @@ from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.table_def import TableDef
 from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine

@@ -12,7 +12,7 @@ from kvemb.errors import JournalBehindError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.row_index import HASHES, RowIndex
-from kvemb.stores.base import WritePart
+from kvemb.stores.row_io import WritePart
 from kvemb.table_def import TableDef
 from paramserver.repair.scrub import Scrub
 from tests.unit.test_ps_repair import ADAM, SGD, Shard, provision

@@ -27,7 +27,7 @@ from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version, split_version
 from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import ReadPart, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from kvemb.table_def import TableDef
 from paramserver.apply.applier import Applier
 from paramserver.apply.committer import Committer, Handover

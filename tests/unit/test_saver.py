@@ -25,7 +25,7 @@ from kvemb.init import uniform
 from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
-from kvemb.stores.base import ReadPart, ReadResult, WritePart
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.table_def import TableDef
 from paramserver.checkpoint import save_job
 from paramserver.checkpoint.copy_on_write import PreImages

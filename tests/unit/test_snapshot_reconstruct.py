@@ -17,7 +17,7 @@ from kvemb.errors import JournalFullError, LostRowError, StorageError, UnknownTa
 from kvemb.net.deadline import Deadline
 from kvemb.record import make_version
 from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import ReadPart
+from kvemb.stores.row_io import ReadPart
 from kvemb.table_def import TableDef
 from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, Position, encode, segment_files

@@ -7,8 +7,8 @@ import pytest
 
 from kvemb.keys import RowKeys
 from kvemb.pages import page_layout, paged_keys
-from kvemb.stores.base import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.joined import read_joined, write_joined
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 SIZE = 76
 

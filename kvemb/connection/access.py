@@ -1,0 +1,89 @@
+"""What the tables of one connection share: storage, the shards, how often it has written, and how long a pull may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvemb.change_count import ChangeCount
+from kvemb.errors import ReadOnlyError
+from kvemb.held import Held
+from kvemb.joint_read import Missing
+from kvemb.message_format import TableRows
+from kvemb.net.deadline import Deadline
+from kvemb.pull import Pulled, PullRequest, pull
+from kvemb.row_cache import RowCache
+from kvemb.stores.base import Store
+
+if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
+    from kvemb.client.ack import Ack
+    from kvemb.client.shard_client import ShardClient
+
+_STORED_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout,
+    and how often it has changed rows."""
+
+    store: Store
+    shards: ShardClient | None
+    pull_timeout_s: float
+    changes: ChangeCount = field(default_factory=ChangeCount)
+
+    def require_shards(self, verb: str) -> ShardClient:
+        """Return the client of the shards, or raise ReadOnlyError."""
+        if self.shards is None:
+            raise ReadOnlyError(
+                f"{verb} goes through the parameter servers, and this cluster was opened with read_only=True. "
+                "Open it with kvemb.connect(source)."
+            )
+        return self.shards
+
+    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[Held] = ()) -> Ack:
+        """Send a push, and count it."""
+        shards = self.require_shards("push")
+        shards.missing.tell()
+        self.changes.begin_push()
+        try:
+            ack = shards.push(rows, timeout_s, held)
+        except BaseException:
+            self.changes.failed()
+            raise
+        self.changes.pushed(ack)
+        return ack
+
+    @property
+    def row_cache(self) -> RowCache | None:
+        """The rows that came back with acks, where this connection keeps them."""
+        return None if self.shards is None else self.shards.row_cache
+
+    def pull_deadline(self, timeout_s: float | None) -> Deadline:
+        """The deadline of a pull."""
+        return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
+
+    def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
+        """Pull, once storage has what this connection has pushed and was released; without `stored` at once.
+
+        Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
+        """
+        if stored and timeout_s is None:
+            self.wait_stored()
+        deadline = self.pull_deadline(timeout_s)
+        if stored and timeout_s is not None:
+            self.changes.wait_stored(deadline)
+        renewed = timeout_s is None
+        if self.shards is None:
+            return pull(self.store, requests, deadline, versions=versions, renewed=renewed)
+        self.shards.missing.tell()
+        missing: Missing = []
+        pulled = pull(self.store, requests, deadline, versions=versions, cache=self.row_cache, renewed=renewed, missing=missing)
+        if missing:
+            self.shards.missing.note(missing)
+        return pulled
+
+    def wait_stored(self) -> None:
+        """Wait until storage has what was released to this connection; raises as `ChangeCount.wait_stored`."""
+        self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S))
