@@ -15,7 +15,7 @@ from benchmarks.set_peer import redis_benchmark_set
 from kvemb.config import DURABILITIES
 from kvemb.local_cluster import LocalCluster
 from kvemb.optim import OptimizerSpec
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
     "sgd": lambda: kvemb.optim.sgd(lr=0.01),

@@ -14,7 +14,7 @@ from benchmarks.measure import cpu_s
 from benchmarks.servers import ids_of
 from kvemb.cluster import Cluster
 from kvemb.errors import KvembError
-from kvemb.messages import StatusReply
+from kvemb.protocol.messages import StatusReply
 from kvemb.table import Table
 
 TIMEOUT_S = 120.0

@@ -22,11 +22,11 @@ from benchmarks.measure import Spread
 from benchmarks.options import fraction, whole
 from benchmarks.recovery_steps import Target, records
 from benchmarks.report import Line, Report, Section
-from kvemb.checkpoint.manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import Manifest
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.stores.registry import open_store
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.stores.storage_kinds import open_store
 
 STORES = ("redis", "valkey", "memcached")
 T = TypeVar("T")

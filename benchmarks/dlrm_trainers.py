@@ -17,9 +17,9 @@ import kvemb
 from benchmarks.dlrm_rounds import Spent, Trainer
 from benchmarks.ids import sampler
 from benchmarks.local_rows import LocalRows
+from kvemb.arrays.hashing import mix64
 from kvemb.cluster import Cluster
 from kvemb.errors import KvembError
-from kvemb.hashing import mix64
 
 N_TABLES, DIM = 26, 64
 MAX_UNAPPLIED = 2

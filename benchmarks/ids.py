@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.hashing import mix64
+from kvemb.arrays.hashing import mix64
 
 DISTRIBUTIONS = ("uniform", "zipf")
 ZIPF_EXPONENT = 1.05

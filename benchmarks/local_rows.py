@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvemb import init
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from paramserver.optim import build
 
 

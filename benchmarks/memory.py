@@ -20,16 +20,16 @@ from benchmarks.options import whole
 from benchmarks.report import Line, Report, Section
 from kvemb.config import StorageConfig
 from kvemb.errors import KvembError
-from kvemb.keys import RowKeys
-from kvemb.local_cluster.servers import StorageServer, start_servers
+from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.pages import PageLayout
-from kvemb.record import make_version
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.pages import PageLayout
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 
 STORES = ("redis", "valkey", "memcached")
 PAGED_STORES = ("redis", "valkey")

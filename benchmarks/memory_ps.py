@@ -16,13 +16,13 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.datapath.pull import initial_rows
 from kvemb.errors import KvembError, to_wire
-from kvemb.message_format import MAX_MESSAGE_BYTES, Message, TableRows
-from kvemb.messages import SERVICE as PATH
-from kvemb.messages import CreateTableRequest, Empty, Reply
-from kvemb.pull import initial_rows
-from kvemb.row_index import RowIndex
-from kvemb.table_def import TableDef
+from kvemb.index.row_index import RowIndex
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
+from kvemb.protocol.messages import SERVICE as PATH
+from kvemb.protocol.messages import CreateTableRequest, Empty, Reply
+from kvemb.schema.table_def import TableDef
 from paramserver.optim import build
 
 _THREADS = 4

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.memory_ps import PulledRows, PullRows, PushRows
-from kvemb.client.channel import Pending, ShardChannel
-from kvemb.client.parts import route
-from kvemb.hashing import shard_of
-from kvemb.ids import normalize
+from kvemb.arrays.hashing import shard_of
+from kvemb.arrays.ids import normalize
+from kvemb.client.shard_channel import Pending, ShardChannel
 from kvemb.init import Initializer
-from kvemb.message_format import TableRows
-from kvemb.messages import CreateTableRequest, Empty
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import CreateTableRequest, Empty
+from kvemb.protocol.shard_routing import route
+from kvemb.schema.table_def import TableDef
 
 TIMEOUT_S = 120.0
 

@@ -16,7 +16,7 @@ from pymemcache.client.base import Client
 
 from benchmarks.measure import Contender, Turn, repeated
 from kvemb.errors import KvembError
-from kvemb.wire.requests import columns, decimals
+from kvemb.wire.request_arrays import columns, decimals
 
 MGET_KEYS = 1024
 _FILL_KEYS = 100_000

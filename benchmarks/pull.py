@@ -17,10 +17,10 @@ from benchmarks.options import fraction, positive, whole
 from benchmarks.report import Report, Section
 from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
+from kvemb.datapath.pull import initial_rows
 from kvemb.errors import KvembError
-from kvemb.keys import RowKeys
-from kvemb.local_cluster.servers import KINDS
-from kvemb.pull import initial_rows
+from kvemb.local_cluster.storage_servers import KINDS
+from kvemb.schema.keys import RowKeys
 from kvemb.table import Table
 
 BATCH_IDS = 26 * 4096

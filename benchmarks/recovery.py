@@ -17,7 +17,7 @@ from benchmarks.report import Line, Report, Section
 from benchmarks.set_peer import redis_benchmark_set
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
+from kvemb.stores.storage_kinds import open_store
 
 REPLAY_STORED, REPLAY_LOST = "replay, writes had arrived", "replay, no write had arrived"
 REPAIR_CACHE, REPAIR_DISK = "repair from the cache", "repair from snapshot + journal"

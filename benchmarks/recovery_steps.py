@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from benchmarks.apply_load import TIMEOUT_S, Load, WrongApplyError, shard_status
 from kvemb.errors import KvembError
-from kvemb.keys import RowKeys
 from kvemb.local_cluster import LocalCluster
-from kvemb.messages import StatusReply
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
-from kvemb.stores.repair import LostNode
+from kvemb.protocol.messages import StatusReply
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
+from kvemb.stores.store import Store
 
 _BLOCK_ROWS = 100_000
 _POLL_S = 0.01

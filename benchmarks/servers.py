@@ -15,12 +15,12 @@ from kvemb.errors import KvembError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.record import make_version
-from kvemb.stores.base import NodeStats, Store
-from kvemb.stores.registry import open_store
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import NodeStats, Store
 from kvemb.table import Table
-from kvemb.table_def import TableDef
 
 _FILL_ROWS = 100_000
 _FILL_TIMEOUT_S = 60.0

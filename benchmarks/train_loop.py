@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Turn, cpu_s
 from benchmarks.tfra.peer import Tfra
+from kvemb.arrays.unique import ascending
 from kvemb.client.ack import Ack, Staleness
-from kvemb.distinct import ascending
 from kvemb.table import Table
 
 TIMEOUT_S = 120.0

@@ -65,9 +65,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvemb import errors, init, optim, torch
+    from kvemb.arrays.hashing import hash_ids
     from kvemb.cluster import Cluster, connect
     from kvemb.errors import KvembError
-    from kvemb.hashing import hash_ids
     from kvemb.local_cluster import local
     from kvemb.table import Table
 
@@ -79,7 +79,7 @@ _HOMES = {
     "KvembError": "kvemb.errors",
     "Table": "kvemb.table",
     "connect": "kvemb.cluster",
-    "hash_ids": "kvemb.hashing",
+    "hash_ids": "kvemb.arrays.hashing",
     "local": "kvemb.local_cluster",
 }
 

@@ -120,14 +120,14 @@ def _checkpoint_verb(
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from kvemb.checkpoint import commands
+    from kvemb.commands import checkpoint_commands
 
     run = {
-        "save": commands.save_command,
-        "load": commands.load_command,
-        "ls": commands.ls_command,
-        "verify": commands.verify_command,
-        "prune": commands.prune_command,
+        "save": checkpoint_commands.save_command,
+        "load": checkpoint_commands.load_command,
+        "ls": checkpoint_commands.ls_command,
+        "verify": checkpoint_commands.verify_command,
+        "prune": checkpoint_commands.prune_command,
     }
     return run[args.verb](args)
 
@@ -144,15 +144,15 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _shard(words: Sequence[str]) -> int:
-    from kvemb.shard_program import main as run
+    from kvemb.commands.shard_program import main as run
 
     return run(words)
 
 
 def _status(args: argparse.Namespace) -> int:
-    from kvemb.cluster_status import survey
     from kvemb.config import load
-    from kvemb.status import healthy, render
+    from kvemb.status.cluster_status import survey
+    from kvemb.status.status_tables import healthy, render
 
     status = survey(load(args.config, os.environ))
     print(render(status))
@@ -160,9 +160,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _repair(args: argparse.Namespace) -> int:
-    from kvemb.client.repair import repair
+    from kvemb.client.repair_request import repair
     from kvemb.config import load
-    from kvemb.status import render_repair
+    from kvemb.status.status_tables import render_repair
 
     replies = repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)
     print(render_repair(replies))

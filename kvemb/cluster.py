@@ -1,6 +1,6 @@
 """Connect to a cluster: read kvemb.yaml, open storage and shards, hand out tables.
 
-What must not live here: what a verb does (kvemb.table, kvemb.pull, kvemb.push). Thread-safe; forks as kvemb.table says.
+What must not live here: what a verb does (kvemb.table, kvemb.datapath.pull, kvemb.datapath.push). Thread-safe; forks as kvemb.table says.
 """
 
 from __future__ import annotations  # help() shows types as they are written here
@@ -18,23 +18,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
-from kvemb.cluster_status import ClusterStatus, ShardStatus, read_status
 from kvemb.config import Config, load
 from kvemb.connection.access import Access
+from kvemb.connection.moved_nodes import NodesInFile
+from kvemb.coordination.registry_format import META_NAME, newest_registry
+from kvemb.datapath.prefetched_rows import Held, prepare_held
+from kvemb.datapath.pull import Pulled, prepare_pull
+from kvemb.datapath.push import prepare_push
+from kvemb.datapath.row_cache import RowCache, RowCacheStats, check_options
 from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTableError
-from kvemb.held import Held, prepare_held
 from kvemb.init import Initializer
-from kvemb.moved_nodes import NodesInFile
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
-from kvemb.pull import Pulled, prepare_pull
-from kvemb.push import prepare_push
-from kvemb.row_cache import RowCache, RowCacheStats, check_options
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
+from kvemb.schema.table_def import TableDef, check_table_name
+from kvemb.status.cluster_status import ClusterStatus, ShardStatus, read_status
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 from kvemb.table import Table
-from kvemb.table_def import TableDef, check_table_name
-from kvemb.table_registry import META_NAME, newest_registry
 
 if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadResult
@@ -67,7 +67,7 @@ def connect(
         timeout_s: of connecting; storage.timeout_s unless given.
         max_staleness: above 0, acks of pushes bring the updated rows back, and pulls take them from this process's memory
             while at most so many batches of their shard are known to have changed rows for anybody else since
-            (`kvemb.row_cache` has the exact terms). 0: every pull reads storage.
+            (`kvemb.datapath.row_cache` has the exact terms). 0: every pull reads storage.
         row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
 
     Raises:
@@ -177,7 +177,7 @@ class Cluster:
         for this client's pushes, as if by `Table.set_hyper`.
 
         Args:
-            name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.table_def.TableDef`; they are its identity. Give
+            name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.schema.table_def.TableDef`; they are its identity. Give
                 num_ids where ids are 0 to num_ids - 1: on Redis and Valkey such a table needs less memory and is read faster.
             initializer: the first value of a row; `kvemb.init.uniform()` unless given.
             exist_ok: whether it may exist already.
@@ -411,7 +411,7 @@ class Cluster:
         """Wait until what was pushed is accepted, and what was released is in storage; say goodbye to the shards, drop every connection.
 
         Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s, or is told how many were not and ends
-        with exit code 4; `kvemb.client.leaving` says how, and where it cannot be done.
+        with exit code 4; `kvemb.interrupts.exit_delivery` says how, and where it cannot be done.
 
         Raises:
             KvembError: of a push that failed and nobody waited for, or was not accepted in time. It is closed all the same.

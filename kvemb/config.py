@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlparse
 import yaml
 
 from kvemb.errors import ConfigError, InvalidInputError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 
 class _Loader(yaml.SafeLoader):

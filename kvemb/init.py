@@ -1,10 +1,10 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
-The numbers they stand for, the same on every machine, are drawn by kvemb.initializer, which see. What must not live here:
+The numbers they stand for, the same on every machine, are drawn by kvemb.specs.initializer, which see. What must not live here:
 anything but these functions.
 """
 
-from kvemb.initializer import ALGORITHM_VERSION, FANS, Initializer
+from kvemb.specs.initializer import ALGORITHM_VERSION, FANS, Initializer
 
 __all__ = [
     "ALGORITHM_VERSION",

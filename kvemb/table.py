@@ -1,4 +1,4 @@
-"""A table as its users see it: pull, push, flush, and the rarer verbs. Thin: the work is in kvemb.pull, kvemb.push, kvemb.client.
+"""A table as its users see it: pull, push, flush, and the rarer verbs. Thin: the work is in kvemb.datapath and kvemb.client.
 
 What must not live here: anything about one storage kind or about gRPC. Thread-safe. After a fork the child may go on
 pulling; verbs that go through the parameter servers raise ClosedError there.
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvemb.arrays.ids import to_caller
+from kvemb.arrays.rounding import storage_dtype
 from kvemb.connection.access import Access
 from kvemb.connection.open_cluster import OpenCluster
-from kvemb.ids import to_caller
-from kvemb.pull import prepare_pull
-from kvemb.push import prepare_assign, prepare_erase, prepare_push
-from kvemb.rounding import storage_dtype
-from kvemb.table_def import TableDef
+from kvemb.datapath.pull import prepare_pull
+from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
+from kvemb.schema.table_def import TableDef
 
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
     from kvemb.client.ack import Ack
@@ -87,7 +87,7 @@ class Table:
         """Read rows straight from storage. Writes nothing: a row that does not exist yet is what its first push will find.
 
         On a connection with `max_staleness` rows of this trainer's own pushes come from its memory while that allows it;
-        `kvemb.row_cache` says what they may lack. Storage's nodes are asked, and checked, for the other rows only.
+        `kvemb.datapath.row_cache` says what they may lack. Storage's nodes are asked, and checked, for the other rows only.
 
         Args:
             ids: any integer array, any shape, duplicates fine, empty fine.
@@ -101,7 +101,7 @@ class Table:
             float32 [*ids.shape, dim]; with `return_versions` also uint64 [*ids.shape].
 
         Raises:
-            InvalidInputError: see `kvemb.ids.normalize` and `out`; nothing was sent.
+            InvalidInputError: see `kvemb.arrays.ids.normalize` and `out`; nothing was sent.
             StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
             ShardUnavailableError: a step that was released to this connection ahead of storage does not get there.
         """

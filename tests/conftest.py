@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 import hypothesis
 import pytest
 
-from kvemb.stores import registry
+from kvemb.stores import storage_kinds
 
 pytest.register_assert_rewrite("kvemb.testing")
 
@@ -62,4 +62,4 @@ def require_server() -> Callable[[str], str]:
 def memory_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage kind "memory" (tests/memory_store.py) is found as one that another distribution brings."""
     points = (EntryPoint("memory", "memory_store:MemoryStore", "kvemb.stores"),)
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(storage_kinds, "entry_points", lambda group: points)

@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.coordination.node_map import NodeMap
+from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
 from kvemb.errors import (
     ClosedError,
     InvalidInputError,
@@ -22,16 +25,13 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Capabilities, NodeStats, Store
-from kvemb.stores.key_blocks import row_keys_in
-from kvemb.stores.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
-from kvemb.stores.node_repair import NodeRepair
-from kvemb.stores.owners import newest_owner, owner_name, require_not_fenced
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.read_retry import PASSING, waiting, waits
+from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.topology import NodeMap
-from kvemb.stores.waiting import PASSING, waiting, waits
+from kvemb.stores.standalone.node_repair import NodeRepair
+from kvemb.stores.store import Capabilities, NodeStats, Store
 
 
 @dataclass

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepfm.clicks import Clicks
+from kvemb.arrays.hashing import digest64, hash_ids, mix64
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import digest64, hash_ids, mix64
 
 N_NUMBERS, N_CATEGORIES = 13, 26
 N_FEATURES = N_NUMBERS + N_CATEGORIES

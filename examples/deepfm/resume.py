@@ -21,8 +21,8 @@ from torch import nn
 
 from deepfm.clicks import Clicks
 from deepfm.training import Progress
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url
 from kvemb.checkpoint.listing import list_checkpoints, prune
-from kvemb.checkpoint.storage import CheckpointStorage, absolute_url
 from kvemb.errors import CheckpointError, InvalidInputError
 
 TRAINER = "deepfm-0"

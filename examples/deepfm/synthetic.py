@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepfm.clicks import Clicks
-from kvemb.hashing import mix64
+from kvemb.arrays.hashing import mix64
 
 SIZES = (4, 8, 12, 16, 20, 24, 32, 40, 50, 60, 80, 90, 100, 120, 150, 180, 200, 240, 280, 320)
 """Categories of each field: about 2,000 in all."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from dlrm.model import N_CATEGORIES, N_NUMBERS
+from kvemb.arrays.hashing import mix64
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import mix64
 from kvemb.torch import KeyedJaggedTensor
 
 KEYS = [f"c{i + 1}" for i in range(N_CATEGORIES)]

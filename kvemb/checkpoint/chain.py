@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.manifest import Manifest
-from kvemb.checkpoint.names import ERASED, IDS
+from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.file_names import ERASED, IDS
+from kvemb.checkpoint.format.row_block import RowBlock
 from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
-from kvemb.checkpoint.rows import RowBlock
 from kvemb.errors import CheckpointError, TableMismatchError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 MAX_LEVELS = 64
 Ids = NDArray[np.uint64]

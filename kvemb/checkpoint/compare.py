@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import to_caller
 from kvemb.checkpoint.chain import Chain
-from kvemb.checkpoint.rows import RowBlock
-from kvemb.ids import to_caller
+from kvemb.checkpoint.format.row_block import RowBlock
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import Store
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 _BLOCK_BYTES = 8 << 20
 

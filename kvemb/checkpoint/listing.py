@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from kvemb.checkpoint.manifest import Manifest
-from kvemb.checkpoint.manifest_codec import decode_manifest
-from kvemb.checkpoint.names import MANIFEST, fragment_path
-from kvemb.checkpoint.storage import CheckpointStorage
-from kvemb.checkpoint.strict_json import MAX_DOCUMENT_BYTES
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path
+from kvemb.checkpoint.format.manifest_json import decode_manifest
+from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError, InvalidInputError
 
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.decision import META_NAME, Decision, Report, newest_decision, newest_report, report_name
-from kvemb.checkpoint.manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, newest_decision, newest_report, report_name
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.client.servers import Servers
+from kvemb.client.all_shards import Servers
+from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import CheckpointError, ParameterServerError, StorageError
-from kvemb.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
-from kvemb.stores.copies import DamagedCopyError
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import CreateTableRequest, DescribeReply, Empty, LoadRequest, TableReply
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import Store
 
 _POLL_S, _CALL_S = 0.25, 60.0
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.manifest import FileEntry, Manifest
-from kvemb.checkpoint.manifest_codec import decode_manifest
-from kvemb.checkpoint.names import MANIFEST
-from kvemb.checkpoint.parts import decode_ids, decode_rows
-from kvemb.checkpoint.rows import RowBlock
-from kvemb.checkpoint.storage import CheckpointStorage
-from kvemb.checkpoint.strict_json import MAX_DOCUMENT_BYTES
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, Manifest
+from kvemb.checkpoint.format.file_names import MANIFEST
+from kvemb.checkpoint.format.manifest_json import decode_manifest
+from kvemb.checkpoint.format.parquet_blocks import decode_ids, decode_rows
+from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvemb.checkpoint.fragment import SaveInfo, assemble
-from kvemb.checkpoint.manifest import Base, Manifest
-from kvemb.checkpoint.manifest_codec import check_extra, decode_manifest, encode_manifest, read_hex
-from kvemb.checkpoint.names import MANIFEST, SAVING, check_name, fragment_path
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url
+from kvemb.checkpoint.format.checkpoint_manifest import Base, Manifest
+from kvemb.checkpoint.format.file_names import MANIFEST, SAVING, check_name, fragment_path
+from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest, read_hex
+from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
+from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
 from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
-from kvemb.checkpoint.storage import CheckpointStorage, absolute_url
-from kvemb.checkpoint.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
 from kvemb.checkpoint.writer import read_fragment
-from kvemb.client.servers import Servers
+from kvemb.client.all_shards import Servers
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
-from kvemb.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 
 _POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S = 0.01, 0.2, 10.0, 60.0
 

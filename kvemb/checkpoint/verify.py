@@ -8,13 +8,13 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.manifest import FileEntry
-from kvemb.checkpoint.names import ROWS
-from kvemb.checkpoint.parts import decode_ids, decode_rows
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
+from kvemb.checkpoint.format.file_names import ROWS
+from kvemb.checkpoint.format.parquet_blocks import decode_ids, decode_rows
 from kvemb.checkpoint.reader import Checkpoint
 from kvemb.errors import CheckpointError
-from kvemb.hashing import shard_of
 
 _N_THREADS = 4
 _SHOWN = 20

@@ -11,15 +11,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.fragment import Fragment, decode_fragment, encode_fragment
-from kvemb.checkpoint.manifest import Cut, FileEntry
-from kvemb.checkpoint.names import ROWS, fragment_path
-from kvemb.checkpoint.parts import checksum, encode_ids, encode_rows, group_rows
-from kvemb.checkpoint.rows import RowBlock, row_bytes
-from kvemb.checkpoint.storage import CheckpointStorage
-from kvemb.checkpoint.strict_json import MAX_DOCUMENT_BYTES
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Cut, FileEntry
+from kvemb.checkpoint.format.file_names import ROWS, fragment_path
+from kvemb.checkpoint.format.parquet_blocks import checksum, encode_ids, encode_rows, group_rows
+from kvemb.checkpoint.format.row_block import RowBlock, row_bytes
+from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
+from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 PART_BYTES = 64 << 20
 _MAX_IDS = 1 << 23

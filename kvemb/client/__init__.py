@@ -1,6 +1,6 @@
 """The client of the parameter-server shards: channels, ordered push streams, acknowledgements.
 
-gRPC is imported here only, and its errors are translated in `channel` only. What must not live here: storage, tables as
+gRPC is imported here only, and its errors are translated in `shard_channel` only. What must not live here: storage, tables as
 callers see them, validation of ids and gradients.
 
 gRPC's own handling of fork() is switched off, unless the environment says otherwise, before it is imported: it comes on top of a stream

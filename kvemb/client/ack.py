@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvemb.datapath.prefetched_rows import Fresh, Held, fresh_rows, join
+from kvemb.datapath.row_cache import Wanted
 from kvemb.errors import KvembError, ShardUnavailableError
-from kvemb.held import Fresh, Held, fresh_rows, join
-from kvemb.message_format import FreshRows
 from kvemb.net.deadline import checked_timeout
-from kvemb.row_cache import Wanted
+from kvemb.protocol.message_format import FreshRows
 
 DEFAULT_TIMEOUT_S = 30.0  # of one question to the shards
 

@@ -4,13 +4,13 @@ import os
 import secrets
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S
-from kvemb.client.servers import Servers, require_one_cluster
-from kvemb.client.session import Session
+from kvemb.client.all_shards import Servers, require_one_cluster
+from kvemb.client.push_session import Session
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
+from kvemb.datapath.row_cache import RowCache
 from kvemb.net.deadline import Deadline
-from kvemb.row_cache import RowCache
-from kvemb.stores.base import Store
+from kvemb.stores.store import Store
 
 _BARRIER_MARGIN_S = 10.0
 

@@ -1,7 +1,7 @@
 """Every verb that goes through the shards, in one place: tables, pushes, flush, assign, erase, counting, listing, status.
 
 It deals in definitions and validated rows; what callers see is kvemb.table and kvemb.cluster. What must not live here:
-storage. Thread-safe; not fork-safe (`kvemb.client.servers` says so to the caller).
+storage. Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.client import leaving
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
-from kvemb.client.missing import MissingRows
-from kvemb.client.parts import pieces, route
-from kvemb.client.servers import Servers
-from kvemb.client.session import Session
-from kvemb.held import Held
-from kvemb.message_format import Message, TableRows
-from kvemb.messages import (
+from kvemb.client.all_shards import Servers
+from kvemb.client.missing_rows import MissingRows
+from kvemb.client.push_session import Session
+from kvemb.datapath.prefetched_rows import Held
+from kvemb.datapath.row_cache import RowCache
+from kvemb.interrupts import exit_delivery
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import Message, TableRows
+from kvemb.protocol.messages import (
     MAX_PART_BYTES,
     CountReply,
     CreateTableRequest,
@@ -35,9 +36,8 @@ from kvemb.messages import (
     TableReply,
     TableRequest,
 )
-from kvemb.net.deadline import Deadline
-from kvemb.row_cache import RowCache
-from kvemb.table_def import TableDef
+from kvemb.protocol.shard_routing import pieces, route
+from kvemb.schema.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
 
@@ -58,7 +58,7 @@ class ShardClient:
     def __init__(self, servers: Servers, session: Session, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._servers, self._session, self._timeout_s = servers, session, timeout_s
         self._closed = False
-        leaving.prepare()
+        exit_delivery.prepare()
         self.missing = MissingRows(servers)
 
     @property
@@ -111,7 +111,7 @@ class ShardClient:
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, held: Sequence[Held] = ()) -> Ack:
         """Send a push; see `Session.push`."""
-        leaving.remember(self)
+        exit_delivery.remember(self)
         return self._session.push(tables, self._deadline(timeout_s), held)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -186,11 +186,11 @@ class ShardClient:
             return
         self._closed = True
         if timeout_s is None:  # in sync mode the last push is accepted with the others' of its step
-            timeout_s = self._timeout_s if self._session.sync else min(self._timeout_s, leaving.PATIENCE_S)
+            timeout_s = self._timeout_s if self._session.sync else min(self._timeout_s, exit_delivery.PATIENCE_S)
         try:
             self._session.close(Deadline.after(timeout_s))
         finally:
-            leaving.forget(self)
+            exit_delivery.forget(self)
             self._servers.close()
             self.missing.close()
 

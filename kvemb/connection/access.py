@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvemb.change_count import ChangeCount
+from kvemb.connection.write_counter import ChangeCount
+from kvemb.datapath.multi_table_read import Missing
+from kvemb.datapath.prefetched_rows import Held
+from kvemb.datapath.pull import Pulled, PullRequest, pull
+from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import ReadOnlyError
-from kvemb.held import Held
-from kvemb.joint_read import Missing
-from kvemb.message_format import TableRows
 from kvemb.net.deadline import Deadline
-from kvemb.pull import Pulled, PullRequest, pull
-from kvemb.row_cache import RowCache
-from kvemb.stores.base import Store
+from kvemb.protocol.message_format import TableRows
+from kvemb.stores.store import Store
 
 if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is opened
     from kvemb.client.ack import Ack

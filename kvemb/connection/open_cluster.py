@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they import gRPC
     from kvemb.checkpoint.save import Progress as SaveProgress
     from kvemb.checkpoint.save import SaveResult
     from kvemb.client.ack import Ack
-    from kvemb.cluster_status import ClusterStatus
+    from kvemb.status.cluster_status import ClusterStatus
 
 
 class OpenCluster(Protocol):

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import hash_ids
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import hash_ids
 
 HELD_OUT_EVERY = 50  # one stretch of text in so many is never trained on: 2 %
 HELD_OUT_STRETCH = 512  # words in a row: long against the window, so that few held-out pairs straddle trained text

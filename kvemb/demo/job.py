@@ -17,7 +17,7 @@ from kvemb.demo.local_run import LocalResult, run_local
 from kvemb.demo.progress import Display, Rate, short
 from kvemb.demo.skipgram import N_PASSES, Progress
 from kvemb.demo.trainers import Trainers
-from kvemb.local_cluster.cluster import LocalCluster
+from kvemb.local_cluster.launcher import LocalCluster
 
 # Asynchronous trainers learn from rows that are a little old; more than this would be a fault and not staleness.
 TOLERANCE = 0.15

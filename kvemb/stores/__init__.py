@@ -1,1 +1,1 @@
-"""The kinds of storage, behind one port (`kvemb.stores.base.Store`)."""
+"""The kinds of storage, behind one port (`kvemb.stores.store.Store`)."""

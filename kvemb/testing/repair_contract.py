@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvemb.coordination.markers import Identity
+from kvemb.coordination.shard_owners import Owner, owner_name
 from kvemb.errors import (
     FencedError,
     InvalidInputError,
@@ -21,12 +23,10 @@ from kvemb.errors import (
     NodeUnavailableError,
     NotProvisionedError,
 )
-from kvemb.keys import RowKeys
-from kvemb.stores.base import Store
-from kvemb.stores.markers import Identity
-from kvemb.stores.owners import Owner, owner_name
-from kvemb.stores.repair import LostNode
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
+from kvemb.stores.store import Store
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,
@@ -40,7 +40,7 @@ from kvemb.testing.store_contract import (
     within,
     write,
 )
-from kvemb.wire.stride_reply import StrideReply
+from kvemb.wire.fixed_size_values import StrideReply
 
 ROWS = row_keys(600)
 KNOWN = Identity(CLUSTER, GENERATION)

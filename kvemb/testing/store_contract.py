@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import mix64
 from kvemb.config import StorageConfig
 from kvemb.errors import (
     ClosedError,
@@ -32,14 +33,13 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.hashing import mix64
-from kvemb.keys import RowKeys, join
 from kvemb.net.deadline import Deadline
-from kvemb.pages import PagedKeys, page_layout, paged_keys
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import RowKeys, join
+from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from kvemb.wire.stride_reply import StrideReply
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
+from kvemb.wire.fixed_size_values import StrideReply
 
 CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76

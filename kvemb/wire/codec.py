@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.keys import RowKeys
+from kvemb.schema.keys import RowKeys
 from kvemb.wire.replies import BlobReply, CodeReply, Step
 
 Bytes = NDArray[np.uint8]

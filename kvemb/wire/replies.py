@@ -2,7 +2,7 @@
 
 A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
 array with a constant stride, so its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
-are read by `stride_reply` and, with memcached's tokens, by `token_reply` and `stored_reply`.
+are read by `fixed_size_values` and, with memcached's tokens, by `cas_values_reply` and `cas_write_reply`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.scan import EOL, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, value_size
+from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, is_error, matches, prefix_size, take_line, value_size
 
 
 class UnexpectedValueError(Exception):

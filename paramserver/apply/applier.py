@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvemb.errors import KvembError, StorageError
-from kvemb.message_format import FreshRows
-from kvemb.messages import PushReply
-from kvemb.record import split_version
+from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.messages import PushReply
+from kvemb.schema.record import split_version
 
 from ..engine.engine import Engine
 from ..ingest.ingest import Intake

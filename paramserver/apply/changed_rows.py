@@ -3,7 +3,8 @@
 Versions are compared with those of the step's batch, which need not be stored yet, and with the index, which is the truth about all other
 rows. The rows come from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing
 is said, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what
-travels (`kvemb.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same moment.
+travels (`kvemb.protocol.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same
+moment.
 """
 
 import logging
@@ -13,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import KvembError, LostRowError
-from kvemb.message_format import FreshRows
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import Store
+from kvemb.protocol.message_format import FreshRows
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..model.batch import CheckedRows
 from ..model.prepared_rows import Prepared

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvemb.errors import JournalFullError, KvembError
-from kvemb.record import make_version
+from kvemb.schema.record import make_version
 
 from ..ingest.aggregate import merge
 from ..ingest.ingest import Intake

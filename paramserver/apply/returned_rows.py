@@ -1,4 +1,4 @@
-"""What an applied part brings back to a trainer that keeps rows (kvemb.row_cache): updated weights, and how far others have got.
+"""What an applied part brings back to a trainer that keeps rows (kvemb.datapath.row_cache): updated weights, and how far others have got.
 
 The weights are those that the engine has just written, so nothing is read for them; what is not at hand is left out, and the trainer drops
 its rows. What must not live here: when a trainer may use them. Apply thread only.

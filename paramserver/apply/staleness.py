@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.record import MAX_K
+from kvemb.schema.record import MAX_K
 
 
 def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) -> tuple[float, int]:

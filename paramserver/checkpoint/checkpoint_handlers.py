@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvemb.errors import ParameterServerError
-from kvemb.messages import LoadRequest, SaveReply, SaveRequest
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import LoadRequest, SaveReply, SaveRequest
 
 from ..model.table_registry import Registry
 from .loader import check

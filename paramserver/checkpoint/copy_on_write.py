@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.row_index import RowIndex
+from kvemb.index.row_index import RowIndex
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

@@ -24,17 +24,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.decision import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
-from kvemb.checkpoint.extras import require
-from kvemb.checkpoint.manifest import SavedTable
+from kvemb.checkpoint.format.checkpoint_manifest import SavedTable
+from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
+from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
-from kvemb.hashing import shard_of
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.stores.base import Store
-from kvemb.stores.copies import DamagedCopyError, are_damaged
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
 from ..engine.repair_port import Pause

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.fragment import Fragment
-from kvemb.checkpoint.manifest import Cut
-from kvemb.checkpoint.names import ERASED, IDS
-from kvemb.checkpoint.rows import RowBlock
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Cut
+from kvemb.checkpoint.format.file_names import ERASED, IDS
+from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..engine.storage_retry import RETRYABLE
 from .copy_on_write import PreImages

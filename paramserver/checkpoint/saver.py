@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.extras import require
-from kvemb.checkpoint.fragment import Fragment
-from kvemb.checkpoint.manifest import Cut
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Cut
+from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version, split_version
-from kvemb.stores.base import Store
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version, split_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..engine.engine import Engine
 from ..model.tables import Tables

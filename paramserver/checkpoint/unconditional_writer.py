@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import Store
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..engine.batch_pieces import Pace
 from ..engine.conditional_erase import erase_as_read

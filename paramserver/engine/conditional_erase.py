@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from kvemb.errors import FencedError
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE, split_version
+from kvemb.schema.record import HEADER_SIZE, split_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from kvemb.table_def import TableDef
 
 Ids = NDArray[np.uint64]
 Versions = NDArray[np.uint64]

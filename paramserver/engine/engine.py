@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ForeignPageError, LostRowError, NodeLostError, NodeSuspectError, RecordError, StorageError
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.record import split_version
-from kvemb.stores.base import Store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows
 from ..model.prepared_rows import Prepared

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.record_cache import RecordCache
+from kvemb.index.record_cache import RecordCache
 
 
 @dataclass(frozen=True, eq=False)

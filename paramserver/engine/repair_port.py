@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import StorageError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 from ..model.batch import Batch
 

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import FencedError, ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
-from kvemb.keys import RowKeys
+from kvemb.index.record_cache import RecordCache
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE, split_version
-from kvemb.record_cache import RecordCache
-from kvemb.stores.base import Store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import HEADER_SIZE, split_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..model.prepared_rows import Prepared
 from ..model.tables import Tables, TableState

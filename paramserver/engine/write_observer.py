@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 
 class Witness(Protocol):

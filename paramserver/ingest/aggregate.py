@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from kvemb.arrays.segment_sum import segment_sum
 from kvemb.errors import PushRejectedError
-from kvemb.segment import segment_sum
 
 from ..model.batch import APPLY, Batch, CheckedRows, Part, Push
 

@@ -22,8 +22,8 @@ from kvemb.errors import (
     TableDroppedError,
     to_wire,
 )
-from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import PushPart, PushReply
 
 from ..engine.write_behind import WriteBehind
 from ..model.batch import ERASE, CheckedRows, Part, Push, RowsWork, Sink, Ticket, Work, items_of

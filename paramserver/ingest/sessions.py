@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError, to_wire
-from kvemb.messages import PushReply
+from kvemb.protocol.messages import PushReply
 
 from ..model.batch import Part, Push, Ticket
 

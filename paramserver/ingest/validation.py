@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvemb.arrays.hashing import shard_of
+from kvemb.arrays.ids import first_outside
+from kvemb.arrays.rounding import to_float32
 from kvemb.errors import InvalidInputError, PushRejectedError, TableDroppedError, UnknownTableError
-from kvemb.hashing import shard_of
-from kvemb.ids import first_outside
-from kvemb.message_format import TableRows
-from kvemb.messages import PushPart, digest_tables
-from kvemb.rounding import to_float32
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.schema.table_def import TableDef
 
 from ..model.batch import ERASE, CheckedRows
 from ..model.table_registry import AFTER_A_DROP

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, JournalDamagedError, ParameterServerError, UnknownTableError
-from kvemb.message_format import ItemBudget
-from kvemb.table_def import MAX_DIM, TableDef
+from kvemb.protocol.message_format import ItemBudget
+from kvemb.schema.table_def import MAX_DIM, TableDef
 
 from ..model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 

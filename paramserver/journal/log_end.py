@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvemb.errors import JournalBehindError, JournalDamagedError
-from kvemb.record import split_version
+from kvemb.schema.record import split_version
 
 from . import segment_files
 from .entry import version_of

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+from kvemb.coordination.markers import Identity
 from kvemb.errors import (
     DeadlineExceededError,
     KvembError,
@@ -21,8 +22,7 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
-from kvemb.stores.markers import Identity
+from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
 

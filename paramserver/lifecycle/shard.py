@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 
 from ..apply.applier import Applier
 from ..apply.background import Chores

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from kvemb.config import Config
+from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record_cache import CacheBudget
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
-from kvemb.table_registry import META_NAME
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 
 from ..checkpoint.loader import LoadedError, Loader
 from ..disk.data_dir import DataDir

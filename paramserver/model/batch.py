@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.messages import PushReply
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import PushReply
+from kvemb.schema.table_def import TableDef
 
 Sink = Callable[[PushReply], None]
 """Takes the replies about one part; must not block."""

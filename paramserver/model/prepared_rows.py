@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.record import HEADER_SIZE
+from kvemb.schema.record import HEADER_SIZE
 from kvemb.stores.row_io import WritePart
 
 from .batch import CheckedRows

@@ -1,8 +1,8 @@
 """The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
 
-The copy is written to every node before a creation is answered; its form is `kvemb.table_registry`. The highest serial is the truth, so a
-write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in its data
-folder too: when all nodes have lost theirs, the shards must still know what to restore.
+The copy is written to every node before a creation is answered; its form is `kvemb.coordination.registry_format`. The highest serial is the
+truth, so a write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in
+its data folder too: when all nodes have lost theirs, the shards must still know what to restore.
 """
 
 import logging
@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvemb.coordination.registry_format import META_NAME, Dropped, Registered, decode_registry, encode_registry, newest_registry
+from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import (
     InvalidInputError,
     NodeLostError,
@@ -20,10 +22,8 @@ from kvemb.errors import (
     UnknownTableError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
-from kvemb.stores.copies import are_damaged
-from kvemb.table_def import TableDef
-from kvemb.table_registry import META_NAME, Dropped, Registered, decode_registry, encode_registry, newest_registry
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import named

@@ -12,9 +12,9 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.record_cache import CacheBudget, RecordCache
-from kvemb.row_index import Found, RowIndex
-from kvemb.table_def import TableDef
+from kvemb.index.record_cache import CacheBudget, RecordCache
+from kvemb.index.row_index import Found, RowIndex
+from kvemb.schema.table_def import TableDef
 
 from ..optim import build
 

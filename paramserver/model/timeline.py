@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import JournalBehindError
-from kvemb.record import MAX_K, split_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import MAX_K, split_version
+from kvemb.schema.table_def import TableDef
 
 ORDERS = (
     "No row was taken back, and no version in storage is lost. Put the files of that folder back as they were; or start the shard with "

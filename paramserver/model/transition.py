@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
 from kvemb.errors import FencedError, LostRowError
-from kvemb.record import split_version
-from kvemb.rounding import round_nearest, round_stochastic, to_float32
-from kvemb.row_index import RowIndex
-from kvemb.table_def import TableDef
+from kvemb.index.row_index import RowIndex
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
 
 from .batch import ASSIGN, CheckedRows
 from .tables import TableState

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import ConfigError, FencedError, LostRowError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.record import MAX_EPOCH
-from kvemb.stores.base import Store
-from kvemb.stores.copies import DamagedCopyError
-from kvemb.stores.owners import Owner, newest_owner, owner_name
+from kvemb.schema.record import MAX_EPOCH
+from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
 from .state_file import ShardState, decode, encode

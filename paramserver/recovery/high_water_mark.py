@@ -17,7 +17,7 @@ import msgpack
 
 from kvemb.errors import JournalBehindError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
+from kvemb.stores.store import Store
 
 from ..journal import Position, last_batch
 from ..model.timeline import ORDERS

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvemb.errors import JournalDamagedError
-from kvemb.record import split_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
 
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause

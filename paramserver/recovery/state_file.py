@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvemb.errors import KvembError, ParameterServerError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsst"
 FORMAT_VERSION = 2

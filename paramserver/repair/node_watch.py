@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
+from kvemb.stores.store import Store
 
 INTERVAL_S = 5.0
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers

@@ -1,9 +1,9 @@
 """Repair: brings a node that lost its rows, or single rows, back to exactly what this shard's index says. Apply thread only.
 
-The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
-the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
-stands on the damaged node (`kvemb.stores.repair`): every shard restores its rows everywhere first, and only then waits for the others, so
-that two shards that begin with different nodes never wait for each other.
+The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and the
+journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards stands
+on the damaged node (`kvemb.stores.repairable`): every shard restores its rows everywhere first, and only then waits for the others, so that
+two shards that begin with different nodes never wait for each other.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import shard_of
 from kvemb.errors import (
     FencedError,
     LostRowError,
@@ -23,13 +24,12 @@ from kvemb.errors import (
     RecordError,
     StorageError,
 )
-from kvemb.hashing import shard_of
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.record import HEADER_SIZE
-from kvemb.stores.base import Store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
-from kvemb.table_def import TableDef
+from kvemb.stores.store import Store
 
 from ..engine.batch_pieces import Pace
 from ..engine.conditional_erase import Erase, Read, erase_as_read

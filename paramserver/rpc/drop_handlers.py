@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError
-from kvemb.messages import Empty, EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.net.deadline import Deadline
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import Empty, EraseTableReply, EraseTableRequest, TableReply, TableRequest
+from kvemb.schema.table_def import TableDef
 
 from ..ingest.ingest import Intake
 from ..model.batch import ERASE, CheckedRows, RowsWork

@@ -14,7 +14,8 @@ from kvemb.errors import (
     ShardFailedError,
     WrongNodeError,
 )
-from kvemb.messages import (
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import (
     ByeRequest,
     CompareRequest,
     CountReply,
@@ -40,8 +41,7 @@ from kvemb.messages import (
     TableReply,
     TableRequest,
 )
-from kvemb.net.deadline import Deadline
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 from ..apply.background import Chores
 from ..ingest.validation import check_held, check_part, check_rows, find_same

@@ -20,8 +20,8 @@ from kvemb.errors import (
     TableDroppedError,
     to_wire,
 )
-from kvemb.message_format import MAX_MESSAGE_BYTES
-from kvemb.messages import PushPart, PushReply
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
+from kvemb.protocol.messages import PushPart, PushReply
 
 from ..ingest.ingest import Intake
 from ..model.batch import CheckedRows

@@ -1,4 +1,4 @@
-"""The gRPC shell: bytes in, bytes out, one handler per method of `kvemb.messages`. Decides nothing itself.
+"""The gRPC shell: bytes in, bytes out, one handler per method of `kvemb.protocol.messages`. Decides nothing itself.
 
 Unary replies are always a `Reply`: errors travel in it with their type. No protobuf except gRPC's own health service.
 """
@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvemb.errors import KvembError, ParameterServerError, ShardUnavailableError, to_wire
-from kvemb.message_format import MAX_MESSAGE_BYTES, Message
-from kvemb.messages import (
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
+from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
     SERVICE,
     ByeRequest,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import LostRowError
-from kvemb.record import MAX_K, split_version
+from kvemb.schema.record import MAX_K, split_version
 
 from ..journal import BatchEntry, Journal, decode
 from ..journal.entry import Find

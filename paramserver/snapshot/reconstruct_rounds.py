@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
 
 from ..model.tables import TableState
 from ..model.transition import first_values

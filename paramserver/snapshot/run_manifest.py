@@ -14,7 +14,7 @@ import msgpack
 import xxhash
 
 from kvemb.errors import JournalDamagedError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsnp"
 FORMAT_VERSION = 1

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import JournalDamagedError, ParameterServerError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 from ..disk.atomic_file import replace_whole, sweep
 from ..disk.private_files import make_folder

@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvemb.record import split_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
 
 from ..journal import BatchEntry, Journal, Position, decode
 from ..journal.fenced_log import Ledger

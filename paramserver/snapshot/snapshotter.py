@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from kvemb.errors import LostRowError
 from kvemb.net.deadline import Deadline
-from kvemb.record import split_version
-from kvemb.stores.base import Store
+from kvemb.schema.record import split_version
 from kvemb.stores.row_io import ReadPart
+from kvemb.stores.store import Store
 
 from ..model.tables import TableState
 from .run_set import Runs

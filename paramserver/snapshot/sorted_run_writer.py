@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvemb.errors import JournalFullError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 from ..disk.disk_errors import mend
 from ..journal import segment_files

@@ -19,7 +19,7 @@ from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
 from chaos.run import LedgerRun
 from kvemb.errors import KvembError
-from kvemb.local_cluster.servers import KINDS
+from kvemb.local_cluster.storage_servers import KINDS
 from kvemb.net.deadline import Deadline
 
 CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from chaos import processes, storage
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
-from kvemb.local_cluster.servers import KINDS
+from kvemb.local_cluster.storage_servers import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
 _OWN_MAP_KINDS = ("valkey", "redis", "memcached")

@@ -15,7 +15,7 @@ import redis
 from chaos.proxy import FaultProxy
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
-from kvemb.local_cluster.servers import START_TIMEOUT_S, StorageServer
+from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
 
 _SHARD_START_S = 90.0  # it may have a long journal to replay, on a machine that does much else

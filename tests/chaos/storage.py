@@ -8,9 +8,9 @@ import numpy as np
 from pymemcache.client.base import Client
 from pymemcache.exceptions import MemcacheError
 
-from kvemb.keys import RowKeys
-from kvemb.local_cluster.servers import StorageServer
-from kvemb.testing.servers import memcached_client, redis_client
+from kvemb.local_cluster.storage_servers import StorageServer
+from kvemb.schema.keys import RowKeys
+from kvemb.testing.real_servers import memcached_client, redis_client
 
 _JUNK = "junk:%0*d"
 _KEY_BYTES = RowKeys(b"abc", np.zeros(1, np.uint64)).encode().shape[1]  # junk of a record's size lies where records lie

@@ -12,9 +12,9 @@ from testcontainers.core.container import DockerContainer
 
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
-from kvemb.local_cluster.servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, join_cluster
+from kvemb.local_cluster.storage_servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, join_cluster
 from kvemb.net.deadline import Deadline
-from kvemb.testing.servers import ServerNodes, memcached_client, redis_client
+from kvemb.testing.real_servers import ServerNodes, memcached_client, redis_client
 
 # The images of docker-compose.yml, by the same variables.
 IMAGES = {
@@ -129,7 +129,7 @@ class ContainerNodes(ServerNodes):
     """Nodes that are containers.
 
     Args:
-        kind: one of `kvemb.local_cluster.servers.KINDS`.
+        kind: one of `kvemb.local_cluster.storage_servers.KINDS`.
         n: how many.
         folder: for their files; every user may write there.
     """

@@ -8,12 +8,13 @@ import grpc
 import numpy as np
 
 import kvemb
+from kvemb.arrays.hashing import shard_of
 from kvemb.client.ack import Ack
+from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import KvembError, from_wire
-from kvemb.hashing import shard_of
-from kvemb.keys import N_SLOTS, RowKeys
-from kvemb.message_format import Message, TableRows
-from kvemb.messages import (
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import Message, TableRows
+from kvemb.protocol.messages import (
     SERVICE,
     DescribeReply,
     Empty,
@@ -25,9 +26,8 @@ from kvemb.messages import (
     StatusReply,
     digest_tables,
 )
-from kvemb.net.deadline import Deadline
-from kvemb.stores.topology import NodeMap
-from kvemb.table_def import TableDef
+from kvemb.schema.keys import N_SLOTS, RowKeys
+from kvemb.schema.table_def import TableDef
 
 PATIENCE_S = 40.0
 DIM = 4

@@ -6,11 +6,11 @@ import numpy as np
 from jobs import PATIENCE_S
 
 import kvemb
-from kvemb.hashing import shard_of
+from kvemb.arrays.hashing import shard_of
 from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
 from paramserver.optim import build
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.net.link import Link
 from paramserver.__main__ import main

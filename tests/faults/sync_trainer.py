@@ -15,7 +15,7 @@ import numpy as np
 from jobs import PATIENCE_S, eventually, ids_of_shard
 
 import kvemb
-from kvemb.client.push_stream import PushStream
+from kvemb.client.push_sender import PushStream
 from kvemb.errors import KvembError, ShardUnavailableError
 
 NAMES = "abc"

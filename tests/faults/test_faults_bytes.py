@@ -20,12 +20,12 @@ from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventuall
 import kvemb
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.verify import verify
-from kvemb.client.repair import repair
+from kvemb.client.repair_request import repair
 from kvemb.errors import KvembError, MessageError, RecordError, from_wire
-from kvemb.keys import RowKeys
-from kvemb.messages import Empty
-from kvemb.pages import PagedKeys
-from kvemb.testing.servers import memcached_client, redis_client
+from kvemb.protocol.messages import Empty
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.pages import PagedKeys
+from kvemb.testing.real_servers import memcached_client, redis_client
 
 IDS = np.arange(200)
 METHODS = ("Describe", "Hello", "CreateTable", "GetTable", "Assign", "Erase", "Flush", "Count", "Ids", "Status", "Bye")

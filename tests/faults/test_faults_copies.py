@@ -9,19 +9,19 @@ import pytest
 from jobs import PATIENCE_S, add, counting_table, eventually, require
 
 import kvemb
-from kvemb.client.repair import repair
+from kvemb.client.repair_request import repair
 from kvemb.config import load
-from kvemb.keys import N_SLOTS, text_slot
+from kvemb.coordination.markers import MARKER_KEY
+from kvemb.coordination.registry_format import META_NAME
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.servers import StorageServer
+from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.stores.cluster_map import marker_keys
-from kvemb.stores.cluster_members import MEMBERS, decode_members
-from kvemb.stores.markers import MARKER_KEY
-from kvemb.stores.owners import Owner, newest_owner, owner_name
-from kvemb.stores.registry import open_store
-from kvemb.table_registry import META_NAME
-from kvemb.testing.servers import memcached_client, redis_client
+from kvemb.schema.keys import N_SLOTS, text_slot
+from kvemb.stores.redis_cluster.cluster_members import MEMBERS, decode_members
+from kvemb.stores.redis_cluster.slot_map import marker_keys
+from kvemb.stores.storage_kinds import open_store
+from kvemb.testing.real_servers import memcached_client, redis_client
 
 IDS = np.arange(600)
 Harm = Callable[[bytes | None], bytes | None]

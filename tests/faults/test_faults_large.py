@@ -14,9 +14,9 @@ import kvemb.errors
 import kvemb.init
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
-from kvemb.message_format import TableRows
-from kvemb.messages import MAX_REQUEST_BYTES, Empty, RowsRequest
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import MAX_REQUEST_BYTES, Empty, RowsRequest
 
 N_ROWS, DIM = 24_000, 4
 SLOW = Flow(bytes_per_s=512 << 10)  # to read the rows of one batch takes several seconds, the timeout is one
@@ -85,7 +85,7 @@ def test_a_pull_that_takes_longer_than_the_timeout_is_read_in_pieces(
     slow.heal()
     table.assign(IDS, -5 * ONES, timeout_s=LONG_S)
     slow.node_proxies[0].set(SLOW, DOWN)
-    monkeypatch.setattr("kvemb.piecewise_read.PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", 1 << 18)
     np.testing.assert_array_equal(table.pull(IDS), -5 * ONES)
     with pytest.raises(kvemb.errors.DeadlineExceededError, match="rows of this pull had been read"):
         table.pull(IDS, timeout_s=1)

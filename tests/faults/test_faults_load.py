@@ -15,8 +15,8 @@ from jobs import PATIENCE_S, eventually
 from replayed import Replayed
 
 import kvemb
-from kvemb.record import split_version
-from kvemb.testing.servers import redis_client
+from kvemb.schema.record import split_version
+from kvemb.testing.real_servers import redis_client
 
 N, DIM = 3000, 5
 OLD, NEW = np.arange(2000), np.arange(2000, N)

@@ -12,7 +12,7 @@ from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventuall
 
 import kvemb
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError
-from kvemb.messages import SERVICE
+from kvemb.protocol.messages import SERVICE
 from paramserver.rpc.stream_limits import MAX_STREAMS_OF_PEER
 
 IDS = np.arange(50)

@@ -15,8 +15,8 @@ from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of
 
 import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError, WrongNodeError
-from kvemb.keys import RowKeys
-from kvemb.testing.servers import memcached_client
+from kvemb.schema.keys import RowKeys
+from kvemb.testing.real_servers import memcached_client
 
 IDS = np.arange(2000)
 

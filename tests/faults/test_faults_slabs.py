@@ -11,11 +11,11 @@ from jobs import PATIENCE_S, add, counting_table, eventually, nodes_of, require
 
 import kvemb
 from kvemb.errors import UnsafeNodeError
-from kvemb.keys import RowKeys
 from kvemb.local_cluster.processes import LocalProcessError
-from kvemb.local_cluster.servers import StorageServer
+from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.testing.servers import memcached_client
+from kvemb.schema.keys import RowKeys
+from kvemb.testing.real_servers import memcached_client
 
 N = 60_000
 IDS = np.arange(N)

@@ -11,10 +11,10 @@ pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
 
 from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Base
+from kvemb.checkpoint.format.file_names import part_path
 from kvemb.checkpoint.listing import list_checkpoints, prune
-from kvemb.checkpoint.manifest import Base
-from kvemb.checkpoint.names import part_path
-from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError
 from kvemb.local_cluster.processes import free_ports

@@ -10,13 +10,13 @@ import pytest
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.client import missing
+from kvemb.client import missing_rows
 from kvemb.config import load
 from kvemb.errors import RowsRestoredWarning
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
 from kvemb.stores.row_io import WritePart
+from kvemb.stores.storage_kinds import open_store
 from paramserver.lifecycle.start import start
 from paramserver.repair import scrub
 
@@ -88,7 +88,7 @@ def test_deleted_rows_that_nobody_asks_for_are_found_and_restored(
     monkeypatch.setattr(scrub, "_ROUND_S", 0.2)
     monkeypatch.setattr(scrub, "_SLICE_ROWS", 400)
     monkeypatch.setattr(scrub, "_SHARE_OF_TIME", 1)
-    monkeypatch.setattr(missing, "PAUSE_S", 1e9)
+    monkeypatch.setattr(missing_rows, "PAUSE_S", 1e9)
     config = load(local.config_path, {})
     for process in local.shards:
         process.stop(PATIENCE_S)

@@ -15,10 +15,10 @@ from kvemb.cli import main
 from kvemb.cluster import Cluster
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError, TableDroppedError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
-from kvemb.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
+from kvemb.schema.table_def import TableDef
 from kvemb.table import Table
-from kvemb.table_def import TableDef
 
 PROGRAMS = {"redis": "redis-server", "valkey": "", "memcached": "memcached"}
 N = 500

@@ -11,7 +11,7 @@ import kvemb
 from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
-from kvemb.stores.base import NodeStats
+from kvemb.stores.store import NodeStats
 from paramserver.repair.node_watch import NodeWatch
 
 

@@ -10,14 +10,14 @@ import pytest
 
 import kvemb
 from kvemb.config import StorageConfig
+from kvemb.coordination.markers import MARKER_KEY, Marker
 from kvemb.errors import ConfigError, DeadlineExceededError, InvalidInputError, KvembError, ShardUnavailableError, WrongNodeError
-from kvemb.keys import RowKeys
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.servers import start_servers
+from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.stores.markers import MARKER_KEY, Marker
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import RowKeys
 from kvemb.stores.row_io import WritePart
+from kvemb.stores.storage_kinds import open_store
 
 
 def new_table(cluster: kvemb.Cluster) -> kvemb.Table:

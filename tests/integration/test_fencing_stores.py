@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 import redis
 
+from kvemb.coordination.shard_owners import Owner, owner_name
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError
 from kvemb.local_cluster.processes import free_ports
-from kvemb.local_cluster.servers import StorageServer
-from kvemb.stores import node_store
-from kvemb.stores.base import Store
-from kvemb.stores.owners import Owner, owner_name
-from kvemb.stores.registry import open_store
+from kvemb.local_cluster.storage_servers import StorageServer
+from kvemb.stores.standalone import node_store
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
+from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import LOST, ROWS, eventually_reads, lost, own, repair, rows_of
-from kvemb.testing.servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, read, records_of, require_rows, within, write
 
 _ZOMBIE = """
@@ -33,10 +33,10 @@ import sys
 from contextlib import suppress
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, NodeUnavailableError
-from kvemb.stores.registry import open_store
+from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.repair_contract import own
 from kvemb.testing.store_contract import read, records_of, row_keys, within
-from kvemb.stores.base import WritePart
+from kvemb.stores.store import WritePart
 
 keys = row_keys(20_000)
 records = [records_of(keys, salt=salt) for salt in (1, 2)]

@@ -13,15 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 import kvemb
-from kvemb.client import session as session_module
+from kvemb.client import push_session
 from kvemb.client.ack import Ack
-from kvemb.client.parts import split
 from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
+from kvemb.datapath.prefetched_rows import route_held
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
-from kvemb.held import route_held
 from kvemb.local_cluster import LocalCluster
-from kvemb.messages import digest_tables
+from kvemb.protocol.messages import digest_tables
+from kvemb.protocol.shard_routing import split
 from tests.integration.test_paramserver import Cluster as Shards
 from tests.integration.test_paramserver import Pushes, Server, free_port, part, redis_command
 
@@ -119,7 +119,7 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
 
 
 def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "split", lambda tables: split(tables, 600))
+    monkeypatch.setattr(push_session, "split", lambda tables: split(tables, 600))
     rng = np.random.default_rng(6)
     with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
         create(trainer, "t")
@@ -262,7 +262,7 @@ def test_what_the_shard_does_not_keep_comes_from_the_step_or_from_storage(requir
 
 
 def test_many_held_rows_travel_in_several_parts(alone: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "route_held", lambda held, n_shards: route_held(held, n_shards, 1 << 11))
+    monkeypatch.setattr(push_session, "route_held", lambda held, n_shards: route_held(held, n_shards, 1 << 11))
     rng = np.random.default_rng(5)
     with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
         for name in ("one", "two"):

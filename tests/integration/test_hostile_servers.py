@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.shard_owners import Owner, owner_name
 from kvemb.errors import KvembError, StorageError
-from kvemb.local_cluster.servers import StorageServer, start_servers
+from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.pages import page_layout, paged_keys
-from kvemb.stores.owners import Owner, owner_name
-from kvemb.stores.registry import open_store
+from kvemb.schema.pages import page_layout, paged_keys
 from kvemb.stores.row_io import ReadPart, WritePart
+from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.store_contract import SIZE, records_of, row_keys
 
 DEADLINE_S = 0.4

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from kvemb.local_cluster.cluster import LocalCluster
+from kvemb.local_cluster.launcher import LocalCluster
 
 # A process of its own: every wait in here would be one of pytest's, and its hang pytest's.
 PROGRAM = """

@@ -14,16 +14,16 @@ import pytest
 
 from kvemb.cluster import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
-from kvemb.local_cluster.cluster import LocalCluster, local
+from kvemb.local_cluster.launcher import LocalCluster, local
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
-from kvemb.local_cluster.servers import KINDS, find_server, start_servers
+from kvemb.local_cluster.storage_servers import KINDS, find_server, start_servers
 from kvemb.net.deadline import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job of somebody else: prints the processes of its cluster and its folder, then does as told.
 JOB = """
     import sys, time
-    from kvemb.local_cluster.cluster import LocalCluster
+    from kvemb.local_cluster.launcher import LocalCluster
 
     with LocalCluster("valkey", 2, shards=1) as cluster:
         pids = [server.process.pid for server in cluster.servers] + [shard.pid for shard in cluster.shards]

@@ -19,7 +19,7 @@ from kvemb.errors import FencedError, ShardFailedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
+from kvemb.stores.storage_kinds import open_store
 from paramserver.journal import segment_files
 from paramserver.journal.segment import entries, unpack_header
 from paramserver.recovery.high_water_mark import Reached, newest_reached, reached_name

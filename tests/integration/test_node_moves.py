@@ -17,12 +17,12 @@ from kvemb.config import load
 from kvemb.errors import NodeSuspectError, NodeUnavailableError, StorageError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, python_env
-from kvemb.local_cluster.servers import start_servers
+from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.stores.node_store import NodeStore
-from kvemb.stores.registry import open_store
 from kvemb.stores.row_io import ReadPart
-from kvemb.testing.servers import ServerNodes
+from kvemb.stores.standalone.node_store import NodeStore
+from kvemb.stores.storage_kinds import open_store
+from kvemb.testing.real_servers import ServerNodes
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, records_of, row_keys, within, write
 
 PATIENCE_S = 60.0

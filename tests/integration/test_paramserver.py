@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.hashing import shard_of
 from kvemb.config import StorageConfig
 from kvemb.errors import (
     FencedError,
@@ -30,10 +31,9 @@ from kvemb.errors import (
     WrongNodeError,
     from_wire,
 )
-from kvemb.hashing import shard_of
-from kvemb.keys import RowKeys
-from kvemb.message_format import MAX_MESSAGE_BYTES, Message, TableRows
-from kvemb.messages import (
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
+from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
     SERVICE,
     ByeRequest,
@@ -55,10 +55,10 @@ from kvemb.messages import (
     TableRequest,
     digest_tables,
 )
-from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

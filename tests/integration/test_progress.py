@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import kvemb
+from kvemb.arrays.hashing import shard_of
 from kvemb.cluster import Cluster
 from kvemb.errors import ReadOnlyError, ShardUnavailableError
-from kvemb.hashing import shard_of
 from kvemb.local_cluster import LocalCluster
 
 IDS = np.arange(100)

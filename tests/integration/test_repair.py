@@ -16,14 +16,14 @@ from pymemcache.client.base import Client
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.client.repair import repair
+from kvemb.client.repair_request import repair
 from kvemb.config import load
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.servers import StorageServer
+from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.stores.registry import open_store
 from kvemb.stores.row_io import ReadPart
+from kvemb.stores.storage_kinds import open_store
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import kvemb
+from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.cluster import Cluster
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
-from kvemb.rounding import round_nearest, to_float32
 
 IDS = np.arange(1000)
 

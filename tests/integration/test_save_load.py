@@ -13,8 +13,8 @@ import pytest
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.format.file_names import SAVING, part_path
 from kvemb.checkpoint.listing import list_checkpoints
-from kvemb.checkpoint.names import SAVING, part_path
 from kvemb.checkpoint.verify import verify
 from kvemb.cluster import Cluster
 from kvemb.errors import CheckpointError, InvalidInputError, TableMismatchError

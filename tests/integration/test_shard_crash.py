@@ -19,14 +19,14 @@ import pytest
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.client import session as session_module
+from kvemb.client import push_session
 from kvemb.config import StorageConfig, load
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
-from kvemb.messages import Empty, FlushRequest, StatusReply
-from kvemb.stores.registry import open_store
+from kvemb.protocol.messages import Empty, FlushRequest, StatusReply
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
 from tests.integration.test_paramserver import Cluster, Deadline, Pushes, Server, first_rows, free_port, part, until
 
 PATIENCE_S = 60.0
@@ -97,8 +97,8 @@ def test_every_push_is_applied_exactly_once_while_shards_are_killed_under_load(k
 
 def test_a_push_in_many_parts_survives_a_kill_as_a_whole(require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     require_server("redis-server")
-    original = session_module.split
-    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 1 << 12))
+    original = push_session.split
+    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 1 << 12))
     with LocalCluster("redis") as local, kvemb.connect(local.url) as cluster:
         table = cluster.create_table("ledger", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         ids, grads = np.arange(8000), -np.ones((8000, 4), np.float32)  # 47 parts, where 8 make a full window

@@ -15,8 +15,8 @@ import pytest
 import kvemb
 from kvemb.config import load
 from kvemb.errors import InvalidInputError
-from kvemb.messages import MAX_REQUEST_BYTES, CreateTableRequest, Empty, PushPart, PushReply, StatusReply, TableReply
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import MAX_REQUEST_BYTES, CreateTableRequest, Empty, PushPart, PushReply, StatusReply, TableReply
 from paramserver.ingest import sessions
 from paramserver.ingest.unapplied_parts import Limits
 from paramserver.lifecycle.start import start

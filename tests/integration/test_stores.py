@@ -17,16 +17,16 @@ import redis
 from memory_store import memory_node
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.markers import MARKER_KEY
+from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
-from kvemb.keys import text_slot
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
-from kvemb.stores.base import Store
-from kvemb.stores.markers import MARKER_KEY
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import text_slot
 from kvemb.stores.row_io import WritePart
-from kvemb.stores.topology import NodeMap
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
+from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import RepairContract
-from kvemb.testing.servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import (
     CLUSTER,
     GENERATION,

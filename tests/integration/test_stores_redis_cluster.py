@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvemb.arrays.hashing import mix64
+from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
-from kvemb.hashing import mix64
-from kvemb.keys import N_SLOTS, RowKeys, slot_tags, text_slot
-from kvemb.pages import PagedKeys, page_layout, paged_keys
-from kvemb.stores.base import Store
-from kvemb.stores.cluster_map import marker_keys
-from kvemb.stores.markers import Identity, Marker
-from kvemb.stores.redis_cluster import RedisClusterStore
+from kvemb.schema.keys import N_SLOTS, RowKeys, slot_tags, text_slot
+from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
+from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
+from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.row_io import WritePart
+from kvemb.stores.store import Store
+from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import begun, lost, repair
-from kvemb.testing.servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, TAG, read, records_of, require_rows, row_keys, within, write
 
 ALL = RowKeys(TAG, mix64(np.arange(1, 1_000_000, dtype=np.uint64)))

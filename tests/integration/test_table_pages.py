@@ -10,9 +10,9 @@ import kvemb
 from kvemb.cluster import Cluster
 from kvemb.errors import InvalidInputError, PushRejectedError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
-from kvemb.stores.registry import open_store
+from kvemb.stores.storage_kinds import open_store
 from kvemb.table import Table
-from kvemb.testing.servers import redis_client
+from kvemb.testing.real_servers import redis_client
 from kvemb.testing.store_contract import within
 
 NODES = {"memcached": 2, "redis": 1, "valkey": 2, "redis-cluster": 3}
@@ -89,7 +89,7 @@ def test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent(cluster: Clus
 def test_a_shard_refuses_what_a_client_did_not(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     table = new_table(cluster)
     with monkeypatch.context() as patch:
-        patch.setattr("kvemb.ids.first_outside", lambda ids, num_ids: None)
+        patch.setattr("kvemb.arrays.ids.first_outside", lambda ids, num_ids: None)
         with pytest.raises(PushRejectedError, match=rf"id {N} is outside 0 to {N} - 1"):
             table.push([N], np.ones((1, 4))).wait()
     assert len(table) == 0

@@ -6,12 +6,12 @@ import numpy as np
 from memory_cluster import MemoryCluster, MemoryTable
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError, UnknownTableError
-from kvemb.ids import normalize
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 
 
 class MakingTable(MemoryTable):

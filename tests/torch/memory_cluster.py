@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init, optim
+from kvemb.arrays.ids import normalize
 from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError
-from kvemb.ids import normalize
 from kvemb.optim import OptimizerSpec
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from paramserver.optim import build
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import kvemb
 from benchmarks.deepfm_rows import DENSE, Rows, Settings, indexed, local_rows, stored_rows
-from kvemb.hashing import mix64
+from kvemb.arrays.hashing import mix64
 
 N_STEPS, BATCH, N_FIELDS, DIM, N_CATEGORIES = 200, 64, 6, 4, 50
 LEARNING_RATES = {"sgd": 0.5, "adagrad": 0.05, "adam": 0.005}

@@ -3,18 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.fragment import Fragment, SaveInfo, assemble
-from kvemb.checkpoint.manifest import Base, Cut, Manifest
-from kvemb.checkpoint.manifest_codec import encode_manifest
-from kvemb.checkpoint.names import ERASED, IDS, MANIFEST
-from kvemb.checkpoint.rows import RowBlock
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.arrays.hashing import shard_of
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, Manifest
+from kvemb.checkpoint.format.file_names import ERASED, IDS, MANIFEST
+from kvemb.checkpoint.format.manifest_json import encode_manifest
+from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.shard_fragment import Fragment, SaveInfo, assemble
 from kvemb.checkpoint.writer import ShardWriter
-from kvemb.hashing import shard_of
 from kvemb.init import uniform
 from kvemb.optim import adam
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 
 CLUSTER_ID = "c" * 32
 USER = TableDef("user", 4, adam(), uniform())
@@ -28,7 +28,7 @@ def ids_of(values: object) -> NDArray[np.uint64]:
 def block_of(definition: TableDef, ids: NDArray[np.uint64], version: int, value: float = 1.0) -> RowBlock:
     """Rows whose weights and slots tell id and value."""
     n, record = len(ids), definition.record
-    from kvemb.rounding import round_nearest
+    from kvemb.arrays.rounding import round_nearest
 
     weights = (ids % np.uint64(97)).astype(np.float32)[:, None] + np.full((n, definition.dim), value, np.float32)
     slots = np.full((n, record.slot_size), value, np.float32)

@@ -7,13 +7,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvemb.client.servers import Servers
-from kvemb.client.session import Session
+from kvemb.arrays.hashing import shard_of
+from kvemb.client.all_shards import Servers
+from kvemb.client.push_session import Session
 from kvemb.errors import KvembError, PushRejectedError, to_wire
-from kvemb.hashing import shard_of
-from kvemb.message_format import TableRows
-from kvemb.messages import SERVICE, ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import SERVICE, ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply
 
 CLUSTER = b"c" * 16
 WAIT_S = 20.0  # of waits that end by what the test does; never reached

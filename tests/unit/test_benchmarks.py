@@ -14,7 +14,7 @@ from benchmarks import ids, measure, peers, pull, report
 from benchmarks.__main__ import BENCHMARKS, build_parser, main
 from benchmarks.servers import ids_of
 from kvemb.errors import KvembError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 
 def table_of(n_rows: int, dim: int = 4) -> SimpleNamespace:

@@ -17,8 +17,8 @@ from benchmarks.report import Line, Report, Section, as_text
 from benchmarks.set_peer import require_overwritten
 from kvemb.errors import ConfigError, KvembError
 from kvemb.local_cluster import LocalCluster
-from kvemb.pages import page_layout
-from kvemb.table_def import TableDef
+from kvemb.schema.pages import page_layout
+from kvemb.schema.table_def import TableDef
 
 
 class Rows:
@@ -79,7 +79,7 @@ def test_one_wrong_sum_is_found_and_its_id_named() -> None:
 
 @pytest.mark.parametrize("dim", [1, 16, 256])
 def test_a_cache_for_every_row_holds_every_row(dim: int) -> None:
-    from kvemb.record_cache import CacheBudget, RecordCache
+    from kvemb.index.record_cache import CacheBudget, RecordCache
 
     record_bytes, n_rows = 12 + 12 * dim, 5000
     cache = RecordCache(record_bytes, CacheBudget(apply_load.cache_mb_for(n_rows, record_bytes) << 20))
@@ -169,6 +169,6 @@ def test_a_local_clusters_yaml_has_the_cache_that_was_asked_for(cache_mb: int | 
 
 def test_every_optimizer_that_can_be_asked_for_makes_a_table() -> None:
     for make in [*apply.OPTIMIZERS.values(), *memory.OPTIMIZERS.values()]:
-        kvemb.table_def.TableDef("t", 4, make(), kvemb.init.uniform())
+        kvemb.schema.table_def.TableDef("t", 4, make(), kvemb.init.uniform())
     with pytest.raises(ConfigError):
         LocalCluster("nosuch", cache_mb=1)

@@ -19,14 +19,14 @@ from benchmarks.disk import Moved
 from benchmarks.ids import row_ids
 from benchmarks.measure import Spread
 from benchmarks.recovery_steps import Restored, Target, WrongRestoreError
-from kvemb.checkpoint.manifest import FileEntry, Manifest
-from kvemb.checkpoint.names import ROWS
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, Manifest
+from kvemb.checkpoint.format.file_names import ROWS
 from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.stores.repair import LostNode
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.table_def import TableDef
 
 DEFINITION = TableDef("t", 3, kvemb.optim.adam(lr=0.1), kvemb.init.zeros(), id_dtype="uint64")
 

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.memory_ps import MemoryPs, MemoryRows, serve
 from benchmarks.memory_ps_client import MemoryPsCluster, MemoryPsTable
 from kvemb import init, optim
+from kvemb.datapath.pull import initial_rows
 from kvemb.errors import ParameterServerError
-from kvemb.message_format import TableRows
-from kvemb.pull import initial_rows
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.schema.table_def import TableDef
 from paramserver.optim import build
 
 TABLE = TableDef("t", 3, optim.adam(lr=0.1), init.normal(std=1.0))

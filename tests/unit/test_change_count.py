@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvemb.change_count import ChangeCount
+from kvemb.connection.write_counter import ChangeCount
 from kvemb.net.deadline import Deadline
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvemb.checkpoint.chain import open_chain
-from kvemb.checkpoint.fragment import SaveInfo, assemble
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url, shown
+from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, Manifest
+from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path, part_path
+from kvemb.checkpoint.format.manifest_json import encode_manifest
+from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.listing import list_checkpoints, prune
-from kvemb.checkpoint.manifest import Base, Cut, Manifest
-from kvemb.checkpoint.manifest_codec import encode_manifest
-from kvemb.checkpoint.names import MANIFEST, fragment_path, part_path
-from kvemb.checkpoint.rows import RowBlock
-from kvemb.checkpoint.storage import CheckpointStorage, absolute_url, shown
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import ShardWriter, read_fragment
 from kvemb.errors import CheckpointError, ConfigError, InvalidInputError

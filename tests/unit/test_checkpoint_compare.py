@@ -12,13 +12,13 @@ from memory_store import MemoryStore
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.compare import Comparison, compare
-from kvemb.checkpoint.decision import Decision, Report, newest_decision, newest_report
-from kvemb.checkpoint.meter import Meter
+from kvemb.checkpoint.load_decision import Decision, Report, newest_decision, newest_report
+from kvemb.commands.progress_meter import Meter
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import make_version
 from kvemb.stores.row_io import WritePart
 from tests.unit.checkpoint_files import CLUSTER_ID, USER, block_of, ids_of, save
 

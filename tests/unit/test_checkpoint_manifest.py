@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.checkpoint.fragment import Fragment, decode_fragment, encode_fragment
-from kvemb.checkpoint.manifest import Base, Cut, FileEntry, Manifest, SavedTable
-from kvemb.checkpoint.manifest_codec import check_extra, decode_manifest, encode_manifest
-from kvemb.checkpoint.names import ERASED, IDS, part_path, table_folder
-from kvemb.checkpoint.strict_json import encode
+from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, FileEntry, Manifest, SavedTable
+from kvemb.checkpoint.format.file_names import ERASED, IDS, part_path, table_folder
+from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest
+from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
+from kvemb.checkpoint.format.strict_json import encode
 from kvemb.errors import CheckpointError, InvalidInputError
 from tests.unit.checkpoint_files import CLUSTER_ID, USER
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.file_names import MANIFEST
 from kvemb.checkpoint.listing import list_checkpoints, prune
-from kvemb.checkpoint.names import MANIFEST
-from kvemb.checkpoint.storage import CheckpointStorage
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError
 from tests.unit.checkpoint_files import save

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from kvemb import optim
-from kvemb.checkpoint.manifest import FileEntry
-from kvemb.checkpoint.parts import checksum, decode_ids, decode_rows, encode_ids, encode_rows
-from kvemb.checkpoint.rows import RowBlock, new_slots
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
+from kvemb.checkpoint.format.parquet_blocks import checksum, decode_ids, decode_rows, encode_ids, encode_rows
+from kvemb.checkpoint.format.row_block import RowBlock, new_slots
 from kvemb.errors import CheckpointError
 from kvemb.init import uniform
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from paramserver.optim import build
 
 TABLES = [

@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvemb.client import session as session_module
+from kvemb.client import push_session
 from kvemb.client.outbox import WINDOW_PARTS
 from kvemb.errors import ClosedError, FencedError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
-from kvemb.messages import PushPart, PushReply, Reply
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import PushPart, PushReply, Reply
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
 
 
@@ -136,8 +136,8 @@ def test_a_shard_that_refuses_a_known_trainer_is_an_error(shards: list[FakeShard
 def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = session_module.split
-    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+    original = push_session.split
+    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
     first_is_in = threading.Event()
 
     def hold_the_first(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
@@ -157,8 +157,8 @@ def test_parts_of_an_unfinished_push_are_sent_again_to_a_shard_that_dropped_them
 def test_a_push_longer_than_the_window_goes_out_whole_before_anything_of_it_is_accepted(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = session_module.split
-    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+    original = push_session.split
+    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
 
     def as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         if not part.more:
@@ -175,8 +175,8 @@ def test_a_push_longer_than_the_window_goes_out_whole_before_anything_of_it_is_a
 def test_all_parts_of_a_refused_push_leave_their_sequences_free(
     shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = session_module.split
-    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+    original = push_session.split
+    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
 
     def refuse_as_a_whole(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         if not part.more:
@@ -259,7 +259,7 @@ def test_a_forked_child_is_told_what_to_do(shards: list[FakeShard], connect: Con
     session = connect()
     session.push(rows_of(1), soon()).wait()
     with monkeypatch.context() as child:
-        child.setattr("kvemb.client.servers.os.getpid", lambda: -1)
+        child.setattr("kvemb.client.all_shards.os.getpid", lambda: -1)
         with pytest.raises(ClosedError, match=r"call kvemb.connect\(\) in this process"):
             session.push(rows_of(2), soon())
         session.close(soon())  # forgets the connection and touches nothing

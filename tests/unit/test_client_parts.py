@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.arrays.hashing import shard_of
 from kvemb.client import shard_client
-from kvemb.client.parts import pieces, route, split
-from kvemb.hashing import shard_of
-from kvemb.message_format import TableRows
-from kvemb.messages import CountReply, RowsRequest
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import CountReply, RowsRequest
+from kvemb.protocol.shard_routing import pieces, route, split
 
 
 def rows_of(n: int, dim: int = 3, versions: bool = True) -> TableRows:

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from memory_store import MemoryStore, memory_node
 
-import kvemb.pull
+import kvemb.datapath.pull
 from kvemb import init, optim
+from kvemb.arrays.rounding import round_nearest
 from kvemb.config import StorageConfig
+from kvemb.datapath.pull import initial_rows, prepare_pull, pull
 from kvemb.errors import DeadlineExceededError, InvalidInputError, RecordError
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.pull import initial_rows, prepare_pull, pull
-from kvemb.rounding import round_nearest
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from kvemb.table_def import TableDef
 
 SOON = Deadline.after(60)
 USER = TableDef("user", 4, optim.adam(), init.normal(std=0.1), seed=3)
@@ -145,8 +145,8 @@ def test_what_a_pull_returned_does_not_change_with_the_next_one(store: CountingS
 def test_a_pull_larger_than_the_kept_memory_is_as_any_other(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.arange(40)
     rows = pull_one(store, USER, ids)
-    monkeypatch.setattr("kvemb.thread_memory._KEPT_BYTES", 100)
-    monkeypatch.setattr("kvemb.pull._memory", type(kvemb.pull._memory)())
+    monkeypatch.setattr("kvemb.datapath.thread_arena._KEPT_BYTES", 100)
+    monkeypatch.setattr("kvemb.datapath.pull._memory", type(kvemb.datapath.pull._memory)())
     assert np.array_equal(pull_one(store, USER, np.append(ids, ids)), np.concatenate([rows, rows]))
 
 
@@ -230,7 +230,7 @@ def test_a_pull_in_pieces_is_as_any_other(any_store: CountingStore, monkeypatch:
     requests = [prepare_pull(table, some) for table, some in zip(tables, ids, strict=True)]
     whole = pull(any_store, requests, SOON, versions=True)
     assert len(any_store.reads) == 1
-    monkeypatch.setattr("kvemb.piecewise_read.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", piece_bytes)
     outs = [None if index % 2 else np.zeros((len(some), 4), np.float32) for index, some in enumerate(ids)]
     requests = [prepare_pull(table, some, out) for table, some, out in zip(tables, ids, outs, strict=True)]
     pieces = pull(any_store, requests, SOON, versions=True)
@@ -255,7 +255,7 @@ class HungStore(CountingStore):
 
 @pytest.mark.parametrize("renewed", [False, True])
 def test_every_piece_of_a_pull_has_the_whole_time_unless_the_caller_set_it(monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
-    monkeypatch.setattr("kvemb.piecewise_read.PIECE_BYTES", 10 * (USER.record.prefix_bytes + 64))
+    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", 10 * (USER.record.prefix_bytes + 64))
     out = np.full((50, 4), -1, np.float32)
     with HungStore(StorageConfig("memory", (f"{uuid4().hex}:1",)), role="trainer") as store:
         store.provision(b"c" * 16, b"g" * 8, SOON)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
+from kvemb.datapath.push import prepare_assign, prepare_erase, prepare_push
 from kvemb.errors import InvalidInputError
-from kvemb.push import prepare_assign, prepare_erase, prepare_push
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 TABLE = TableDef("user", 2, optim.sgd(lr=0.5), init.zeros())
 NAN, INF = float("nan"), float("inf")

@@ -4,9 +4,9 @@ import msgpack
 import pytest
 
 from kvemb import init, optim
+from kvemb.coordination.registry_format import decode_registry, encode_registry, newest_registry
 from kvemb.errors import ProtocolError
-from kvemb.table_def import TableDef
-from kvemb.table_registry import decode_registry, encode_registry, newest_registry
+from kvemb.schema.table_def import TableDef
 from paramserver.model import table_registry
 
 USER = TableDef("user", 4, optim.adam(), init.normal(), seed=9)

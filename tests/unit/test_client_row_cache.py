@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.client.servers import Servers
-from kvemb.client.session import Session
+from kvemb.client.all_shards import Servers
+from kvemb.client.push_session import Session
+from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import MessageError
-from kvemb.messages import PushPart, PushReply
-from kvemb.row_cache import RowCache
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.table_def import TableDef
 from tests.unit.fake_shard import CLUSTER, FakeShard, accept, owned, rows_of, soon
 
 USER = TableDef("user", 2, optim.sgd(lr=0.5), init.zeros())

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvemb.client import session as session_module
+from kvemb.client import push_session
 from kvemb.errors import ShardFailedError, ShardUnavailableError, to_wire
-from kvemb.messages import PushPart, PushReply, digest_tables
+from kvemb.protocol.messages import PushPart, PushReply, digest_tables
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, rows_of, soon
 
 
@@ -95,8 +95,8 @@ def test_the_caller_may_change_its_arrays_as_soon_as_push_returns(shards: list[F
 
 
 def test_a_large_push_is_cut_and_marked(shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = session_module.split
-    monkeypatch.setattr(session_module, "split", lambda tables: original(tables, 100))
+    original = push_session.split
+    monkeypatch.setattr(push_session, "split", lambda tables: original(tables, 100))
     connect().push(rows_of(*range(13)), soon()).wait_applied()
     assert [(len(p.tables[0].ids), p.more, p.step) for p in shards[0].parts] == [(6, True, 1), (6, True, 1), (1, False, 1)]
 
@@ -148,7 +148,7 @@ def test_pushes_of_many_threads_reach_every_shard_in_the_same_order(shards: list
 
 def test_an_ack_says_how_long_its_push_waited_for_room(connect: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     session, clock = connect(2), iter((100.0, 100.75))
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=clock.__next__))
+    monkeypatch.setattr(push_session, "time", SimpleNamespace(monotonic=clock.__next__))
     ids = [*owned(0, 3), *owned(1, 2)]
     ack = session.push(rows_of(*sorted(ids)), soon())
     assert (ack.window_s, ack.n_rows) == (0.75, 5)

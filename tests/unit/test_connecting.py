@@ -17,9 +17,9 @@ from kvemb.errors import NodeUnavailableError
 from kvemb.net.connecting import host_and_port
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import connect
-from kvemb.stores import redis_admin
-from kvemb.stores.cluster_map import fetch_slot_map
-from kvemb.stores.memcached import MemcachedStore
+from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
+from kvemb.stores.redis_server import redis_admin
+from kvemb.stores.standalone.memcached_store import MemcachedStore
 
 FOREVER_S = 30.0
 NAME = "node.test:6379"

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvemb.arrays.hashing import hash_ids
 from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, build, load, source_files, split_words
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import hash_ids
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvemb.arrays.hashing import hash_ids
 from kvemb.demo import evaluate
 from kvemb.demo.batches import Batch, NegativeSampler, PassText, Settings, batches, n_batches, pass_text, windows
 from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build
@@ -20,7 +21,6 @@ from kvemb.demo.skipgram import (
     train_pass,
     train_step,
 )
-from kvemb.hashing import hash_ids
 
 SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3)
 N_GROUPS = 8

@@ -15,8 +15,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import WINDOW_STEPS, Conversation, run
 from kvemb.net.link import Link, connect
 from kvemb.net.pool import LinkPool
+from kvemb.wire.fixed_size_values import StrideReply
 from kvemb.wire.replies import LineReply, Step
-from kvemb.wire.stride_reply import StrideReply
 
 Peer = Callable[[socket.socket], None]
 

@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.arrays.hashing import GOLDEN, column_words, digest64, hash_ids, mix64, row_blocks, shard_of
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import GOLDEN, column_words, digest64, hash_ids, mix64, row_blocks, shard_of
 
 WORDS = st.integers(0, 2**64 - 1)
 MASK = 2**64 - 1

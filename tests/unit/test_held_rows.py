@@ -7,14 +7,14 @@ import pytest
 from numpy.typing import NDArray
 
 from kvemb import init, optim
+from kvemb.arrays.hashing import shard_of
+from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.datapath.prefetched_rows import Held, check_fresh, fresh_rows, join, prepare_held, route_held
+from kvemb.datapath.pull import initial_rows
 from kvemb.errors import MessageError
-from kvemb.hashing import shard_of
-from kvemb.held import Held, check_fresh, fresh_rows, join, prepare_held, route_held
-from kvemb.message_format import FreshRows
-from kvemb.messages import PushPart, PushReply, digest_tables
-from kvemb.pull import initial_rows
-from kvemb.rounding import round_nearest, to_float32
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.messages import PushPart, PushReply, digest_tables
+from kvemb.schema.table_def import TableDef
 from tests.unit.fake_shard import Connections, FakeShard, accept, rows_of, soon
 
 USER = TableDef("user", 4, optim.sgd(), init.normal(std=1.0))

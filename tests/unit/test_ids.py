@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.arrays.ids import normalize, to_caller
 from kvemb.errors import InvalidInputError
-from kvemb.ids import normalize, to_caller
 
 INT64, UINT64 = st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**64 - 1)
 

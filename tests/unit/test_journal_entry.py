@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalDamagedError, UnknownTableError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode, encode
 from paramserver.journal.segment import SegmentHeader, frame
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows

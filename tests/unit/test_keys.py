@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.keys import KEY_SIZE, N_SLOTS, RowKeys, join, slot_tags, table_tag, text_slot
+from kvemb.schema.keys import KEY_SIZE, N_SLOTS, RowKeys, join, slot_tags, table_tag, text_slot
 
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 GOLDEN_TAGS = [b"Pxr", b"IsY", b"Vyi"]

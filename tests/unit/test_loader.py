@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from kvemb import optim
-from kvemb.checkpoint.decision import META_NAME, Decision, newest_report, report_name
-from kvemb.checkpoint.names import part_path
+from kvemb.checkpoint.format.file_names import part_path
+from kvemb.checkpoint.load_decision import META_NAME, Decision, newest_report, report_name
 from kvemb.config import Config, parse
 from kvemb.errors import CheckpointError, FencedError, KvembError, ParameterServerError, TableMismatchError
 from kvemb.init import uniform
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.stores.base import Store
-from kvemb.stores.registry import open_store
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
 from paramserver.checkpoint import unconditional_writer
 from paramserver.checkpoint.load_plan import LoadPlan, decode, encode
 from paramserver.lifecycle.shard import Shard

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvemb import init, optim
 from kvemb.errors import NodeUnavailableError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
 from trainer.lookahead.rows import RowsAhead, held_of_all
 from trainer.lookahead.sizes import Sizes

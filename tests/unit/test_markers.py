@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.coordination.markers import Identity, Marker, accept, diagnose, first_identity, why_lost
+from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
-from kvemb.stores.markers import Identity, Marker, accept, diagnose, first_identity, why_lost
-from kvemb.stores.topology import NodeMap
 
 MARKER = Marker(b"0123456789abcdef", 1, b"lifetime", 2**64 - 1, 1, "run-1")
 

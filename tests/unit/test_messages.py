@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb import messages as m
+from kvemb.arrays.rounding import round_nearest
 from kvemb.errors import MessageError
-from kvemb.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, FreshRows, Message, TableRows
-from kvemb.rounding import round_nearest
+from kvemb.protocol import messages as m
+from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, FreshRows, Message, TableRows
 
 F32 = "float32"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())

@@ -10,11 +10,11 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
-from kvemb.client.missing import IDS_AT_ONCE, PAUSE_S, MissingRows
+from kvemb.arrays.hashing import shard_of
+from kvemb.client.missing_rows import IDS_AT_ONCE, PAUSE_S, MissingRows
 from kvemb.errors import LostRowError, RowsRestoredWarning, ShardUnavailableError, TableDroppedError
-from kvemb.hashing import shard_of
-from kvemb.messages import CompareRequest, CountReply
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import CompareRequest, CountReply
+from kvemb.schema.table_def import TableDef
 
 USER = TableDef("user", 4, kvemb.optim.sgd(0.5), kvemb.init.zeros())
 ITEM = TableDef("item", 4, kvemb.optim.sgd(0.5), kvemb.init.zeros())

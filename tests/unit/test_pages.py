@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.keys import RowKeys, join
-from kvemb.pages import PagedKeys, PageLayout, page_layout, paged_keys
+from kvemb.schema.keys import RowKeys, join
+from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
 
 # Rows per page by record size. A released layout must never change: rows would be looked for in other places.
 GOLDEN = {44: 92, 76: 53, 108: 47, 140: 29, 204: 20, 268: 15, 524: 19, 780: 9, 1036: 23, 4108: 15, 12300: 5, 100_012: 3}

@@ -6,8 +6,8 @@ import pytest
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import PushRejectedError
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from paramserver.apply.staleness import staleness
 from paramserver.ingest.aggregate import MAX_MERGED_BYTES, hyper_by_table, merge, n_mergeable
 from paramserver.model.batch import CheckedRows, Part, Push, Ticket

@@ -10,12 +10,12 @@ import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import LostRowError, NodeUnavailableError, StorageError
-from kvemb.keys import RowKeys
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.record_cache import CacheBudget
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.table_def import TableDef
 from paramserver.engine import arena as scratch_module
 from paramserver.engine import engine as engine_module
 from paramserver.engine.engine import Applied, Engine, Pause

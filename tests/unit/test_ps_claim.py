@@ -11,10 +11,10 @@ from memory_store import MemoryStore
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
+from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import ConfigError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.owners import newest_owner, owner_name
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster
 from paramserver.recovery.claim_shard import EPOCH, STATE, claim, read_epoch, require_owner, save

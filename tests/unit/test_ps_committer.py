@@ -14,10 +14,10 @@ import pytest
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import FencedError, JournalFullError, PushRejectedError, ShardFailedError, ShardUnavailableError, from_wire
-from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from paramserver.apply.committer import Committed, Committer, Handover
 from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Intake

@@ -8,15 +8,15 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, RecordError, StorageError
-from kvemb.keys import RowKeys
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.record_cache import CacheBudget
-from kvemb.rounding import round_nearest, to_float32
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.table_def import TableDef
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.prepared_rows import Prepared

@@ -10,7 +10,7 @@ from memory_store import MemoryStore
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
+from kvemb.schema.record import make_version
 from kvemb.stores.row_io import WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine
 from paramserver.model.batch import APPLY, Batch

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from memory_store import memory_node
 
+from kvemb.arrays.rounding import to_float32
 from kvemb.errors import PushRejectedError
-from kvemb.message_format import FreshRows
-from kvemb.messages import PushReply, digest_tables
-from kvemb.record import make_version
-from kvemb.record_cache import CacheBudget
-from kvemb.rounding import to_float32
+from kvemb.index.record_cache import CacheBudget
+from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.messages import PushReply, digest_tables
+from kvemb.schema.record import make_version
 from paramserver.apply.changed_rows import HeldRows
 from paramserver.engine.batch_pieces import row_bytes
 from paramserver.engine.engine import Applied, Engine

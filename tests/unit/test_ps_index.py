@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb import row_search
-from kvemb.row_index import RowIndex
-from kvemb.row_search import home
+from kvemb.index import hash_probe
+from kvemb.index.hash_probe import home
+from kvemb.index.row_index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
 STEP = st.tuples(st.sampled_from(["put", "erase"]), st.lists(IDS, unique=True, max_size=30))
@@ -76,7 +76,7 @@ def test_more_ids_than_one_block_are_found_and_set_like_few() -> None:
 @pytest.mark.parametrize("few", [0, 10, 1 << 30])
 def test_crowded_buckets_are_searched_to_their_end_one_by_one_and_several_at_once(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose bucket is the last or the one before it run over into the first ones, some of them after rows of those."""
-    monkeypatch.setattr(row_search, "_FEW", few)
+    monkeypatch.setattr(hash_probe, "_FEW", few)
     index, many = RowIndex(), _spread(0, 40_000)
     homes = home(many, len(index._tags))[0]
     n_buckets = len(index._tags)
@@ -125,7 +125,7 @@ def test_versions_that_mean_empty_or_erased_are_never_stored(bad: int) -> None:
 
 def test_ids_of_one_shard_do_not_cluster() -> None:
     """Routing and the index must not use the same bits: with the ids of one of 64 shards, lookups would take thousands of rounds."""
-    from kvemb.hashing import shard_of
+    from kvemb.arrays.hashing import shard_of
 
     ids = np.arange(1 << 20, dtype=np.uint64)
     ids = ids[shard_of(ids, 64) == 3]

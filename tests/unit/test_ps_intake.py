@@ -27,10 +27,10 @@ from kvemb.errors import (
     TableDroppedError,
     from_wire,
 )
-from kvemb.messages import PushPart, PushReply
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
-from kvemb.table_def import TableDef
 from paramserver.apply.applier import Applier
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
@@ -140,7 +140,7 @@ class Rig:
         return self.intake.submit_rows(RowsWork(kind, checked), Deadline.after(30))
 
     def weights(self, ids: list[int], table: TableDef = TABLE) -> list[float]:
-        from kvemb.keys import RowKeys
+        from kvemb.schema.keys import RowKeys
 
         size, keys = table.record.size_bytes, RowKeys(table.tag, np.array(ids, np.uint64))
         got = MemoryStore.read(self.store, [ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()

@@ -14,8 +14,8 @@ import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version, split_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version, split_version
+from kvemb.schema.table_def import TableDef
 from paramserver.apply.background import Chores
 from paramserver.engine.engine import Engine
 from paramserver.engine.repair_port import NO_BATCH

@@ -10,6 +10,8 @@ from memory_store import MemoryStore, memory_node
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
+from kvemb.coordination.markers import Identity, Marker
+from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import (
     DeadlineExceededError,
     InvalidInputError,
@@ -21,11 +23,9 @@ from kvemb.errors import (
     UnknownTableError,
     WrongNodeError,
 )
-from kvemb.keys import table_tag
 from kvemb.net.deadline import Deadline
-from kvemb.stores.markers import Identity, Marker
-from kvemb.table_def import TableDef
-from kvemb.table_registry import META_NAME
+from kvemb.schema.keys import table_tag
+from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import INTENT, join_cluster
 from paramserver.model.table_registry import Registry

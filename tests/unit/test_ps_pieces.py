@@ -8,7 +8,7 @@ import pytest
 from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
+from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import RowsOut
 from paramserver.engine import batch_pieces

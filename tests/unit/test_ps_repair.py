@@ -9,14 +9,14 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.hashing import shard_of
 from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeLostError, StorageError
-from kvemb.hashing import shard_of
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.record_cache import CacheBudget
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
-from kvemb.table_def import TableDef
 from paramserver.engine.engine import Engine
 from paramserver.engine.repair_port import NO_BATCH, Ahead
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.message_format import MAX_MESSAGE_BYTES
-from kvemb.messages import MAX_PART_BYTES, PushReply
-from kvemb.rounding import round_nearest, to_float32
-from kvemb.table_def import TableDef
+from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
+from kvemb.protocol.messages import MAX_PART_BYTES, PushReply
+from kvemb.schema.table_def import TableDef
 from paramserver.apply.returned_rows import OthersCount, returned_rows
 from paramserver.model.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
 from paramserver.rpc import push_parts

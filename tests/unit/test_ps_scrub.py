@@ -9,11 +9,11 @@ from memory_store import memory_node
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalBehindError, NodeUnavailableError
+from kvemb.index.row_index import HASHES, RowIndex
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.row_index import HASHES, RowIndex
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
-from kvemb.table_def import TableDef
 from paramserver.repair.scrub import Scrub
 from tests.unit.test_ps_repair import ADAM, SGD, Shard, provision
 

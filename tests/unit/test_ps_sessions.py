@@ -3,7 +3,7 @@
 import pytest
 
 from kvemb.errors import FencedError, PushRejectedError
-from kvemb.messages import PushReply
+from kvemb.protocol.messages import PushReply
 from paramserver.ingest.sessions import KEPT_ANSWERS, Session, Sessions
 from paramserver.model.batch import Part, Push, Ticket
 

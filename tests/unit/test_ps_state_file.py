@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import ParameterServerError
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
 
 

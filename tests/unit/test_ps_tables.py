@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvemb.errors import StorageError
-from kvemb.record import make_version
-from kvemb.row_index import Places, RowIndex
+from kvemb.index.row_index import Places, RowIndex
+from kvemb.schema.record import make_version
 from paramserver.apply.applier import Applier
 from paramserver.engine.engine import Engine
 from paramserver.ingest.aggregate import merge

@@ -7,11 +7,11 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
+from kvemb.arrays.hashing import shard_of
 from kvemb.errors import PushRejectedError, UnknownTableError
-from kvemb.hashing import shard_of
-from kvemb.message_format import TableRows
-from kvemb.messages import PushPart, digest_tables
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.schema.table_def import TableDef
 from paramserver.ingest.validation import check_part, check_rows
 from paramserver.model.batch import ASSIGN, ERASE
 

@@ -8,7 +8,7 @@ from memory_store import MemoryStore
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, FencedError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.repair import LostNode
+from kvemb.stores.repairable import LostNode
 from paramserver.repair.node_watch import NodeWatch
 
 

@@ -14,21 +14,21 @@ from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
-from kvemb import record_cache
 from kvemb.checkpoint.chain import open_chain
-from kvemb.checkpoint.fragment import SaveInfo, assemble
-from kvemb.checkpoint.manifest_codec import encode_manifest
-from kvemb.checkpoint.names import MANIFEST
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.file_names import MANIFEST
+from kvemb.checkpoint.format.manifest_json import encode_manifest
+from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ShardUnavailableError, StorageError
-from kvemb.messages import PushPart, PushReply
+from kvemb.index import record_cache
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version, split_version
-from kvemb.record_cache import CacheBudget
+from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.record import make_version, split_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
-from kvemb.table_def import TableDef
 from paramserver.apply.applier import Applier
 from paramserver.apply.committer import Committer, Handover
 from paramserver.checkpoint import save_job

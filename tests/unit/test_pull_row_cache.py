@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from memory_store import memory_node
 
+from kvemb.arrays.rounding import round_nearest
+from kvemb.datapath.pull import initial_rows, prepare_pull, pull
+from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import NodeUnavailableError, RecordError
-from kvemb.keys import RowKeys
-from kvemb.message_format import TableRows
-from kvemb.messages import PushReply
-from kvemb.pull import initial_rows, prepare_pull, pull
-from kvemb.record import make_version
-from kvemb.rounding import round_nearest
-from kvemb.row_cache import RowCache
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import PushReply
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from tests.unit.test_client_pull import ITEM, SOON, USER, CountingStore, store, write
 
 __all__ = ["store"]  # the fixture

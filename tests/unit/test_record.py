@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import RecordError
-from kvemb.record import HEADER_SIZE, MAX_EPOCH, MAX_K, RecordFormat, make_version, split_version
-from kvemb.rounding import storage_dtype
+from kvemb.schema.record import HEADER_SIZE, MAX_EPOCH, MAX_K, RecordFormat, make_version, split_version
 
 IDS = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
 FOUND = np.ones(4, dtype=bool)

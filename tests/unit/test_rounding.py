@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvemb.arrays.rounding import round_nearest, round_stochastic, storage_dtype, to_float32
 from kvemb.errors import InvalidInputError
-from kvemb.rounding import round_nearest, round_stochastic, storage_dtype, to_float32
 
 NARROW = ("float16", "bfloat16")
 LARGEST = {"float16": 65504.0, "bfloat16": float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])}

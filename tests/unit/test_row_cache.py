@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvemb import init, optim
+from kvemb.arrays.rounding import round_nearest
+from kvemb.datapath.row_cache import HEARD_WITHIN_S, RowCache, Wanted, check_options
 from kvemb.errors import InvalidInputError, MessageError
-from kvemb.message_format import TableRows
-from kvemb.messages import PushReply
-from kvemb.record import make_version
-from kvemb.rounding import round_nearest
-from kvemb.row_cache import HEARD_WITHIN_S, RowCache, Wanted, check_options
-from kvemb.table_def import TableDef
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import PushReply
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 
 USER = TableDef("user", 2, optim.sgd(lr=0.5), init.zeros())
 ITEM = TableDef("item", 3, optim.sgd(lr=0.5), init.zeros(), dtype="bfloat16")

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from kvemb import optim
 from kvemb.checkpoint.chain import open_chain
-from kvemb.checkpoint.fragment import SaveInfo, assemble
-from kvemb.checkpoint.manifest import Base, Manifest
-from kvemb.checkpoint.manifest_codec import encode_manifest
-from kvemb.checkpoint.names import MANIFEST
-from kvemb.checkpoint.storage import CheckpointStorage
+from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
+from kvemb.checkpoint.format.checkpoint_manifest import Base, Manifest
+from kvemb.checkpoint.format.file_names import MANIFEST
+from kvemb.checkpoint.format.manifest_json import encode_manifest
+from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.config import StorageConfig
 from kvemb.errors import CheckpointError, DeadlineExceededError, LostRowError, NodeUnavailableError
 from kvemb.init import uniform
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from kvemb.table_def import TableDef
 from paramserver.checkpoint import save_job
 from paramserver.checkpoint.copy_on_write import PreImages
 from paramserver.checkpoint.erased_log import ErasedLog

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from kvemb.segment import group, segment_sum
+from kvemb.arrays.segment_sum import group, segment_sum
 
 few_ids = st.integers(0, 300).flatmap(lambda m: arrays(np.uint64, m, elements=st.integers(0, 12)))
 

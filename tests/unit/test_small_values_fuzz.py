@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import optim
-from kvemb.checkpoint.decision import Decision, Report, newest_decision, newest_report
+from kvemb.checkpoint.load_decision import Decision, Report, newest_decision, newest_report
+from kvemb.coordination.registry_format import decode_registry, encode_registry
+from kvemb.coordination.shard_owners import Owner, newest_owner
 from kvemb.errors import KvembError, ParameterServerError, ProtocolError
 from kvemb.init import uniform
-from kvemb.stores.cluster_members import decode_members, encode_members
-from kvemb.stores.owners import Owner, newest_owner
-from kvemb.table_def import TableDef
-from kvemb.table_registry import decode_registry, encode_registry
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.redis_cluster.cluster_members import decode_members, encode_members
 from paramserver.checkpoint import load_plan
 from paramserver.recovery import state_file
 from paramserver.recovery.state_file import ShardState

@@ -14,11 +14,11 @@ import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.errors import JournalFullError, LostRowError, StorageError, UnknownTableError
+from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
-from kvemb.record import make_version
-from kvemb.record_cache import CacheBudget
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
-from kvemb.table_def import TableDef
 from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, Position, encode, segment_files
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows

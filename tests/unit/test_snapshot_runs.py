@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import kvemb.init
 import kvemb.optim
 from kvemb.errors import FencedError, JournalDamagedError, JournalFullError, RecordError
-from kvemb.record import make_version
-from kvemb.table_def import TableDef
+from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 from paramserver.journal import segment_files
 from paramserver.snapshot import Runs, run_manifest, sorted_run
 from paramserver.snapshot.run_manifest import Manifest, RunEntry, TableRuns

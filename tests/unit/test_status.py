@@ -2,10 +2,10 @@
 
 from dataclasses import fields
 
-from kvemb.cluster_status import ClusterStatus, ShardStatus
-from kvemb.messages import StatusReply
-from kvemb.status import healthy, render
-from kvemb.stores.base import NodeStats
+from kvemb.protocol.messages import StatusReply
+from kvemb.status.cluster_status import ClusterStatus, ShardStatus
+from kvemb.status.status_tables import healthy, render
+from kvemb.stores.store import NodeStats
 
 LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
 

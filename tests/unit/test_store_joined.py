@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvemb.keys import RowKeys
-from kvemb.pages import page_layout, paged_keys
-from kvemb.stores.joined import read_joined, write_joined
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.pages import page_layout, paged_keys
+from kvemb.stores.coalesce import read_joined, write_joined
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 SIZE = 76

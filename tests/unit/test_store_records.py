@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.config import StorageConfig, parse
+from kvemb.coordination.registry_format import encode_registry, newest_registry
+from kvemb.coordination.replicated_values import are_damaged
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
 from kvemb.errors import ConfigError, FencedError, NodeLostError, NodeUnavailableError, ProtocolError, WrongNodeError
-from kvemb.keys import RowKeys
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
-from kvemb.stores import waiting as waiting_module
-from kvemb.stores.cluster_members import decode_members, process_of
-from kvemb.stores.copies import are_damaged
-from kvemb.stores.key_blocks import row_keys_in
-from kvemb.stores.owners import Owner, newest_owner, owner_name, require_not_fenced
-from kvemb.stores.waiting import PASSING, waiting
-from kvemb.table_registry import encode_registry, newest_registry
+from kvemb.schema.keys import RowKeys
+from kvemb.stores import read_retry
+from kvemb.stores.read_retry import PASSING, waiting
+from kvemb.stores.redis_cluster.cluster_members import decode_members, process_of
+from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.wire.replies import FOREIGN
 
 SOON = Deadline.after(3600)
@@ -141,7 +141,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.slept: list[float] = []
-        monkeypatch.setattr(waiting_module.time, "sleep", self.sleep)
+        monkeypatch.setattr(read_retry.time, "sleep", self.sleep)
         monkeypatch.setattr(Deadline, "remaining_s", lambda deadline: max(0.0, deadline.at_s - self.now_s))
 
     def sleep(self, seconds: float) -> None:

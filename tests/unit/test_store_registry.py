@@ -5,14 +5,14 @@ from memory_store import MemoryStore
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
-from kvemb.stores import registry
-from kvemb.stores.registry import open_store
+from kvemb.stores import storage_kinds
+from kvemb.stores.storage_kinds import open_store
 
 IN_MEMORY = StorageConfig("memory", ("registry:1",))
 
 
 def test_a_kind_that_nobody_brings_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: ())
+    monkeypatch.setattr(storage_kinds, "entry_points", lambda group: ())
     with pytest.raises(ConfigError, match=r"storage\.kind: got 'memory', expected one of memcached, redis, redis-cluster, valkey"):
         open_store(IN_MEMORY, role="trainer")
 

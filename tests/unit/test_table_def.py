@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
+from kvemb.coordination.registry_format import Dropped, decode_registry, encode_registry
 from kvemb.errors import InvalidInputError, TableMismatchError
-from kvemb.keys import RowKeys
-from kvemb.pages import PagedKeys, page_layout
-from kvemb.table_def import TableDef
-from kvemb.table_registry import Dropped, decode_registry, encode_registry
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.pages import PagedKeys, page_layout
+from kvemb.schema.table_def import TableDef
 
 
 def definition(**changed: object) -> TableDef:

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.client.parts import route, split
+from kvemb.arrays.hashing import shard_of
+from kvemb.arrays.rounding import to_float32
+from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError
-from kvemb.hashing import shard_of
-from kvemb.messages import PushPart, digest_tables
-from kvemb.push import prepare_push
-from kvemb.rounding import to_float32
-from kvemb.table_def import TableDef
+from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.shard_routing import route, split
+from kvemb.schema.table_def import TableDef
 from paramserver.ingest.validation import check_part
 
 TABLE = TableDef("user", 4, optim.sgd(lr=0.5), init.zeros())

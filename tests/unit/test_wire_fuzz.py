@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import is_error, value_size
+from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.memcached.cas_values_reply import TokenReply
 from kvemb.wire.replies import CodeReply, Reply, UnexpectedValueError
-from kvemb.wire.scan import is_error, value_size
-from kvemb.wire.stride_reply import StrideReply
-from kvemb.wire.token_reply import TokenReply
 
 ERRORS = (b"-MOVED 1 h:1", b"-ERR $-1", b"SERVER_ERROR out of memory", b"-ASK 2 h:2", b"CLIENT_ERROR EN", b"ERROR")
 TEXTS = (

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
-from kvemb.keys import RowKeys
-from kvemb.pages import PagedKeys, PageLayout, page_layout, paged_keys
-from kvemb.stores.batch import group
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
+from kvemb.stores.node_batch import group
 from kvemb.wire.codec import Records
-from kvemb.wire.lines_reply import LinesReply
-from kvemb.wire.meta import MetaCodec
+from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.replies import Step
-from kvemb.wire.resp import RespCodec
-from kvemb.wire.stride_reply import StrideReply
+from kvemb.wire.resp.integer_replies import LinesReply
+from kvemb.wire.resp.resp_codec import RespCodec
 
 A, B = b"tabAAAAAAAAAAA", b"tabAAAAAAAAAAB"
 ASK = b"*1\r\n$6\r\nASKING\r\n"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
+from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.memcached.cas_values_reply import TokenReply
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Reply, UnexpectedValueError
-from kvemb.wire.stride_reply import StrideReply
-from kvemb.wire.token_reply import TokenReply
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from kvemb.keys import RowKeys
+from kvemb.schema.keys import RowKeys
 from kvemb.wire.codec import Records
-from kvemb.wire.meta import MetaCodec
+from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.replies import Step
-from kvemb.wire.requests import chunks, columns, decimals
-from kvemb.wire.resp import RespCodec, command
+from kvemb.wire.request_arrays import chunks, columns, decimals
+from kvemb.wire.resp.resp_codec import RespCodec, command
 
 KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64))
 A, B = b"tabAAAAAAAAAAB", b"tabP__________"

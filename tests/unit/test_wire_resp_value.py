@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.resp_value import MAX_BULK_BYTES, MAX_ITEMS, ErrorLine, Value, ValueReply
+from kvemb.wire.resp.resp_value import MAX_BULK_BYTES, MAX_ITEMS, ErrorLine, Value, ValueReply
 
 VALUES: st.SearchStrategy[Value] = st.recursive(
     st.none()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.stored_reply import StoredReply
+from kvemb.wire.memcached.cas_write_reply import StoredReply
 
 TRAILING = b"VA 3\r\n"
 line = st.one_of(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvemb import init
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
-from kvemb.table_def import MAX_DIM, check_table_name
+from kvemb.schema.table_def import MAX_DIM, check_table_name
 
 from .columns import (
     COMBINERS,

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.distinct import Distinct, ascending
-from kvemb.ids import to_caller
-from kvemb.segment import group
-from kvemb.table_def import TableDef
+from kvemb.arrays.ids import to_caller
+from kvemb.arrays.segment_sum import group
+from kvemb.arrays.unique import Distinct, ascending
+from kvemb.schema.table_def import TableDef
 
 Ids = NDArray[np.uint64]
 Pulled = tuple[NDArray[np.float32], Ids]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
+from kvemb.arrays.segment_sum import group
 from kvemb.errors import InvalidInputError
-from kvemb.segment import group
 
 from .eager import eager
 from .lookup import TableModule

@@ -60,7 +60,7 @@ class EmbeddingConfig:
         feature_names: the features that are looked up in it; its own name unless given.
         optimizer: the table's; rowwise_adagrad(), DLRM's usual choice, unless given.
         initializer: uniform in ± 1/sqrt(num_embeddings) as in TorchRec, or ± 0.05 for any ids, unless given.
-        dtype, seed, reduce: see `kvemb.table_def.TableDef`.
+        dtype, seed, reduce: see `kvemb.schema.table_def.TableDef`.
     """
 
     name: str

@@ -93,7 +93,7 @@ def distribute(
             with another one of the cluster needs other names.
         leave: paths of embeddings that stay.
         initializer: draw the rows by this one, whatever the weights are.
-        dtype, seed, reduce: of the tables; see `kvemb.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
+        dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`. With averaged dense gradients (DistributedDataParallel):
             reduce="mean".
         max_unapplied: of its pushes in an async job, see SparseOptimizer; goes with a torch optimizer.
         quiet: do not write what was done to stderr.

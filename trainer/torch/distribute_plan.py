@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kvemb.errors import InvalidInputError
-from kvemb.table_def import check_table_name
+from kvemb.schema.table_def import check_table_name
 
 from .distribute_held import HeldBeside, held_beside
 from .lookup import TableModule

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What is the same for all tables; see `kvemb.table_def.TableDef`."""
+    """What is the same for all tables; see `kvemb.schema.table_def.TableDef`."""
 
     dtype: str
     seed: int

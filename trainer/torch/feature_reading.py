@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvemb.arrays.ids import refuse_masked
 from kvemb.errors import InvalidInputError
-from kvemb.ids import refuse_masked
 
 from ..columns.bags import Bags, dense_bags, jagged_bags, list_bags
 from ..columns.columns import BucketizedColumn, CategoricalColumn, NumericColumn, WeightedColumn

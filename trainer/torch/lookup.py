@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
-from kvemb.ids import normalize
 
 from .pending import Lookup, Pending
 from .ports import TablePort

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from kvemb.arrays.ids import normalize, to_caller
 from kvemb.errors import InvalidInputError
-from kvemb.ids import normalize, to_caller
 
 from .collection_tables import TableCollection
 from .collections import EmbeddingBagCollection, EmbeddingCollection

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvemb.arrays.ids import to_caller
 from kvemb.errors import InvalidInputError
-from kvemb.ids import to_caller
 
 from ..report import current_report
 from .eager import eager

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Variable
 
+from kvemb.arrays.segment_sum import group
 from kvemb.errors import InvalidInputError
-from kvemb.segment import group
 
 from .ports import TablePort
 from .waiting import RankParams, n_ranks

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.table_def import TableDef
+from kvemb.schema.table_def import TableDef
 
 Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 """Per table: ids [n] and the versions [n] in which a trainer holds their rows."""

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.distinct import Distinct, ascending
-from kvemb.ids import to_caller
+from kvemb.arrays.ids import to_caller
+from kvemb.arrays.unique import Distinct, ascending
 
 from ..lookahead.rows import Ahead, Found, Pulled, distinct_of, found_of
 from ..report_times import counted

@@ -1,0 +1,159 @@
+"""Ids as callers give them, and as everything below sees them: uint64 [m].
+
+The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are
+carried as the same 64 bits, and because one table has one domain, -1 and 2**64-1 can never be the same row. What must
+not live here: deduplication (kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). Stateless: thread- and fork-safe.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.errors import InvalidInputError
+
+_MINUS_ONE = np.uint64(2**64 - 1)
+_RANGES = {"int64": "-2**63 to 2**63-1", "uint64": "0 to 2**64-1"}
+_SHOWN = {"int64": "", "uint64": ", which is -1 as uint64"}
+
+
+def normalize(
+    ids: ArrayLike, id_dtype: str, table: str, num_ids: int | None = None, *, minus_one: bool = True
+) -> tuple[NDArray[np.uint64], tuple[int, ...]]:
+    """Check ids and return their 64 bits.
+
+    Args:
+        ids: any integer array (any shape, strides and byte order, not changed), number, or nested list of integers.
+        id_dtype: the table's: "int64" or "uint64".
+        table: its name, for messages.
+        num_ids: of a table whose ids lie in [0, num_ids); None for the whole domain.
+        minus_one: whether -1, as uint64 2**64 - 1, is an id like any other of a table without num_ids, and not padding left in.
+
+    Returns:
+        (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
+
+    Raises:
+        InvalidInputError: bool or float ids, text, ragged lists, masked elements, ids outside the table's domain or not below its num_ids
+            (the first is named), or -1 where it is none.
+
+    Example:
+        >>> normalize([[1, -1]], "int64", "user")
+        (array([                   1, 18446744073709551615], dtype=uint64), (1, 2))
+    """
+    array = _integers(ids, id_dtype, table)
+    flat = array.reshape(-1)
+    if flat.dtype.kind == "i" and id_dtype == "uint64":
+        _refuse(flat, flat < 0, id_dtype, table)
+    elif flat.dtype == np.uint64 and id_dtype == "int64":
+        _refuse(flat, flat > np.uint64((1 << 63) - 1), id_dtype, table)
+    wide = flat.astype(np.uint64 if flat.dtype.kind == "u" else np.int64, copy=False)
+    bits = np.ascontiguousarray(wide).view(np.uint64)
+    if not minus_one and num_ids is None:
+        _refuse_minus_one(bits, id_dtype, table)
+    at = first_outside(bits, num_ids)
+    if at is not None:
+        raise InvalidInputError(
+            f"table {table!r}: id {int(flat[at])} at position {at} is outside 0 to {num_ids} - 1, the ids of this table (its num_ids is "
+            f"{num_ids}). Map ids into range, or use a table created without num_ids."
+        )
+    return bits, array.shape
+
+
+def first_outside(ids: NDArray[np.uint64], num_ids: int | None) -> int | None:
+    """Return the position of the first id that is not below num_ids, None when all are or num_ids is None.
+
+    Example:
+        >>> first_outside(np.array([3, 9, 4], np.uint64), 9)
+        1
+    """
+    if num_ids is None or not len(ids) or int(ids.max()) < num_ids:
+        return None
+    return int(np.argmax(ids >= np.uint64(num_ids)))  # an id is at most 2**64 - 1, so num_ids fits here
+
+
+def to_caller(ids: NDArray[np.uint64], id_dtype: str) -> NDArray[Any]:
+    """Return ids in the table's own dtype (a view).
+
+    Example:
+        >>> to_caller(np.array([2**64 - 1], np.uint64), "int64").tolist()
+        [-1]
+    """
+    return ids.view(np.int64) if id_dtype == "int64" else ids
+
+
+def refuse_masked(array: object, what: str) -> None:
+    """Refuse a NumPy array with masked elements: as a plain array it would hold whatever lies under the mask.
+
+    Args:
+        array: or a list of arrays; anything else is let through.
+        what: its name, for the message.
+
+    Raises:
+        InvalidInputError: elements are masked; how many.
+    """
+    first = array[0] if isinstance(array, list | tuple) and array else array
+    if not isinstance(first, np.ma.MaskedArray):
+        return
+    n_masked = int(np.ma.getmaskarray(np.ma.asarray(array)).sum())
+    if n_masked:
+        raise InvalidInputError(
+            f"{what}: {n_masked} elements of a numpy.ma array are masked, and what lies under the mask would be taken. Give its "
+            "compressed(), or filled(value) with a value that you choose"
+        )
+
+
+def _integers(ids: ArrayLike, id_dtype: str, table: str) -> NDArray[Any]:
+    """An integer array of the same shape."""
+    refuse_masked(ids, f"table {table!r}: ids")
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # ragged lists; tensors that refuse
+        raise InvalidInputError(f"table {table!r}: ids cannot be read as an array: {error}") from error
+    if array.dtype.kind in "iu":
+        return array
+    if array.size == 0 and array.dtype.kind == "f":  # what NumPy makes of []
+        return array.astype(np.int64)
+    if not isinstance(ids, np.ndarray) and array.dtype.kind in "fO":
+        return _large_integers(ids, array, id_dtype, table)
+    raise _wrong_dtype(array, table)
+
+
+def _large_integers(ids: ArrayLike, array: NDArray[Any], id_dtype: str, table: str) -> NDArray[Any]:
+    """Lists whose integers do not all fit int64: NumPy reads them as float64 or objects."""
+    exact = np.asarray(ids, dtype=object)
+    if set(map(type, exact.reshape(-1).tolist())) != {int}:
+        raise _wrong_dtype(array, table)
+    fits = np.iinfo(id_dtype)
+    outside = (exact < fits.min) | (exact > fits.max)  # NumPy 1.26 would wrap some of them around
+    if outside.any():
+        raise InvalidInputError(
+            f"table {table!r}: an id is outside {_RANGES[id_dtype]}, the range of its id_dtype {id_dtype} ({exact[outside][0]})"
+        )
+    return exact.astype(id_dtype)
+
+
+def _refuse_minus_one(bits: NDArray[np.uint64], id_dtype: str, table: str) -> None:
+    found = bits == _MINUS_ONE
+    if found.any():
+        shown = int(to_caller(bits[found], id_dtype)[0])
+        raise InvalidInputError(
+            f"table {table!r}: id {shown} at position {int(np.argmax(found))} ({int(found.sum())} in all){_SHOWN[id_dtype]}. Most likely "
+            f"it is padding; in a table without num_ids it would get a row, and be trained. Leave padding out, give the torch module "
+            f"padding_idx={shown}, or call table.allow_minus_one() if it is an id of yours"
+        )
+
+
+def _refuse(ids: NDArray[Any], outside: NDArray[np.bool_], id_dtype: str, table: str) -> None:
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise InvalidInputError(
+            f"table {table!r}: id {int(ids[at])} at position {at} is outside {_RANGES[id_dtype]}, the range of its "
+            f"id_dtype {id_dtype}. Hash ids into range, or create the table with the other id_dtype."
+        )
+
+
+def _wrong_dtype(array: NDArray[Any], table: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"table {table!r}: ids have dtype {array.dtype}, expected integers. Convert them yourself (floats lose digits "
+        "above 2**53); turn strings into ids with kvemb.hash_ids."
+    )

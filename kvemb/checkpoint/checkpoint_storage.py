@@ -1,0 +1,247 @@
+"""The shell around fsspec: whole objects in and out of one folder of any file system, with retries. Nothing here knows what the bytes mean.
+
+Object stores put an object whole or not at all; everywhere else an object is written under a temporary name, synced where that is possible
+(local files) and renamed. Foreign exceptions become CheckpointError here. Credentials come from where the file system's own library takes
+them (environment, its config files), never from this project's files; they are cut out of URLs in messages.
+
+Thread-safe as far as the fsspec file system is; not to be carried over a fork.
+"""
+
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvemb.checkpoint.format.optional_imports import require
+from kvemb.errors import CheckpointError, ConfigError
+
+_PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
+_TRIES, _FIRST_PAUSE_S = 5, 0.2
+# Waiting does not mend these.
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
+T = TypeVar("T")
+
+
+class CheckpointStorage:
+    """One folder: everything is named by a path below it.
+
+    Args:
+        url: any fsspec URL, or a path of this machine.
+        pause: waits so many seconds before a retry.
+
+    Raises:
+        ConfigError: fsspec, or what it needs for this protocol, is not installed.
+        CheckpointError: the URL cannot be understood.
+    """
+
+    def __init__(self, url: str, pause: Callable[[float], None] = time.sleep) -> None:
+        self.url = absolute_url(url)
+        self._pause = pause
+        try:
+            self._fs, self._root = require("fsspec.core").url_to_fs(self.url)
+        except ImportError as error:
+            raise ConfigError(f"{shown(self.url)}: {error}") from error
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{shown(self.url)}: no usable URL: {error}") from error
+        protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
+        self._is_local = "file" in protocols
+        self._puts_whole = bool(_PUTS_WHOLE & set(protocols))
+
+    def __repr__(self) -> str:
+        return f"<CheckpointStorage {shown(self.url)}>"
+
+    def where(self, path: str) -> str:
+        """Return an object's URL, for messages."""
+        return f"{shown(self.url)}/{path}"
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """Return an object's bytes.
+
+        Raises:
+            CheckpointError: it is not there, no file, cannot be read, or is larger than `max_bytes`.
+        """
+        size_bytes = self.size(path)
+        if size_bytes is None:
+            raise CheckpointError(f"{self.where(path)}: not there")
+        if size_bytes > max_bytes:
+            raise CheckpointError(f"{self.where(path)}: {size_bytes} bytes, expected at most {max_bytes}")
+        data: bytes = self._try("read", path, lambda: self._read(self._full(path), max_bytes))
+        if len(data) > max_bytes:
+            raise CheckpointError(f"{self.where(path)}: grew while it was read, expected at most {max_bytes} bytes")
+        return data
+
+    def size(self, path: str) -> int | None:
+        """Return an object's size in bytes, or None when it is not there.
+
+        Raises:
+            CheckpointError: it cannot be looked at, or is no file: reading a pipe or a device might never end.
+        """
+
+        def ask() -> int | None:
+            self._fs.invalidate_cache()
+            try:
+                if self._is_local:
+                    return _file_size(self._full(path), os.stat(self._full(path)))
+                return int(self._fs.size(self._full(path)))
+            except FileNotFoundError:
+                return None
+
+        return self._try("look at", path, ask)
+
+    def write(self, path: str, data: bytes | memoryview) -> None:
+        """Write an object, replacing what is there: afterwards it is whole and, on local disks, durable.
+
+        Raises:
+            CheckpointError: the old object or none is there; under a temporary name something may be left.
+        """
+        self._try("write", path, lambda: self._write(self._full(path), data))
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the paths of all objects below a folder, sorted; none when there is no such folder."""
+
+        def ask() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._full(folder) if folder else self._root)
+            except FileNotFoundError:
+                return []
+            prefix = len(self._root.rstrip("/")) + 1
+            return sorted(name[prefix:] for name in found)
+
+        return self._try("list", folder, ask)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders right below, sorted; none when nothing is there."""
+
+        def ask() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(item["name"].rstrip("/").rpartition("/")[2] for item in found if item["type"] == "directory")
+
+        return self._try("list", "", ask)
+
+    def delete(self, path: str) -> None:
+        """Delete an object; it may be gone already."""
+
+        def remove() -> None:
+            try:
+                self._fs.rm_file(self._full(path))
+            except FileNotFoundError:
+                return
+
+        self._try("delete", path, remove)
+
+    def delete_empty_folders(self) -> None:
+        """Remove folders that hold nothing any more, this one included, where the file system has such a thing."""
+        if self._puts_whole:
+            return
+        for folder, _, _ in sorted(self._fs.walk(self._root), key=lambda item: -len(item[0])):
+            try:
+                self._fs.rmdir(folder)
+            except Exception:  # not empty, or the kind of file system that keeps none: they do no harm
+                continue
+
+    def _read(self, full: str, max_bytes: int) -> bytes:
+        if self._is_local:
+            return _read_local(full, max_bytes + 1)
+        data: bytes = self._fs.cat_file(full)
+        return data
+
+    def _write(self, full: str, data: bytes | memoryview) -> None:
+        if self._is_local:
+            _write_local(Path(full), data)
+            return
+        whole = bytes(data)
+        if self._puts_whole:
+            self._fs.pipe_file(full, whole)
+            return
+        folder, _, name = full.rpartition("/")
+        temporary = f"{folder}/_tmp.{name}"
+        self._fs.makedirs(folder, exist_ok=True)
+        self._fs.pipe_file(temporary, whole)
+        if self._fs.exists(full):  # HDFS does not rename over a file
+            self._fs.rm_file(full)
+        self._fs.mv(temporary, full)
+
+    def _full(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}"
+
+    def _try(self, what: str, path: str, call: Callable[[], T]) -> T:
+        pause_s = _FIRST_PAUSE_S
+        for left in reversed(range(_TRIES)):
+            try:
+                return call()
+            except Exception as error:  # whatever a file system's library raises
+                if isinstance(error, CheckpointError):
+                    raise
+                if not left or isinstance(error, _FINAL):
+                    raise CheckpointError(f"{self.where(path)}: cannot {what} it: {type(error).__name__}: {error}") from error
+            self._pause(pause_s)
+            pause_s *= 2
+        raise AssertionError("unreachable")
+
+
+def absolute_url(url: str) -> str:
+    """Return a URL that means the same in every process: a path becomes file://.
+
+    Example:
+        >>> absolute_url("s3://bucket/run/step-1/"), absolute_url("/data/step-1")
+        ('s3://bucket/run/step-1', 'file:///data/step-1')
+    """
+    url = os.fspath(url)
+    if not isinstance(url, str) or not url:
+        raise CheckpointError(f"checkpoint URL is {url!r}: give a path or a URL such as s3://bucket/run/step-1000")
+    if "://" in url:
+        scheme, rest = url.split("://", 1)
+        return f"{scheme}://{rest.rstrip('/') or '/'}"
+    return f"file://{Path(url).absolute()}"
+
+
+def shown(url: str) -> str:
+    """Return a URL without its credentials.
+
+    Example:
+        >>> shown("hdfs://user:secret@host/run")
+        'hdfs://***@host/run'
+    """
+    return re.sub(r"(?<=://)[^/@]+@", "***@", url)
+
+
+def _file_size(path: str, found: os.stat_result) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: is no regular file ({stat.filemode(found.st_mode)}); a checkpoint holds files only. Remove it.")
+    return found.st_size
+
+
+def _read_local(path: str, n_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what has become a pipe since it was looked at is opened, and refused below
+    with open(descriptor, "rb") as file:
+        _file_size(path, os.fstat(descriptor))
+        return file.read(n_bytes)
+
+
+def _write_local(path: Path, data: bytes | memoryview) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"_tmp.{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder: Any = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

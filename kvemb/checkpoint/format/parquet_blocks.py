@@ -1,0 +1,237 @@
+"""Data files: blocks of rows to Parquet bytes and back. Bytes in, bytes out; no storage here.
+
+Columns: id (int64 or uint64, by the table's id_dtype), version (uint64: epoch << 48 | k), weights (fixed-size list of float or halffloat),
+slots (fixed-size list of float; absent where there are none). bfloat16 weights stand there as the floats they are: Parquet has neither that
+type nor 16-bit integers, so that their bits alone would take as many bytes and no other program could read them.
+
+Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012), and a file that is not compressed cannot unfold into more
+memory than it has bytes. The checksum is taken over the very bytes that are parsed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvemb.arrays.ids import to_caller
+from kvemb.arrays.rounding import storage_dtype, to_float32
+from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
+from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.row_block import RowBlock, row_bytes
+from kvemb.errors import CheckpointError
+from kvemb.schema.table_def import TableDef
+
+GROUP_BYTES = 16 << 20
+_MAX_GROUP_ROWS = 1 << 18
+_MAX_GROUPS = 1 << 14
+_FOOTER_BYTES = 16 << 20
+_ENCODINGS = {"PLAIN", "RLE"}
+
+
+def group_rows(definition: TableDef, weights_only: bool = False) -> int:
+    """Return how many rows one row group holds: about 16 MiB."""
+    return max(1, min(_MAX_GROUP_ROWS, GROUP_BYTES // row_bytes(definition, weights_only)))
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the checksum that manifests carry: xxh3, 128 bits, in hex.
+
+    Example:
+        >>> checksum(b"row")
+        'b95419994944a4b5da0e947a60ca106d'
+    """
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: bool) -> memoryview:
+    """Return a data file; each block is a row group.
+
+    Args:
+        definition: the table.
+        blocks: ascending by id, within and from one to the next.
+        weights_only: leave the slots out.
+    """
+    return _encode(_schema(definition, weights_only), [_columns(definition, block, weights_only) for block in blocks])
+
+
+def encode_ids(definition: TableDef, ids: NDArray[np.uint64]) -> memoryview:
+    """Return a data file of ids alone: uint64 [n], ascending."""
+    steps = range(0, len(ids), _MAX_GROUP_ROWS)
+    return _encode(_id_schema(definition), [[_id_array(definition, ids[at : at + _MAX_GROUP_ROWS])] for at in steps])
+
+
+def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_only: bool, where: str) -> Iterator[RowBlock]:
+    """Yield a data file's rows, row group by row group.
+
+    Args:
+        definition: the table.
+        data: the whole file.
+        entry: what the manifest says of it.
+        weights_only: whether the checkpoint has no slots.
+        where: its URL, for messages.
+
+    Raises:
+        CheckpointError: it is not what the manifest says, or not ascending.
+    """
+    last = -1
+    for columns in _decode(_schema(definition, weights_only), data, entry, row_bytes(definition, weights_only), where):
+        ids, versions = columns["id"].view(np.uint64), columns["version"]
+        last = _check_ascending(ids, last, where)
+        slots = columns.get("slots")
+        if slots is None and not weights_only:
+            slots = np.empty((len(ids), 0), np.float32)
+        yield RowBlock(ids, versions, _stored(definition, columns["weights"], where), slots)
+
+
+def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) -> Iterator[NDArray[np.uint64]]:
+    """Yield the ids of a file of ids alone; raises as `decode_rows`."""
+    last = -1
+    for columns in _decode(_id_schema(definition), data, entry, 8, where):
+        ids = columns["id"].view(np.uint64)
+        last = _check_ascending(ids, last, where)
+        yield ids
+
+
+def _encode(schema: Any, groups: Sequence[Sequence[Any]]) -> memoryview:
+    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
+    sink = pa.BufferOutputStream()
+    # Statistics of ids only, so that others can look rows up; those of weights would cost and say nothing.
+    with parquet.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
+        for columns in groups:
+            writer.write_table(pa.Table.from_arrays(list(columns), schema=schema), row_group_size=len(columns[0]))
+    return memoryview(sink.getvalue())
+
+
+def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, where: str) -> Iterator[dict[str, NDArray[Any]]]:
+    if len(data) != entry.size_bytes:
+        raise CheckpointError(f"{where}: {len(data)} bytes, expected {entry.size_bytes}: truncated or replaced")
+    if checksum(data) != entry.checksum:
+        raise CheckpointError(f"{where}: damaged, its checksum is not the one in the manifest")
+    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(pa.BufferReader(data), thrift_string_size_limit=_FOOTER_BYTES, thrift_container_size_limit=_FOOTER_BYTES)
+        _check_shape(file, schema, entry, min_row_bytes, where)
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, use_threads=False)
+            if table.num_rows != (expected := file.metadata.row_group(group).num_rows):
+                raise CheckpointError(f"{where}: damaged: row group {group} has {table.num_rows} rows, its footer says {expected}")
+            yield _arrays(table, schema, where)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where}: damaged, no Parquet file of ours: {error}") from error
+
+
+def _check_shape(file: Any, schema: Any, entry: FileEntry, min_row_bytes: int, where: str) -> None:
+    """Refuse, before any row is read, what could take more memory than the manifest says."""
+    metadata = file.metadata
+    if not file.schema_arrow.equals(schema):
+        raise CheckpointError(f"{where}: its columns are {_listed(file.schema_arrow)}, expected {_listed(schema)}")
+    if metadata.num_rows != entry.rows:
+        raise CheckpointError(f"{where}: {metadata.num_rows} rows, expected {entry.rows}")
+    if metadata.num_rows * min_row_bytes > entry.size_bytes or metadata.num_row_groups > _MAX_GROUPS:
+        raise CheckpointError(
+            f"{where}: {metadata.num_rows} rows in {metadata.num_row_groups} groups do not fit its {entry.size_bytes} bytes"
+        )
+    in_groups = sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    if in_groups != metadata.num_rows:
+        raise CheckpointError(f"{where}: damaged: its row groups have {in_groups} rows, its footer says {metadata.num_rows}")
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in (group.column(index) for index in range(group.num_columns)):
+            if column.compression != "UNCOMPRESSED" or not _ENCODINGS.issuperset(column.encodings):
+                raise CheckpointError(f"{where}: column {column.path_in_schema} is {column.compression} {column.encodings}, expected plain")
+
+
+def _arrays(table: Any, schema: Any, where: str) -> dict[str, NDArray[Any]]:
+    """The columns of a row group as arrays, [n] or [n, width]."""
+    found = {}
+    for field in schema:
+        chunks = [chunk for chunk in table.column(field.name).chunks if len(chunk)]
+        arrays = [_array(chunk, field.type) for chunk in chunks]
+        if sum(chunk.null_count for chunk in chunks):
+            raise CheckpointError(f"{where}: column {field.name} has missing values")
+        found[field.name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return found
+
+
+def _array(chunk: Any, kind: Any) -> NDArray[Any]:
+    pa = require("pyarrow")
+    if not pa.types.is_fixed_size_list(kind):
+        return np.asarray(chunk.to_numpy(zero_copy_only=True))
+    return np.asarray(chunk.flatten().to_numpy(zero_copy_only=True)).reshape(len(chunk), kind.list_size)
+
+
+def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[Any]:
+    pa = require("pyarrow")
+    weights = _lists(_readable(definition, block.weights), _weight_type(definition))
+    columns = [_id_array(definition, block.ids), pa.array(block.versions), weights]
+    if _has_slots(definition, weights_only):
+        assert block.slots is not None
+        columns.append(_lists(block.slots, pa.float32()))
+    return columns
+
+
+def _lists(values: NDArray[Any], kind: Any) -> Any:
+    """A fixed-size list array over the very memory of [n, width] values."""
+    pa = require("pyarrow")
+    flat = pa.Array.from_buffers(kind, values.size, [None, pa.py_buffer(np.ascontiguousarray(values))])
+    return pa.FixedSizeListArray.from_arrays(flat, type=_list_type(kind, values.shape[1]))
+
+
+def _id_array(definition: TableDef, ids: NDArray[np.uint64]) -> Any:
+    return require("pyarrow").array(to_caller(np.ascontiguousarray(ids), definition.id_dtype))
+
+
+def _schema(definition: TableDef, weights_only: bool) -> Any:
+    pa = require("pyarrow")
+    fields = [*_id_schema(definition), pa.field("version", pa.uint64(), nullable=False)]
+    fields.append(pa.field("weights", _list_type(_weight_type(definition), definition.dim), nullable=False))
+    if _has_slots(definition, weights_only):
+        fields.append(pa.field("slots", _list_type(pa.float32(), definition.record.slot_size), nullable=False))
+    return pa.schema(fields)
+
+
+def _id_schema(definition: TableDef) -> Any:
+    pa = require("pyarrow")
+    return pa.schema([pa.field("id", pa.int64() if definition.id_dtype == "int64" else pa.uint64(), nullable=False)])
+
+
+def _list_type(kind: Any, width: int) -> Any:
+    pa = require("pyarrow")  # without nulls, writing is nearly twice as fast
+    return pa.list_(pa.field("element", kind, nullable=False), width)
+
+
+def _weight_type(definition: TableDef) -> Any:
+    pa = require("pyarrow")
+    return pa.float16() if definition.dtype == "float16" else pa.float32()
+
+
+def _readable(definition: TableDef, weights: NDArray[Any]) -> NDArray[Any]:
+    return to_float32(weights, "bfloat16") if definition.dtype == "bfloat16" else weights
+
+
+def _stored(definition: TableDef, weights: NDArray[Any], where: str) -> NDArray[Any]:
+    """The other way; exact, or refused."""
+    if definition.dtype != "bfloat16":
+        return weights
+    bits = weights.view(np.uint32)
+    if (bits & np.uint32(0xFFFF)).any():
+        raise CheckpointError(f"{where}: weights that are no bfloat16 in a table of bfloat16")
+    return (bits >> np.uint32(16)).astype(storage_dtype("bfloat16"))
+
+
+def _has_slots(definition: TableDef, weights_only: bool) -> bool:
+    return definition.record.slot_size > 0 and not weights_only
+
+
+def _check_ascending(ids: NDArray[np.uint64], last: int, where: str) -> int:
+    if len(ids) and (int(ids[0]) <= last or (ids[1:] <= ids[:-1]).any()):
+        raise CheckpointError(f"{where}: ids are not ascending, or one stands twice")
+    return int(ids[-1]) if len(ids) else last
+
+
+def _listed(schema: Any) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

@@ -1,0 +1,83 @@
+"""Blocks of rows as they travel between records and data files: columns, not records. Pure array functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.rounding import storage_dtype
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
+
+
+@dataclass(frozen=True, eq=False)
+class RowBlock:
+    """n rows of one table, ascending by id.
+
+    Args:
+        ids: uint64 [n].
+        versions: uint64 [n].
+        weights: [n, dim] in the storage dtype, contiguous.
+        slots: float32 [n, slot_size], contiguous; None where a checkpoint holds weights only.
+    """
+
+    ids: NDArray[np.uint64]
+    versions: NDArray[np.uint64]
+    weights: NDArray[Any]
+    slots: NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @staticmethod
+    def of_records(definition: TableDef, ids: NDArray[np.uint64], records: NDArray[np.uint8], weights_only: bool) -> "RowBlock":
+        """Split whole records into columns.
+
+        Args:
+            definition: the table.
+            ids: uint64 [n], ascending.
+            records: uint8 [n, record bytes] of these ids; copied.
+            weights_only: leave the slots out.
+        """
+        record = definition.record
+        weights = np.ascontiguousarray(records[:, HEADER_SIZE : record.prefix_bytes]).view(storage_dtype(definition.dtype))
+        slots = None if weights_only else np.ascontiguousarray(records[:, record.prefix_bytes :]).view("<f4")
+        return RowBlock(ids, record.versions(records), weights, slots)
+
+    def records(self, definition: TableDef, versions: NDArray[np.uint64] | int) -> NDArray[np.uint8]:
+        """Return the rows as records with these versions: uint8 [n, record bytes]. Slots that are not there are a new row's."""
+        slots = new_slots(definition, len(self)) if self.slots is None else self.slots
+        return definition.record.encode(self.ids, versions, self.weights, slots)
+
+    def take(self, rows: NDArray[Any] | slice) -> "RowBlock":
+        """Return some of the rows."""
+        slots = None if self.slots is None else self.slots[rows]
+        return RowBlock(self.ids[rows], self.versions[rows], self.weights[rows], slots)
+
+    @staticmethod
+    def concatenate(blocks: Sequence["RowBlock"]) -> "RowBlock":
+        """Put blocks behind each other; at least one."""
+        if len(blocks) == 1:
+            return blocks[0]
+        slots = [block.slots for block in blocks if block.slots is not None]
+        return RowBlock(
+            np.concatenate([block.ids for block in blocks]),
+            np.concatenate([block.versions for block in blocks]),
+            np.concatenate([block.weights for block in blocks]),
+            np.concatenate(slots) if slots else None,
+        )
+
+
+def new_slots(definition: TableDef, n: int) -> NDArray[np.float32]:
+    """Return the slots of n rows that were never pushed: float32 [n, slot_size]."""
+    slots = definition.optimizer.slots()
+    one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(definition.dim) for s in slots])
+    return np.tile(one_row, (n, 1))
+
+
+def row_bytes(definition: TableDef, weights_only: bool) -> int:
+    """Return how many bytes one row takes in a data file at least."""
+    weights = definition.dim * (2 if definition.dtype == "float16" else 4)
+    return 16 + weights + (0 if weights_only else 4 * definition.record.slot_size)

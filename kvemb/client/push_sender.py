@@ -1,0 +1,258 @@
+"""The ordered push stream to one shard: sends parts, reports what became of them, reconnects and sends again.
+
+One thread per shard reads the answers; gRPC's own thread takes the parts from `_outgoing`. What must not live here: which
+parts are open (`outbox`), what a push is made of (`push_session`), what its caller sees (`ack`). Thread-safe; lives in the
+process that made it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from kvemb.client.ack import Ack, Part, copied
+from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
+from kvemb.client.shard_channel import ShardChannel
+from kvemb.datapath.prefetched_rows import check_fresh
+from kvemb.datapath.row_cache import RowCache
+from kvemb.errors import (
+    FencedError,
+    KvembError,
+    ParameterServerError,
+    PushRejectedError,
+    ShardFailedError,
+    ShardUnavailableError,
+    from_wire,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.messages import HelloReply, PushReply
+
+HELLO_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_JOIN_S = 1.0
+_FINAL = (FencedError, ShardFailedError)
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL,  # what a broken HTTP/2 stream looks like
+)  # fmt: skip
+
+
+class PushStream:
+    """Parts to one shard, in order.
+
+    Args:
+        channel: of the shard.
+        hello: introduces the trainer to the shard, before the first part and after every reconnect.
+        row_cache: takes the rows that come back, if the trainer keeps rows.
+    """
+
+    def __init__(self, channel: ShardChannel, hello: Callable[[Deadline], HelloReply], row_cache: RowCache | None = None) -> None:
+        self._channel, self._hello, self._row_cache = channel, hello, row_cache
+        self._changed = threading.Condition()
+        self._outbox = Outbox(str(channel))
+        self._generation = 0  # of the connection; an outgoing iterator of an older one ends
+        self._failure: KvembError | None = None
+        self._trouble = ""
+        self._closing = False
+        self._call: Any = None
+        self._thread: threading.Thread | None = None
+
+    def wait_room(self, deadline: Deadline) -> None:
+        """Wait until the window has room for another push.
+
+        Raises:
+            ShardUnavailableError: it had none within the deadline.
+            KvembError: the stream has failed for good.
+        """
+        full = f"its window of {WINDOW_PARTS} unaccepted or {MAX_UNAPPLIED_PARTS} unapplied parts is full; nothing was sent"
+        self._wait(lambda: self._outbox.has_room, deadline, full)
+
+    def wait_accepted(self, deadline: Deadline) -> None:
+        """Wait until the shard has accepted (or refused) everything sent; raises as `wait_room` does."""
+        self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not accepted everything sent to it")
+
+    def wait_applied(self, deadline: Deadline) -> None:
+        """Wait until the shard has applied (or refused) everything sent; raises as `wait_room` does."""
+        self._wait(lambda: len(self._outbox) == 0, deadline, "it has not applied everything sent to it")
+
+    def next_sequence(self) -> int:
+        """The sequence of the next part. The caller makes sure that only one thread sends."""
+        return self._outbox.next_sequence
+
+    def send(self, sequence: int, data: bytes, part: Part, ack: Ack) -> None:
+        """Queue the part that was numbered with `next_sequence`; a failure since then is its ack's to tell."""
+        with self._changed:
+            failure = self._failure
+            if failure is None:
+                try:
+                    self._outbox.add(sequence, Sent(data, part, ack))
+                    self._start()
+                except PushRejectedError as error:
+                    failure = error
+            self._changed.notify_all()
+        if failure is not None:
+            ack.part_failed(failure)
+
+    def unaccepted(self) -> list[Ack]:
+        """The pushes of which the shard has not accepted a part yet."""
+        with self._changed:
+            return self._outbox.unaccepted()
+
+    def trouble(self) -> str:
+        """Why the shard cannot be reached at the moment, or ""."""
+        return self._trouble
+
+    def close(self) -> None:
+        """End the stream; parts that are not applied yet are forgotten. Idempotent."""
+        with self._changed:
+            self._closing = True
+            call, thread = self._call, self._thread
+            self._changed.notify_all()
+        if call is not None:
+            call.cancel()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)  # a hello to a shard that is down ends with the channel
+
+    # --- waiting
+
+    def _wait(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        with self._changed:
+            over = self._changed.wait_for(lambda: bool(self._failure) or done(), deadline.remaining_s())
+            if self._failure is not None:
+                raise copied(self._failure)
+        if not over:
+            why = self._trouble or "connected"
+            raise ShardUnavailableError(f"{self._channel}: within {deadline.timeout_s:g} s {what} ({why})")
+
+    # --- the thread
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = f"kvemb-push-{self._channel.shard}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            # At the interpreter's end gRPC cannot start the call's threads any more: from the first push on they are there.
+            self._changed.wait_for(lambda: bool(self._call or self._failure or self._trouble), HELLO_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """Stay connected while there is something to send; after a break pause, longer each time without an answer."""
+        pause_s = _FIRST_PAUSE_S
+        introduced = True  # by the session, before the first part
+        while self._wait_for_parts():
+            try:
+                if not introduced:
+                    self._reintroduce()
+                introduced = False
+                pause_s = _FIRST_PAUSE_S if self._exchange() else pause_s
+                self._trouble = "the shard ended the stream"
+            except ShardUnavailableError as error:
+                self._trouble = str(error)
+            except KvembError as error:
+                self._fail(error)
+                return
+            except Exception as error:  # a bug of ours must not leave callers waiting
+                self._fail(ParameterServerError(f"{self._channel}: push stream: {type(error).__name__}: {error}"))
+                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _wait_for_parts(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or len(self._outbox) > 0)
+            return not self._closing
+
+    def _reintroduce(self) -> None:
+        reply = self._hello(Deadline.after(HELLO_TIMEOUT_S))
+        with self._changed:
+            self._outbox.reconcile(reply.last_sequence)
+
+    def _exchange(self) -> bool:
+        """Run one connection to its end; return whether the shard answered anything."""
+        with self._changed:
+            self._generation += 1
+            if self._closing:
+                return False
+            self._outbox.rewind()
+            self._call = call = self._channel.push_stream(self._outgoing(self._generation))
+            self._changed.notify_all()
+        answered = False
+        try:
+            for data in call:
+                answered, self._trouble = True, ""
+                self._receive(PushReply.decode(data))
+        except grpc.RpcError as error:
+            translated = self._channel.translate(error, "push")
+            if call.code() in _PASSING:
+                raise ShardUnavailableError(str(translated)) from error
+            raise translated from error
+        finally:
+            call.cancel()
+            if self._row_cache is not None:
+                self._row_cache.invalidate()  # the shard may have been restarted, or its rows loaded anew
+            with self._changed:
+                self._generation += 1
+                self._changed.notify_all()
+        return answered
+
+    def _outgoing(self, generation: int) -> Iterator[bytes]:
+        """Give the parts from the cursor on, as they come; runs in gRPC's thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over(generation) or self._outbox.has_next)
+                if self._is_over(generation):
+                    return
+                data = self._outbox.take()
+            if data is not None:
+                yield data
+
+    def _is_over(self, generation: int) -> bool:
+        return self._closing or self._failure is not None or generation != self._generation
+
+    def _receive(self, reply: PushReply) -> None:
+        if reply.sequence == 0:  # not about a part: the shard could not read what it got
+            raise from_wire(reply.error)
+        error = from_wire(reply.error) if reply.state == "failed" else None
+        with self._changed:
+            sent = self._outbox.get(reply.sequence)
+            if sent is None:
+                return
+            if error is None:
+                self._outbox.answered(reply.sequence, applied=reply.state == "applied")
+            elif isinstance(error, ShardUnavailableError):
+                raise error  # to be sent again: to the shard after its restart, or to the process that took it over
+            else:
+                self._outbox.refused(reply.sequence)
+            self._changed.notify_all()
+        if error is not None:
+            sent.ack.part_failed(error)
+            if isinstance(error, _FINAL):
+                raise error
+        elif reply.state in ("released", "applied"):
+            self._computed(sent, reply)
+        else:
+            sent.ack.part_accepted(sent.part)
+
+    def _computed(self, sent: Sent, reply: PushReply) -> None:
+        """Take over what an answer says of a part's batch, which is in storage or about to be."""
+        fresh: list[FreshRows] = []
+        tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
+        try:
+            if reply.state == "applied" and self._row_cache is not None and sent.part.wanted is not None:
+                self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
+            if reply.fresh:
+                check_fresh(sent.part.held, reply.fresh)
+                fresh = reply.fresh
+        finally:
+            tell(sent.part, reply.changed, reply.elapsed, fresh)
+
+    def _fail(self, error: KvembError) -> None:
+        """Nothing can be sent any more: tell every waiting ack."""
+        with self._changed:
+            self._failure = error
+            waiting = self._outbox.clear()
+            self._changed.notify_all()
+        for sent in waiting:
+            sent.ack.part_failed(error)

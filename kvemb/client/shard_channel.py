@@ -1,0 +1,169 @@
+"""One gRPC channel to one shard: unary calls, the push stream, and the one place where gRPC's errors become ours.
+
+Errors that the shard reports travel inside the reply and are raised as their own class; what gRPC itself reports becomes
+ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see
+`kvemb.client.all_shards`).
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
+from kvemb.interrupts import exit_delivery, off_main_thread
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
+from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # a peer that vanished is noticed in well under a minute …
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),  # … and an idle trainer sends nothing
+    ("grpc.use_local_subchannel_pool", 1),  # two clusters opened in one process do not share sockets or their failures
+    ("grpc.enable_http_proxy", 0),  # shards are cluster-internal addresses; a proxy of the environment is not for them
+    ("grpc.enable_retries", 0),  # who may resend what is decided above: a blind retry of assign could undo a later push
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+# Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
+_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress"})
+_LONGEST_WORDS = 4096
+_GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
+_STUCK = "gRPC did not end the call at its deadline; connect anew"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+M = TypeVar("M", bound=Message)
+
+
+class Pending:
+    """A unary call under way."""
+
+    def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
+        self._channel, self._method, self._request, self._deadline = channel, method, request, deadline
+        self._closed = False
+        self._future = self._send()
+
+    def result(self, reply_type: type[M]) -> M:
+        """Wait for the answer; a verb that may be repeated is, while the shard goes away and comes back.
+
+        Raises:
+            ShardUnavailableError: none came within the deadline; the request may have been carried out.
+            KvembError: whatever the shard reported, in its own class.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return reply_type.decode(self._answer())
+            except ShardUnavailableError:
+                if self._method not in _REPEATABLE or self._closed or self._deadline.remaining_s() <= pause_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._future = self._send()
+
+    def _send(self) -> Any:
+        timeout_s = self._deadline.remaining_s()
+
+        def begin() -> Any:
+            return self._channel.unary(self._method).future(self._request, timeout=timeout_s, wait_for_ready=True)
+
+        try:
+            return off_main_thread.make(begin, timeout_s + _GRACE_S)
+        except ValueError as error:
+            raise self._over() from error
+        except RuntimeError as error:
+            self._closed = True
+            self._channel.abandon()
+            raise self._channel.unavailable(self._method, f"the interpreter is ending ({error})") from error
+
+    def _over(self) -> ShardUnavailableError:
+        self._closed = True
+        return self._channel.unavailable(self._method, "the cluster was closed")
+
+    def _answer(self) -> bytes:
+        try:
+            data = self._future.result(self._deadline.remaining_s() + _GRACE_S)
+        except (grpc.FutureCancelledError, ValueError) as error:  # the latter is what gRPC says of a closed channel
+            raise self._over() from error
+        except (grpc.FutureTimeoutError, TimeoutError) as error:
+            raise self._channel.unavailable(self._method, _STUCK) from error
+        except grpc.RpcError as error:
+            raise self._channel.translate(error, self._method, self._deadline.timeout_s) from error
+        reply = Reply.decode(data)
+        if reply.error:
+            raise from_wire(reply.error)
+        return reply.body
+
+
+class ShardChannel:
+    """The connection to one shard; gRPC connects it when it is first used, and again whenever it broke.
+
+    Args:
+        shard: the shard's index.
+        address: "host:port".
+        last_words: the file in which the shard says why it has ended, if it runs on this machine.
+    """
+
+    def __init__(self, shard: int, address: str, last_words: Path | None = None) -> None:
+        self.shard, self.address, self._last_words = shard, address, last_words
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._abandoned = False
+
+    def start(self, method: str, request: Message, deadline: Deadline) -> Pending:
+        """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""
+        return Pending(self, method, request.encode(), deadline)
+
+    def call(self, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
+        """Send a unary request and wait for its answer; see `Pending.result`."""
+        return self.start(method, request, deadline).result(reply_type)
+
+    def unary(self, method: str) -> Any:
+        """Return gRPC's callable of a verb."""
+        return self._channel.unary_unary(f"/{SERVICE}/{method}")
+
+    def push_stream(self, parts: Iterator[bytes]) -> Any:
+        """Open the push stream; iterating over the result gives encoded PushReplys, `cancel()` ends it."""
+        return self._channel.stream_stream(f"/{SERVICE}/Push")(parts)
+
+    def translate(self, error: Any, method: str, timeout_s: float | None = None) -> ParameterServerError | MessageError:
+        """Return our error for one of gRPC's."""
+        code = error.code() if callable(getattr(error, "code", None)) else None
+        name, details = getattr(code, "name", "UNKNOWN"), getattr(error, "details", lambda: str(error))()
+        if code in _GONE:
+            within = f" within {timeout_s:g} s" if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
+            return self.unavailable(method, f"no answer{within} ({name}: {details})")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            limits = f"a shard takes {MAX_REQUEST_BYTES} bytes, and answers with {MAX_MESSAGE_BYTES}"
+            return MessageError(f"{self}: {method}: a message is too large: {limits} ({details})")
+        return ParameterServerError(f"{self}: {method} failed ({name}: {details}); look into the shard's log")
+
+    def unavailable(self, method: str, why: str) -> ShardUnavailableError:
+        """Return the error of a shard that cannot be reached."""
+        words = ""
+        if self._last_words is not None:
+            with suppress(OSError):  # it runs, or elsewhere
+                words = self._last_words.read_bytes()[:_LONGEST_WORDS].decode(errors="replace")
+        if words:
+            return ShardUnavailableError(f"{self}: {method}: {why}. It has ended; its last words: {words}")
+        return ShardUnavailableError(f"{self}: {method}: {why}. Is the parameter server running, and is this its address in kvemb.yaml?")
+
+    def abandon(self) -> None:
+        """Leave it to the end of the process: gRPC could not start a thread, and closing the channel would wait for that for ever."""
+        self._abandoned = True
+        exit_delivery.end_at_once()
+
+    def close(self) -> None:
+        """Close the channel; calls under way fail. Idempotent."""
+        if not self._abandoned:
+            self._channel.close()
+
+    def __str__(self) -> str:
+        return f"shard {self.shard} ({self.address})"

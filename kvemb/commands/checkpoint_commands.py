@@ -1,0 +1,167 @@
+"""What `kvemb save`, `load`, `ls`, `verify` and `prune` do, and print. Options are read in `kvemb.cli`."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+
+from kvemb.checkpoint.chain import open_chain
+from kvemb.checkpoint.checkpoint_storage import absolute_url
+from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
+from kvemb.checkpoint.verify import verify_chain
+from kvemb.commands.progress_meter import Meter
+from kvemb.errors import InvalidInputError
+
+
+def save_command(args: argparse.Namespace) -> int:
+    """Save a cluster; with --keep, delete older checkpoints beside it afterwards."""
+    from kvemb.cluster import connect
+
+    try:
+        extra = json.loads(args.extra) if args.extra else {}
+    except ValueError as error:
+        raise InvalidInputError(f"--extra: no JSON: {error}") from error
+    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter:
+        done = cluster.save(
+            args.url,
+            base=args.base or None,
+            weights_only=args.weights_only,
+            extra=extra,
+            resume=args.resume,
+            progress=lambda rows, total, _: meter("saving", rows, total),
+        )
+    manifest = done.manifest
+    rate = manifest.size_bytes / 1e6 / max(done.seconds, 1e-9)
+    print(f"saved {manifest.n_rows:,} rows, {manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s) to {done.url}")
+    if args.keep:
+        _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep))
+    return 0
+
+
+def load_command(args: argparse.Namespace) -> int:
+    """Load a checkpoint into a cluster; with --offline only decide it."""
+    from kvemb.cluster import connect
+
+    if args.offline:
+        return _decide_command(args)
+    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter, Meter(sys.stderr, "B") as verifying:
+        done = cluster.load(args.url, progress=lambda what, n, total: (verifying if what == "verifying" else meter)(what, n, total))
+    print(f"loaded {done.n_rows:,} rows in {done.seconds:.1f} s from {done.url}")
+    if done.manifest.extra:
+        print(f"extra: {json.dumps(done.manifest.extra)}")
+    return 0
+
+
+def _decide_command(args: argparse.Namespace) -> int:
+    from kvemb.checkpoint.load import decide
+    from kvemb.cluster import connect
+
+    with connect(args.config, read_only=True) as cluster, Meter(sys.stderr, "B") as meter:
+        tables = {name: cluster.table(name).definition for name in cluster.tables()}
+        decide(cluster.store, tables, args.url, timeout_s=cluster.config.storage.timeout_s, progress=meter)
+    print(f"decided: shards load {absolute_url(args.url)} when they are started; restart those that run")
+    return 0
+
+
+def ls_command(args: argparse.Namespace) -> int:
+    """List checkpoints; of a single one also its tables."""
+    found = list_checkpoints(args.url)
+    if not found:
+        print("no checkpoints")
+        return 1
+    rows = [("NAME", "SAVED", "KIND", "ROWS", "MB", "SHARDS", "BUILT ON"), *map(_line, found)]
+    _print_table(rows)
+    if len(found) == 1 and found[0].manifest is not None and absolute_url(args.url) == found[0].url:
+        _print_contents(found[0].manifest)
+    return 0 if all(one.manifest is not None for one in found) else 1
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Check every byte of a checkpoint; with --against-storage compare every row with the cluster's."""
+    chain = open_chain(args.url)
+    with Meter(sys.stderr, "B") as meter:
+        report = verify_chain(chain, lambda done, total: meter("verifying", done, total))
+    for fault in report.faults:
+        print(fault, file=sys.stderr)
+    print(
+        f"{report.n_files} files of {report.n_checkpoints} checkpoints, {report.n_rows:,} rows, {report.n_bytes / 1e6:.1f} MB: "
+        f"{'good' if not report.faults else f'{len(report.faults)} damaged'}"
+    )
+    if report.faults:
+        return 1
+    if not args.against_storage:
+        return 0
+    from kvemb.checkpoint.compare import compare
+    from kvemb.cluster import connect
+
+    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter:
+        counts = {name: len(cluster.table(name)) for name in cluster.tables()}
+        results = compare(
+            chain,
+            cluster.store,
+            {name: cluster.table(name).definition for name in cluster.tables()},
+            cluster_id=cluster.cluster_id.hex(),
+            timeout_s=cluster.config.storage.timeout_s,
+            progress=lambda done, total: meter("comparing", done, total),
+        )
+    _print_table(
+        [
+            ("TABLE", "ROWS", "SAME", "NEWER", "DIFFERENT", "MISSING", "IN CLUSTER", "FIRST BAD ID"),
+            *(
+                (
+                    r.table,
+                    r.n_rows,
+                    r.n_same,
+                    r.n_newer,
+                    r.n_different,
+                    r.n_missing,
+                    counts.get(r.table, 0),
+                    "-" if r.first is None else r.first,
+                )
+                for r in results
+            ),
+        ]
+    )
+    return 0 if all(result.good for result in results) else 1
+
+
+def prune_command(args: argparse.Namespace) -> int:
+    """Delete old checkpoints."""
+    _print_gone(prune(absolute_url(args.url), keep=args.keep))
+    return 0
+
+
+def _print_gone(names: list[str]) -> None:
+    print(f"deleted: {', '.join(names) or 'none'}")
+
+
+def _line(one: Listed) -> tuple[object, ...]:
+    manifest = one.manifest
+    if manifest is None:
+        return one.name, "-", one.problem, "-", "-", "-", "-"
+    kind = ("incremental" if manifest.base else "full") + (", weights only" if manifest.weights_only else "")
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
+    base = manifest.base.name if manifest.base else "-"
+    return one.name, saved, kind, f"{manifest.n_rows:,}", f"{manifest.size_bytes / 1e6:.1f}", manifest.n_shards, base
+
+
+def _print_contents(manifest: Manifest) -> None:
+    print(f"\ncluster {manifest.cluster}, save {manifest.save_id}")
+    rows: list[tuple[object, ...]] = [("TABLE", "DIM", "DTYPE", "OPTIMIZER", "ROWS", "STEPS")]
+    for table in manifest.tables:
+        definition = table.definition
+        n_rows = sum(file.rows for file in manifest.files if (file.table, file.role) == (definition.name, "rows"))
+        steps = f"{min(table.steps):,} to {max(table.steps):,}" if min(table.steps) != max(table.steps) else f"{table.steps[0]:,}"
+        rows.append((definition.name, definition.dim, definition.dtype, definition.optimizer.kind, f"{n_rows:,}", steps))
+    _print_table(rows)
+    if manifest.extra:
+        print(f"extra: {json.dumps(manifest.extra)}")
+
+
+def _print_table(rows: Iterable[tuple[object, ...]]) -> None:
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    for row in texts:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,218 @@
+"""Markers: how a node proves that it is still the node whose rows it should hold. Pure.
+
+A restarted, flushed, evicted or swapped node answers "missing" for rows that exist, and a missing row looks like a new one. So every node
+holds a marker, read on connect and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
+batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
+
+While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` stands in its marker, and afterwards the repair's nonce: two
+lifetimes of a node's data never have the same marker, so that a batch that began before a loss cannot take the repaired node for whole.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgpack
+
+from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+
+Why = Literal["empty", "suspect", "repairing"]
+"""Why a node cannot be relied on; see `kvemb.stores.repairable.LostNode`."""
+
+MARKER_KEY = b"kvemb:marker"
+_MAGIC = "kvemb-marker"
+_VERSION, _REPAIRED_VERSION = 1, 2
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which cluster, and which lifetime of its data: what a shard remembers of its cluster, so as to know its nodes without a marker.
+
+    Args:
+        cluster_id: 16 bytes.
+        generation: 8 bytes.
+    """
+
+    cluster_id: bytes
+    generation: bytes
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a node's marker says.
+
+    Args:
+        cluster_id: 16 bytes, drawn when the cluster was provisioned.
+        node: index in the node map; for Redis Cluster the slot.
+        generation: 8 bytes, one lifetime of the node's data.
+        map_digest: 64-bit digest of the ordered node map (0 on Redis Cluster, which keeps its own).
+        topology_epoch: version of the node map.
+        run_id: the server process that the marker was written for ("" where the server has none).
+        repair: nonce of the node's last repair, 16 hex digits; "" before the first.
+        repairing: whether that repair goes on; this is no marker that a normal batch may accept.
+    """
+
+    cluster_id: bytes
+    node: int
+    generation: bytes
+    map_digest: int
+    topology_epoch: int
+    run_id: str
+    repair: str = ""
+    repairing: bool = False
+
+    def encode(self) -> bytes:
+        """The bytes stored under the marker's key."""
+        body = [self.cluster_id, self.node, self.generation, self.map_digest, self.topology_epoch, self.run_id]
+        if self.repair:
+            body += [self.repair, self.repairing]
+        packed: bytes = msgpack.packb([_MAGIC, _REPAIRED_VERSION if self.repair else _VERSION, *body])
+        return packed
+
+    @staticmethod
+    def decode(data: bytes, node: str) -> "Marker":
+        """Read a marker's bytes.
+
+        Raises:
+            DamagedMarkerError: they are no marker of any release.
+            WrongNodeError: they are one of another release.
+        """
+        try:
+            magic, version, *body = msgpack.unpackb(data, max_array_len=16, max_map_len=0, max_bin_len=64, max_str_len=64)
+            if magic != _MAGIC:
+                raise ValueError("another magic")
+            if type(version) is int and version not in (_VERSION, _REPAIRED_VERSION):
+                raise WrongNodeError(f"node {node}: marker of another version ({version}); use the same kvemb release")
+            marker = Marker(*body)
+            types = [bytes, int, bytes, int, int, str]
+            if [type(value) for value in body] != types + [str, bool] * (version == _REPAIRED_VERSION):
+                raise ValueError("a field of another type")
+            if marker.encode() != data:
+                raise ValueError("written otherwise than by us")
+        except WrongNodeError:
+            raise
+        except Exception as error:
+            raise DamagedMarkerError(
+                f"node {node}: the value under {MARKER_KEY.decode()} is not a marker (got {data[:40]!r}): another program wrote there, or "
+                "it is damaged. Shards that know the cluster compare the node's rows with what they know and renew the marker; a new "
+                "cluster wants empty nodes."
+            ) from error
+        return marker
+
+
+class DamagedMarkerError(WrongNodeError):
+    """What stands in the place of a marker is none; what becomes of the node is for `why_lost` and `diagnose` to say."""
+
+
+def first_identity(nodes: Sequence[str], values: Sequence[bytes | None]) -> Identity | None:
+    """Return what the first good marker says; None where no node has any.
+
+    Raises:
+        NodeSuspectError: all that there are are damaged.
+        WrongNodeError: one is of another release.
+    """
+    damaged: WrongNodeError | None = None
+    for node, value in zip(nodes, values, strict=True):
+        try:
+            if value is not None:
+                marker = Marker.decode(value, node)
+                return Identity(marker.cluster_id, marker.generation)
+        except DamagedMarkerError as error:
+            damaged = damaged or error
+    if damaged is not None:
+        raise NodeSuspectError(str(damaged))
+    return None
+
+
+def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
+    """Return the error that says why a batch's marker was not the expected one."""
+    if got is None:
+        return NodeLostError(
+            f"node {node}: its marker is gone. The server was restarted empty, flushed, or evicted keys; the rows it held are lost "
+            "there. Nothing was re-initialised. Parameter servers with a journal bring them back; without, stop training and restore "
+            "a backup."
+        )
+    try:
+        marker = Marker.decode(got, node)
+    except DamagedMarkerError as error:
+        return NodeSuspectError(str(error))
+    except WrongNodeError as error:
+        return error
+    if marker.cluster_id != expected.cluster_id:
+        return WrongNodeError(
+            f"node {node}: belongs to cluster {marker.cluster_id.hex()}, expected {expected.cluster_id.hex()}. Check the addresses."
+        )
+    if marker.node != expected.node:
+        return WrongNodeError(
+            f"node {node}: is node {marker.node} of its cluster, expected node {expected.node}. Addresses are swapped in kvemb.yaml, "
+            "or a container address was reused."
+        )
+    if (marker.map_digest, marker.topology_epoch) != (expected.map_digest, expected.topology_epoch):
+        return WrongNodeError(
+            f"node {node}: holds another node map (digest {marker.map_digest:016x}, epoch {marker.topology_epoch}; expected "
+            f"{expected.map_digest:016x}, {expected.topology_epoch}). Reload kvemb.yaml: nodes were added, removed or reordered."
+        )
+    if expected.repairing and not (marker.repairing and marker.repair == expected.repair):
+        return NodeLostError(f"node {node}: repair {expected.repair} is not going on there any more; it is finished, or has to begin anew.")
+    if marker.repairing and not expected.repairing:
+        return NodeLostError(
+            f"node {node}: lost its rows, or may hold old ones; the parameter servers are bringing them back (repair {marker.repair}). Try "
+            "again later, or set storage.on_lost_node: wait."
+        )
+    if marker.run_id != expected.run_id:
+        return NodeSuspectError(
+            f"node {node}: its marker names server process {marker.run_id or '-'}, expected {expected.run_id or '-'}. The server was "
+            "restarted from a snapshot or failed over, and its rows may be old until the parameter servers have compared them; or its "
+            "marker was renewed meanwhile: then try again."
+        )
+    if marker.generation == expected.generation and marker.repair != expected.repair:
+        return NodeSuspectError(f"node {node}: its rows were brought back meanwhile (repair {marker.repair}); try again.")
+    return NodeLostError(
+        f"node {node}: its data is of generation {marker.generation.hex()}, expected {expected.generation.hex()}: the node was emptied "
+        "and provisioned anew while this process ran. Reconnect."
+    )
+
+
+def accept(node: str, expected: Marker, got: bytes | None, run_id: str) -> Marker:
+    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair.
+
+    Args:
+        node: for messages.
+        expected: so far.
+        got: what stands there.
+        run_id: of the server process that was asked.
+
+    Raises:
+        StorageError: see `diagnose`; the node may not be used.
+    """
+    wanted = replace(expected, run_id=run_id)
+    if got is not None:
+        with suppress(DamagedMarkerError):  # which `diagnose` says
+            marker = Marker.decode(got, node)
+            if marker == replace(wanted, repair=marker.repair):
+                return marker
+    raise diagnose(node, wanted, got)
+
+
+def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
+    """Judge a node for repair; arguments as of `accept`.
+
+    Returns:
+        None when it can be relied on, else why not, and the nonce of the repair that goes on there.
+
+    Raises:
+        WrongNodeError: it is another node; that is no case for repair.
+    """
+    if got is None:
+        return "empty", None
+    try:
+        marker = Marker.decode(got, node)
+    except DamagedMarkerError:
+        return "suspect", None
+    same = replace(marker, generation=expected.generation, run_id=expected.run_id, repair=expected.repair, repairing=expected.repairing)
+    if same != expected:
+        raise diagnose(node, expected, got)
+    if marker.run_id != run_id or marker.generation != expected.generation:
+        return "suspect", None
+    return ("repairing", marker.repair) if marker.repairing else None

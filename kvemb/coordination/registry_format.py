@@ -1,0 +1,86 @@
+"""The registry of tables as bytes: what shard 0 writes into storage and read-only clients read from there. Pure.
+
+Every node holds a copy. Each write has a serial, and the highest that any node holds is the truth: a write that reached
+some nodes only is completed by the next one.
+
+Tables that were dropped stay in it for good, beside those that exist: shards' journals and snapshots may still name them, and no later
+table may get their keys. A registry without any has the form that older releases read.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgpack
+
+from kvemb.coordination.replicated_values import DamagedCopyError, good_copies
+from kvemb.errors import InvalidInputError, ProtocolError
+from kvemb.schema.table_def import TableDef
+
+META_NAME = "kvemb:tables"
+_MAGIC = "kvemb-tables"
+_VERSION, _WITH_DROPPED = 1, 2
+
+
+class Dropped(NamedTuple):
+    """A table that was dropped: `gone` once no shard has a row of it any more, so that its name is free."""
+
+    definition: TableDef
+    gone: bool
+
+
+class Registered(NamedTuple):
+    """A registry's content: the tables that exist, by name, and those that were or are being dropped, by key."""
+
+    serial: int
+    tables: dict[str, TableDef]
+    dropped: dict[str, Dropped]
+
+
+def encode_registry(serial: int, tables: Iterable[TableDef], dropped: Iterable[Dropped] = ()) -> bytes:
+    """Return the bytes of a registry.
+
+    Example:
+        >>> decode_registry(encode_registry(3, []))
+        Registered(serial=3, tables={}, dropped={})
+    """
+    old = [[one.definition.to_dict(), one.gone] for one in dropped]
+    fields = [_MAGIC, _WITH_DROPPED if old else _VERSION, serial, [table.to_dict() for table in tables]]
+    packed: bytes = msgpack.packb([*fields, old] if old else fields)
+    return packed
+
+
+def decode_registry(data: bytes) -> Registered:
+    """Read a registry's bytes.
+
+    Raises:
+        DamagedCopyError: they are no registry.
+        ProtocolError: they are no registry of this release.
+    """
+    try:
+        fields = msgpack.unpackb(data, max_array_len=4096, max_map_len=256, max_ext_len=0)
+        if not isinstance(fields, list) or fields[:1] != [_MAGIC]:
+            raise ValueError("no list of ours")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise DamagedCopyError(f"expected a table registry, got {data[:40]!r}") from error
+    try:
+        _, version, serial, items, *old = fields
+        if (version, len(old)) not in ((_VERSION, 0), (_WITH_DROPPED, 1)):
+            raise ValueError(f"version {version!r}")
+        tables = [TableDef.from_dict(item) for item in items]
+        dropped = [Dropped(TableDef.from_dict(item), bool(gone)) for item, gone in (old[0] if old else ())]
+        return Registered(int(serial), {table.name: table for table in tables}, {one.definition.key: one for one in dropped})
+    except (InvalidInputError, ValueError, TypeError) as error:
+        raise ProtocolError(
+            f"the value under {META_NAME} is not a table registry of this release: {error}; use the same kvemb release everywhere"
+        ) from error
+
+
+def newest_registry(copies: Iterable[bytes | None], where: Sequence[str] = ()) -> Registered:
+    """Return the registry of the highest serial among the nodes' copies; an empty one of serial 0 when there is none.
+
+    Raises:
+        DamagedCopyError: there are copies, and all are damaged.
+        ProtocolError: one is of another release.
+    """
+    found = good_copies(copies, decode_registry, META_NAME, where)
+    return max(found, key=lambda registry: registry.serial, default=Registered(0, {}, {}))

@@ -1,0 +1,86 @@
+"""The record that says who owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
+
+A process that was taken for dead and runs on (a zombie) would overwrite what its successor writes. So the successor puts its own, higher
+epoch on the nodes first, and whoever opens a connection as that shard reads the record before anything else (see `Store.fence`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgpack
+
+from kvemb.coordination.replicated_values import DamagedCopyError, good_copies
+from kvemb.errors import FencedError
+from kvemb.schema.record import MAX_EPOCH
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What the nodes say about a shard.
+
+    Args:
+        epoch: of the last owner's versions, above 0.
+        n_shards: the cluster's number of shards; rows are owned by shard, so it is part of the cluster.
+    """
+
+    epoch: int
+    n_shards: int
+
+    def encode(self) -> bytes:
+        """The bytes stored under `owner_name`.
+
+        Example:
+            >>> Owner.decode(Owner(3, 2).encode(), "shard 0")
+            Owner(epoch=3, n_shards=2)
+        """
+        packed: bytes = msgpack.packb({"epoch": self.epoch, "n_shards": self.n_shards})
+        return packed
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> "Owner":
+        """Read the record.
+
+        Raises:
+            DamagedCopyError: these bytes are no owner record; the message says where they stand.
+        """
+        try:
+            fields = msgpack.unpackb(data, max_map_len=8, max_array_len=0, max_str_len=32, max_bin_len=0)
+            owner = Owner(fields["epoch"], fields["n_shards"])
+            if [type(owner.epoch), type(owner.n_shards)] != [int, int] or not (0 < owner.epoch <= MAX_EPOCH and owner.n_shards > 0):
+                raise ValueError("a field of another type, or out of range")
+        except Exception as error:
+            raise DamagedCopyError(f"{where}: expected an owner record, got {data[:40]!r}") from error
+        return owner
+
+
+def owner_name(shard: int) -> str:
+    """The name of the shard's owner record, for `Store.get_meta`."""
+    return f"kvemb:owner:{shard}"
+
+
+def newest_owner(copies: Iterable[bytes | None], shard: int, where: Sequence[str] = ()) -> Owner | None:
+    """The record with the highest epoch of those that the nodes hold; None when there is none: the shard never had an owner.
+
+    Raises:
+        DamagedCopyError: there are copies, and all are damaged.
+    """
+    owners = good_copies(copies, partial(Owner.decode, where=f"the owner record of shard {shard}"), owner_name(shard), where)
+    return max(owners, key=lambda owner: owner.epoch, default=None)
+
+
+def require_not_fenced(copies: Iterable[bytes | None], shard: int, epoch: int) -> None:
+    """Refuse to go on under an epoch that a newer owner has overtaken; damaged copies say nothing.
+
+    Raises:
+        FencedError: a higher epoch stands there.
+    """
+    try:
+        owner = newest_owner(copies, shard)
+    except DamagedCopyError:
+        return
+    if owner is not None and owner.epoch > epoch:
+        raise FencedError(
+            f"shard {shard}: a process with epoch {owner.epoch} has taken over from this one (epoch {epoch}), which must not write any "
+            "more. Nothing that was acknowledged is lost: the newer process applies it. End this process."
+        )

@@ -1,0 +1,207 @@
+"""Rows of several tables, read in one batch; tables whose records are laid out alike are read, parsed and checked as if they were one.
+
+A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls, and those
+are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join`), they are one part of the read, and each table's
+share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
+kvemb.datapath.pull). Stateless: thread- and fork-safe.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.rounding import round_nearest, to_float32
+from kvemb.datapath.thread_arena import ThreadMemory
+from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import join
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import ReadPart, ReadResult
+from kvemb.stores.store import Store
+
+_MOST_TABLES = 1 << 16  # of one `join`
+_GATHERED_AT_ONCE = 1024  # items; what is gathered into an array of the caller's goes through a buffer that should stay in a core's cache
+
+
+Missing = list[tuple[TableDef, NDArray[np.uint64]]]
+"""Ids of rows that storage does not have, uint64 [n], by table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """Rows of one table to be read.
+
+    Args:
+        definition: the table.
+        ids: uint64 [n], distinct, n > 0.
+    """
+
+    definition: TableDef
+    ids: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The rows of one table as they arrived; good until the memory that they were read into is taken again.
+
+    Args:
+        values: [k] items of 4 * dim raw bytes, the float32 weights, of any stride; those of rows that do not exist are the initializer's.
+        found_versions: uint64 [k], 0 where the row does not exist; [0] unless they were asked for.
+        at: intp [n], where among those the row of each id is; None for 0, 1, 2, ….
+        ours: whether the values are contiguous and nobody else's, so that they may be handed on as they are.
+    """
+
+    values: NDArray[Any]
+    found_versions: NDArray[np.uint64]
+    at: NDArray[np.intp] | None
+    ours: bool = False
+
+    def rows(self, inverse: NDArray[np.intp] | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return the weights of ids, one item each: [m].
+
+        Args:
+            inverse: intp [m], which of the n ids; None for all in their order.
+            out: [m] items, contiguous, to fill instead of a new array.
+        """
+        at = _through(self.at, inverse)
+        if out is None:
+            if at is None:
+                return self.values if self.ours else self.values.copy()
+            return self.values[at]
+        if at is None:
+            out[...] = self.values
+            return out
+        for start in range(0, len(at), _GATHERED_AT_ONCE):
+            rows = slice(start, start + _GATHERED_AT_ONCE)
+            out[rows] = self.values[at[rows]]
+        return out
+
+    def versions(self, inverse: NDArray[np.intp] | None) -> NDArray[np.uint64]:
+        """Return the versions of the same ids: uint64 [m]."""
+        at = _through(self.at, inverse)
+        return self.found_versions.copy() if at is None else self.found_versions.take(at)
+
+
+def read_tables(
+    store: Store,
+    wanted: Sequence[Wanted],
+    deadline: Deadline,
+    memory: ThreadMemory,
+    *,
+    versions: bool = False,
+    missing: Missing | None = None,
+) -> list[Share]:
+    """Read rows of several tables in one round trip per node.
+
+    Args:
+        store: open.
+        wanted: at least one.
+        deadline: of the call.
+        memory: for the records.
+        versions: whether the rows' versions are wanted, too.
+        missing: takes the ids of rows that do not exist, by table, where there are any.
+
+    Raises:
+        StorageError: see `kvemb.errors`. RecordError also where a record is not its id's: no share is returned then.
+    """
+    paged = store.capabilities.pages
+    alike: dict[Hashable, list[int]] = {}
+    for index, one in enumerate(wanted):
+        alike.setdefault(_layout(one.definition, paged), []).append(index)
+    groups = [some[at : at + _MOST_TABLES] for some in alike.values() for at in range(0, len(some), _MOST_TABLES)]
+    parts = [_part([wanted[index] for index in group], paged, memory) for group in groups]
+    results = store.read(parts, deadline)
+    joints = [_Joint([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
+    for joint in joints:
+        joint.check(store)
+    shares = chain.from_iterable(joint.shares(versions, missing) for joint in joints)
+    return [share for _, share in sorted(zip(chain.from_iterable(groups), shares, strict=True), key=itemgetter(0))]
+
+
+def initial_rows(definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The first values of rows as the table's storage dtype holds them: float32 [n, dim]."""
+    drawn = definition.initializer.rows(ids, definition.dim, table=definition.name, seed=definition.seed)
+    return to_float32(round_nearest(drawn, definition.dtype), definition.dtype)
+
+
+def items(rows: NDArray[np.float32]) -> NDArray[Any]:
+    """See each row as one opaque item: these are copied whole, which is several times as fast as value by value."""
+    return rows.view(f"V{4 * rows.shape[1]}")[:, 0]
+
+
+class _Joint:
+    """What was read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
+
+    def __init__(self, wanted: Sequence[Wanted], result: ReadResult) -> None:
+        self._wanted, self._result = wanted, result
+        self._bounds = [slice(*ends) for ends in pairwise(accumulate((len(one.ids) for one in wanted), initial=0))]
+        self._at: NDArray[np.intp] | None = None
+        if result.order is not None:
+            self._at = np.empty_like(result.order)
+            self._at[result.order] = np.arange(len(result.order))
+
+    def check(self, store: Store) -> None:
+        """Refuse a wrong record, before anything is used of any table."""
+        result = self._result
+        each = [one.definition.record.header_words(one.ids) for one in self._wanted]
+        expected = each[0] if len(each) == 1 else np.concatenate(each)
+        words = result.records[:, :4].view("<u4")[:, 0]
+        wrong = words != (expected if result.order is None else expected.take(result.order))
+        if not (wrong & result.found).any():
+            return
+        for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table that has one says which
+            at = rows if self._at is None else self._at[rows]
+            where = store.whereabouts(one.definition.keys(one.ids, pages=store.capabilities.pages))
+            one.definition.record.check(result.records[at], one.ids, result.found[at], where)
+
+    def shares(self, with_versions: bool, missing: Missing | None) -> list[Share]:
+        record, result = self._wanted[0].definition.record, self._result
+        values = self._weights([] if missing is None else missing)
+        versions = np.empty(0, np.uint64)
+        if with_versions:
+            versions = np.where(result.found, record.versions(result.records), np.uint64(0))
+        if self._at is None:
+            return [Share(values[rows], versions[rows], None) for rows in self._bounds]
+        return [Share(values, versions, self._at[rows]) for rows in self._bounds]
+
+    def _weights(self, not_found: Missing) -> NDArray[Any]:
+        """In order of arrival, one item per row; says which of them the initializer made."""
+        definition, records = self._wanted[0].definition, self._result.records
+        if definition.dtype == "float32":  # where they lie, between the headers
+            weights = records[:, HEADER_SIZE:].view(f"V{4 * definition.dim}")[:, 0]
+        else:
+            weights = items(definition.record.weights(records))
+        if self._result.found.all():
+            return weights
+        missing = np.flatnonzero(~(self._result.found if self._at is None else self._result.found.take(self._at)))
+        ends = np.searchsorted(missing, [rows.stop for rows in self._bounds]).tolist()
+        for one, rows, (start, stop) in zip(self._wanted, self._bounds, pairwise([0, *ends]), strict=True):
+            if start < stop:
+                new = missing[start:stop]
+                ids = one.ids.take(new - rows.start)
+                not_found.append((one.definition, ids))
+                weights[new if self._at is None else self._at.take(new)] = items(initial_rows(one.definition, ids))
+        return weights
+
+
+def _layout(definition: TableDef, paged: bool) -> Hashable:
+    """What tables have in common that are read as one: size, dtype and place of records."""
+    return definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
+
+
+def _part(wanted: Sequence[Wanted], paged: bool, memory: ThreadMemory) -> ReadPart:
+    record = wanted[0].definition.record
+    keys = join([one.definition.keys(one.ids, pages=paged) for one in wanted])
+    return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys), record.prefix_bytes))
+
+
+def _through(at: NDArray[np.intp] | None, inverse: NDArray[np.intp] | None) -> NDArray[np.intp] | None:
+    """One gather for two: at[inverse], where None is 0, 1, 2, …."""
+    if at is None or inverse is None:
+        return inverse if at is None else at
+    return at.take(inverse)

@@ -1,0 +1,167 @@
+"""Rows that a trainer holds for later steps: what it tells the shards of them, and what a step's release brings back. Pure, no I/O.
+
+A trainer in a sync job that pulls ahead registers the rows with its push: ids, and the versions that its pull saw. When the step is
+released, the shards answer with those that are no longer what is held: their weights and versions right after this step. A row that does
+not exist (erased, or never created) has version 0 and its initial weights, which are computed here. What must not live here: how they
+travel (kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.arrays.hashing import shard_of
+from kvemb.arrays.ids import normalize, to_caller
+from kvemb.arrays.rounding import storage_dtype, to_float32
+from kvemb.arrays.segment_sum import group
+from kvemb.datapath.pull import initial_rows
+from kvemb.errors import InvalidInputError, MessageError
+from kvemb.protocol.message_format import FreshRows, TableRows
+from kvemb.protocol.messages import MAX_PART_BYTES
+from kvemb.schema.table_def import TableDef
+
+_ROW_BYTES = 4 + 8 + 16  # of a row beside its weights: position and version in the answer, id and version in the question
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Rows of one table; make it with `prepare_held`.
+
+    Args:
+        definition: the table.
+        ids: uint64 [n], distinct.
+        versions: uint64 [n], as pulled.
+    """
+
+    definition: TableDef
+    ids: NDArray[np.uint64]
+    versions: NDArray[np.uint64]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's weights as they travel."""
+        return self.definition.dim * storage_dtype(self.definition.dtype).itemsize
+
+    def to_message(self) -> TableRows:
+        """As they stand in a part of a push: rows of dim 0."""
+        return TableRows(self.definition.name, self.definition.schema, self.ids, np.empty((len(self.ids), 0), np.float32), self.versions)
+
+    def take(self, which: NDArray[np.intp] | slice) -> "Held":
+        """Return some of the rows."""
+        return replace(self, ids=self.ids[which], versions=self.versions[which])
+
+
+class Fresh(NamedTuple):
+    """Rows of one table that are others than those held: ids uint64 [m], rows float32 [m, dim], versions uint64 [m], 0 = does not exist."""
+
+    ids: NDArray[np.uint64]
+    rows: NDArray[np.float32]
+    versions: NDArray[np.uint64]
+
+
+def prepare_held(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> Held:
+    """Check rows that a trainer says it holds; copies what it is given.
+
+    Args:
+        definition: the table.
+        ids: any integer array, distinct.
+        versions: uint64 [*ids.shape], as the pull returned them; 0 = did not exist.
+
+    Raises:
+        InvalidInputError: otherwise; nothing was sent.
+    """
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
+    seen = np.asarray(versions)
+    if seen.dtype != np.uint64 and seen.size:
+        raise InvalidInputError(f"table {definition.name!r}: versions of held rows have dtype {seen.dtype}, expected uint64 as pulled")
+    if seen.shape != shape:
+        raise InvalidInputError(f"table {definition.name!r}: versions of held rows have shape {seen.shape}, expected {shape} as the ids")
+    groups = group(flat)
+    if len(groups.ids) < len(flat):
+        twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
+        shown = int(to_caller(np.array([twice], np.uint64), definition.id_dtype)[0])
+        raise InvalidInputError(f"table {definition.name!r}: held: id {shown} stands twice; give each id once")
+    return Held(definition, flat.copy(), seen.astype(np.uint64).reshape(-1))
+
+
+def route_held(held: Sequence[Held], n_shards: int, limit_bytes: int = MAX_PART_BYTES) -> list[list[list[Held]]]:
+    """Distribute held rows over shards, and each shard's over as few messages as question and answer allow.
+
+    Args:
+        held: one per table.
+        n_shards: >= 1.
+        limit_bytes: of one message's answer, if every row has changed.
+
+    Returns:
+        For each shard its messages, each a list of rows per table; none for a shard without rows.
+    """
+    shares: list[list[Held]] = [[] for _ in range(n_shards)]
+    for rows in held:
+        owners = shard_of(rows.ids, n_shards) if n_shards > 1 else None
+        for shard, share in enumerate(shares):
+            part = rows if owners is None else rows.take(np.flatnonzero(owners == shard))
+            if len(part.ids):
+                share.append(part)
+    return [list(_messages(share, limit_bytes)) for share in shares]
+
+
+def check_fresh(held: Sequence[Held], fresh: Sequence[FreshRows]) -> None:
+    """Refuse an answer that does not fit what was asked.
+
+    Args:
+        held: of one part.
+        fresh: of its answer.
+
+    Raises:
+        MessageError: naming the table.
+    """
+    if len(held) != len(fresh):
+        raise MessageError(f"rows of {len(held)} tables are held, the answer has {len(fresh)}")
+    for rows, got in zip(held, fresh, strict=True):
+        n_existing = int(np.count_nonzero(got.versions))
+        if (len(got.at) and int(got.at[-1]) >= len(rows.ids)) or len(got.rows) != n_existing * rows.row_bytes:
+            raise MessageError(
+                f"table {rows.definition.name!r}: {len(rows.ids)} rows of {rows.row_bytes} bytes are held; the answer has {len(got.rows)} "
+                f"bytes for {n_existing} of them"
+            )
+
+
+def fresh_rows(held: Held, got: FreshRows) -> Fresh:
+    """Turn the (checked) answer about held rows into rows."""
+    definition, ids = held.definition, held.ids.take(got.at)
+    exists = got.versions != 0
+    stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)
+    if exists.all():
+        return Fresh(ids, to_float32(stored, definition.dtype), got.versions)
+    rows = np.empty((len(ids), definition.dim), np.float32)
+    rows[exists], rows[~exists] = to_float32(stored, definition.dtype), initial_rows(definition, ids[~exists])
+    return Fresh(ids, rows, got.versions)
+
+
+def join(parts: Sequence[Fresh]) -> Fresh:
+    """Put the answers about one table together; at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    ids, rows, versions = zip(*parts, strict=True)
+    return Fresh(np.concatenate(ids), np.concatenate(rows), np.concatenate(versions))
+
+
+def _messages(share: Sequence[Held], limit_bytes: int) -> Iterator[list[Held]]:
+    message: list[Held] = []
+    room = limit_bytes
+    for rows in share:
+        each = _ROW_BYTES + rows.row_bytes
+        start = 0
+        while start < len(rows.ids):
+            if room < each and message:
+                yield message
+                message, room = [], limit_bytes
+            stop = start + max(1, room // each)
+            message.append(rows if start == 0 and stop >= len(rows.ids) else rows.take(slice(start, stop)))
+            room -= each * len(message[-1].ids)
+            start = stop
+    if message:
+        yield message

@@ -1,0 +1,154 @@
+"""Push: check ids and gradients, sum duplicates, and make the rows of a message. Pure, no I/O.
+
+The same for assign and erase. Everything that can be wrong with an argument is found here, before anything is sent. What
+must not live here: routing to shards and streams (kvemb.client). Stateless, hence thread- and fork-safe.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvemb.arrays.ids import normalize, refuse_masked, to_caller
+from kvemb.arrays.rounding import LARGEST, round_nearest
+from kvemb.arrays.segment_sum import Groups, group
+from kvemb.errors import InvalidInputError
+from kvemb.protocol.message_format import TableRows
+from kvemb.schema.table_def import TableDef
+
+
+def prepare_push(
+    definition: TableDef,
+    ids: ArrayLike,
+    grads: ArrayLike,
+    versions: ArrayLike | None = None,
+    hyper: Mapping[str, float] | None = None,
+    wire_dtype: str = "float32",
+    *,
+    minus_one: bool = False,
+) -> TableRows:
+    """Check a push of one table, sum the gradients of duplicate ids, and round the sums to what travels.
+
+    Args:
+        definition: the table.
+        ids: any integer array, duplicates fine.
+        grads: floats [*ids.shape, dim]; rounded to float32.
+        versions: as the pull returned them, [*ids.shape], or None. Of duplicates the oldest counts.
+        hyper: run-time values for these gradients, or None for the table's defaults.
+        wire_dtype: "float32", "float16" or "bfloat16"; sums are rounded to the nearest value, ties to even.
+        minus_one: see `kvemb.arrays.ids.normalize`.
+
+    Returns:
+        Rows with distinct ids; its arrays may be views of the arguments.
+
+    Raises:
+        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), sums beyond the
+            largest value of `wire_dtype`, or a run-time value that the table's optimizer does not take.
+    """
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
+    rows = _float_rows(definition, grads, shape, "grads")
+    groups = group(flat)
+    with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
+        sums = groups.sum(rows)
+    if not np.isfinite(sums).all():
+        raise _not_finite(definition, flat, rows, groups, sums)
+    seen = groups.minimum(_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
+    in_force = definition.optimizer.check_hyper(hyper) if hyper else {}
+    sent = _to_wire(definition, groups.ids, sums, wire_dtype)
+    return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype)
+
+
+def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> TableRows:
+    """Check an assign: ids distinct, rows finite floats [*ids.shape, dim].
+
+    Raises:
+        InvalidInputError: otherwise.
+    """
+    flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
+    values = _float_rows(definition, rows, shape, "rows")
+    groups = group(flat)
+    if len(groups.ids) < len(flat):
+        twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
+        raise InvalidInputError(f"table {definition.name!r}: assign: id {_shown(definition, twice)} stands twice; give each id one row")
+    ordered = values if groups.order is None else values[groups.order]
+    if not np.isfinite(ordered).all():
+        raise _not_finite(definition, flat, values, groups, ordered)
+    return TableRows(definition.name, definition.schema, groups.ids, ordered)
+
+
+def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
+    """Check an erase; duplicates are fine.
+
+    Raises:
+        InvalidInputError: wrong ids.
+    """
+    flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
+    distinct = group(flat).ids
+    return TableRows(definition.name, definition.schema, distinct, np.empty((len(distinct), 0), np.float32))
+
+
+def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.float32]:
+    refuse_masked(rows, f"table {definition.name!r}: {name}")
+    try:
+        array = np.asarray(rows)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors that require grad
+        raise InvalidInputError(f"table {definition.name!r}: {name} cannot be read as an array: {error}") from error
+    if array.size == 0 and 0 in shape and array.ndim <= 1:  # [] beside []
+        array = array.reshape((*shape, definition.dim))
+    if array.shape != (*shape, definition.dim):
+        raise InvalidInputError(
+            f"table {definition.name!r}: {name} have shape {array.shape}, expected {(*shape, definition.dim)}: one row of dim "
+            f"{definition.dim} for each of the ids of shape {shape}"
+        )
+    if array.dtype.kind != "f":
+        raise InvalidInputError(f"table {definition.name!r}: {name} have dtype {array.dtype}, expected floats")
+    with np.errstate(over="ignore"):  # becomes infinity, which is refused by name
+        return array.astype(np.float32, copy=False).reshape(-1, definition.dim)
+
+
+def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:
+    """Round gradients to what travels.
+
+    To the nearest, not stochastically: the error is relative to each gradient (2**-9 of it for bfloat16) and the shard adds
+    in float32, so nothing small is swallowed by something large, which is what stochastic rounding is for. It costs half as
+    much, and sending again needs no key to give the same bits.
+    """
+    if wire_dtype != "float32":
+        largest = LARGEST[wire_dtype]
+        if sums.size and max(float(sums.max()), -float(sums.min())) > largest:
+            beyond = (np.abs(sums) > largest).any(axis=1)
+            first, value = _shown(definition, ids[np.argmax(beyond)]), float(np.abs(sums[np.argmax(beyond)]).max())
+            raise InvalidInputError(
+                f"table {definition.name!r}, id {first}: a gradient of {value:g} does not fit wire_dtype {wire_dtype}, which ends at "
+                f"{largest:g} ({int(beyond.sum())} such rows); nothing was sent. Scale the loss down"
+                + (', or use set_wire_dtype("bfloat16").' if wire_dtype == "float16" else ".")
+            )
+    return round_nearest(sums, wire_dtype)
+
+
+def _versions(definition: TableDef, versions: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.uint64]:
+    array = np.asarray(versions)
+    if array.dtype != np.uint64 and array.size:
+        raise InvalidInputError(
+            f"table {definition.name!r}: versions have dtype {array.dtype}, expected uint64 as pull(return_versions=True) gives"
+        )
+    if array.shape != shape:
+        raise InvalidInputError(f"table {definition.name!r}: versions have shape {array.shape}, expected {shape} as the ids")
+    return array.astype(np.uint64, copy=False).reshape(-1)
+
+
+def _not_finite(
+    definition: TableDef, ids: NDArray[np.uint64], rows: NDArray[np.float32], groups: Groups, sums: NDArray[np.float32]
+) -> InvalidInputError:
+    bad = ~np.isfinite(rows).all(axis=1)
+    at = f"table {definition.name!r}, id "
+    if bad.any():
+        first = _shown(definition, ids[np.argmax(bad)])
+        return InvalidInputError(f"{at}{first}: NaN or infinity in its row ({int(bad.sum())} such rows); nothing was sent")
+    first = _shown(definition, groups.ids[np.argmax(~np.isfinite(sums).all(axis=1))])
+    return InvalidInputError(f"{at}{first}: the sum of its gradients exceeds float32; nothing was sent")
+
+
+def _shown(definition: TableDef, row_id: np.uint64) -> int:
+    return int(to_caller(np.array([row_id], np.uint64), definition.id_dtype)[0])

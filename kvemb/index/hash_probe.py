@@ -1,0 +1,116 @@
+"""Looking for ids in the hash table of `kvemb.index.row_index`: which place holds each. Pure functions over its arrays, NumPy only.
+
+The tags of a bucket are one word, so that all of them are compared with an id's at once; then one pair is looked at, also where buckets are
+nearly full. Most ids are settled by their own bucket. The others go on bucket by bucket while they are many, and through several buckets at
+once when few are left: for a batch of a thousand ids the number of steps is what counts, not what they look at. What must not live here:
+anything that changes a table.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.hashing import digest64, mix64_inplace
+
+Ids = NDArray[np.uint64]
+Words = NDArray[np.uint64]
+Places = NDArray[np.int64]
+
+WIDTH = 8  # places of a bucket: their tags are one word
+LAST_TAKEN = np.uint64((1 << 56) - 1)  # the word of tags of a full bucket is above
+_FEW = 2048  # ids that are looked for in several buckets at once, and how many buckets that may be in all
+_FEWEST_NEXT, _NEXT_BUCKETS = 4, np.arange(16)
+# Shards are chosen by mix64(id) itself: without a key of its own, a shard's ids would all begin in the same part of its index.
+_KEY = np.uint64(digest64("row index"))
+_1, _7, _32, _255 = (np.uint64(n) for n in (1, 7, 32, 255))
+_EVERY_01, _EVERY_7F = np.uint64(0x0101_0101_0101_0101), np.uint64(0x7F7F_7F7F_7F7F_7F7F)
+
+
+def home(ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
+    """Return the bucket where each id's probes begin, ascending with the hash (int64 [n]), and its tag, 1 to 255 (uint64 [n])."""
+    hashes, scratch = ids ^ _KEY, np.empty_like(ids)
+    mix64_inplace(hashes, scratch)
+    tags = np.maximum(np.bitwise_and(hashes, _255, out=scratch), _1, out=scratch)
+    hashes >>= _32
+    hashes *= np.uint64(n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
+    hashes >>= _32
+    return hashes.view(np.int64), tags
+
+
+def find(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
+    """Look for n distinct ids.
+
+    Args:
+        tag_words: uint64 [buckets], the tags of the 8 places of each bucket, the first in the lowest byte; 0 for a place that is empty.
+        pairs: uint64 [2 * 8 * buckets], id and version of each place, one behind the other.
+        ids: uint64 [n].
+
+    Returns:
+        The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each.
+    """
+    buckets, tags = home(ids, len(tag_words))
+    tags *= _EVERY_01
+    words = tag_words.take(buckets, mode="clip")
+    alike = zero_bytes(words ^ tags)
+    places, found = _look(pairs, ids, buckets, alike)
+    on = words > LAST_TAKEN
+    on |= alike != 0
+    on &= np.invert(found, out=found)
+    np.putmask(places, found, -1)
+    left = on.nonzero()[0]
+    while len(left) > _FEW:
+        alike[left] &= alike[left] - _1  # the first of them was another id
+        on = left[alike[left] == 0]
+        left, on = left[alike[left] != 0], on[tag_words[buckets[on]] > LAST_TAKEN]
+        buckets[on] = (buckets[on] + 1) % len(tag_words)
+        alike[on] = zero_bytes(tag_words[buckets[on]] ^ tags[on])
+        left = np.concatenate([left, on])
+        at, found = _look(pairs, ids[left], buckets[left], alike[left])
+        places[left[found]] = at[found]
+        left = left[~found]
+    while len(left):
+        left = _look_on(tag_words, pairs, ids, left, places, buckets, tags)
+    return places, buckets
+
+
+def _look(pairs: Words, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
+    """Compare ids with the first place of their buckets whose tag is theirs."""
+    lowest = np.negative(alike)
+    lowest &= alike
+    lowest -= _1
+    some = alike != 0
+    places = buckets * WIDTH
+    places += np.bitwise_count(lowest) >> 3
+    places *= some  # those without one all look at the same place, which costs nothing
+    some &= pairs.take(2 * places, mode="clip") == ids
+    return places, some
+
+
+def _look_on(tag_words: Words, pairs: Words, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
+    """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets; return who must go on."""
+    width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(tag_words)
+    near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones
+    words = tag_words.take(near, mode="wrap")
+    marks = zero_bytes(words ^ tags[left][:, None]).reshape(-1)
+    marks >>= _7  # as booleans, among which NumPy finds those that are set several times faster than among bytes
+    hits = marks.view(np.bool_).nonzero()[0]  # numbers of places, row after row
+    at = near.reshape(-1).take(hits >> 3) % n_buckets * WIDTH + (hits & 7)
+    whose = left[hits // (WIDTH * width)]
+    same = pairs.take(2 * at, mode="clip") == ids[whose]
+    places[whose[same]] = at[same]
+    lost = (places[left] < 0).nonzero()[0]
+    if not len(lost):
+        return lost
+    left, room = left[lost], words[lost] <= LAST_TAKEN  # the search ends at the first bucket that has room
+    ends, first = room.any(axis=1), room.argmax(axis=1)
+    buckets[left] = np.where(ends, near[lost, first], near[lost, -1] + 1) % n_buckets
+    return left[~ends]
+
+
+def zero_bytes(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mark the highest bit of every byte that is 0, no other bit."""
+    marks = words & _EVERY_7F
+    marks += _EVERY_7F
+    marks |= words
+    marks |= _EVERY_7F
+    np.invert(marks, out=marks)
+    return marks

@@ -1,0 +1,195 @@
+"""A cache of records: rows of fixed size in one array per table, within a budget of bytes for all of them. Pure, NumPy only.
+
+The parameter servers keep what they wrote: whole records, with memcached's tokens. A shard is the only writer of its rows, so what it
+wrote is what storage holds, as long as the write was answered; rows of a batch that was not answered are dropped (`forget`) and fetched.
+Trainers keep what came back with their acks (`kvemb.datapath.row_cache`).
+
+When the budget is used up, a table takes the room of rows of its own that were not used lately (CLOCK: a hand goes round, passes over
+rows that were used since its last visit, and takes the others). Rows that are pinned stay until they are unpinned or forgotten: of those
+there may be no other copy (`paramserver.engine.write_behind`). Memory is claimed from the system as rows come, not before. Not thread-safe.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.index.row_index import RowIndex
+
+Ids = NDArray[np.uint64]
+MIN_ROWS = 1024  # every table may keep so many, whatever the others hold
+
+
+@dataclass
+class CacheBudget:
+    """Bytes that all tables share, and what their look-ups came to."""
+
+    limit_bytes: int
+    used_bytes: int = 0
+    n_lookups: int = 0
+    n_hits: int = 0
+
+
+class RecordCache:
+    """Records of one table.
+
+    Args:
+        record_bytes: of this table.
+        budget: shared with other tables.
+
+    Example:
+        >>> cache = RecordCache(4, CacheBudget(1 << 20))
+        >>> ids = np.array([7, 9], np.uint64)
+        >>> cache.put(ids, np.array([[1, 1, 1, 1], [2, 2, 2, 2]], np.uint8), None)
+        >>> cache.find(np.array([9, 8], np.uint64))
+        array([ 1, -1])
+    """
+
+    def __init__(self, record_bytes: int, budget: CacheBudget) -> None:
+        self._budget = budget
+        self._record_bytes = record_bytes
+        capacity = max(MIN_ROWS, budget.limit_bytes // self._row_bytes) if budget.limit_bytes else 0
+        self.records = np.empty((capacity, record_bytes), np.uint8)
+        self.tokens = np.zeros(capacity, np.uint64)
+        self._ids = np.zeros(capacity, np.uint64)
+        self._used = np.zeros(capacity, bool)
+        self._live = np.zeros(capacity, bool)
+        self._pinned = np.zeros(capacity, bool)
+        self.n_pinned = 0
+        self._places = RowIndex()  # id -> place + 1
+        self._n_taken = 0
+        self._hand = 0
+
+    @property
+    def _row_bytes(self) -> int:
+        # Record, token, id, three flags, and the share of the index (16 bytes at a load between 0.35 and 0.7).
+        return self._record_bytes + 8 + 8 + 3 + 34
+
+    def find(self, ids: Ids) -> NDArray[np.int64]:
+        """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
+        at = self._look(ids)
+        kept = at >= 0
+        n_hits = int(np.count_nonzero(kept))
+        self._used[at if n_hits == len(at) else at[kept]] = True
+        self._budget.n_lookups += len(ids)
+        self._budget.n_hits += n_hits
+        return at
+
+    def put(self, ids: Ids, records: NDArray[np.uint8], tokens: Ids | None, at: NDArray[np.int64] | None = None) -> None:
+        """Keep n distinct rows.
+
+        Args:
+            ids: uint64 [n].
+            records: uint8 [n, record bytes]; copied.
+            tokens: uint64 [n] kept beside them, or None.
+            at: what `find` said of these ids, if nothing was put or forgotten since; saves looking them up again.
+        """
+        if not len(self.records):
+            return
+        if at is None:
+            at = self._look(ids)
+        new = np.flatnonzero(at < 0)
+        if not len(new):
+            self._set(at, records, tokens)
+            self._used[at] = True
+            return
+        # Rows that are kept already come first: making room for the others may well take their places, which is fine then.
+        kept = np.flatnonzero(at >= 0)
+        self._set(at[kept], records, tokens, kept)
+        self._used[at[kept]] = True
+        places = self._make_room(len(new))
+        new = new[: len(places)]  # more rows than there is room for: the rest is not kept
+        self._ids[places] = ids[new]
+        self._live[places] = True
+        self._places.put(ids[new], (places + 1).view(np.uint64))
+        self._set(places, records, tokens, new)
+        self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
+
+    def forget(self, ids: Ids, *, pinned: bool = True) -> None:
+        """Drop rows, those that are kept among them; without `pinned` only those that are not pinned."""
+        at = self._look(ids)
+        at = at[at >= 0]
+        if self.n_pinned:
+            held = self._pinned[at]
+            if pinned:
+                self.unpin(at[held])
+            else:
+                at = at[~held]
+        self._release(at)
+
+    def pin(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Keep rows until they are unpinned or forgotten; return the places, of these distinct ones, that were not pinned before."""
+        new = at[~self._pinned[at]]
+        self._pinned[new] = True
+        self.n_pinned += len(new)
+        return new
+
+    def unpin(self, at: NDArray[np.int64]) -> None:
+        """Let pinned rows at n distinct places make room again."""
+        self._pinned[at] = False
+        self.n_pinned -= len(at)
+
+    def is_pinned(self, ids: Ids) -> NDArray[np.bool_]:
+        """Return which rows are pinned: bool [n]."""
+        if not self.n_pinned:
+            return np.zeros(len(ids), bool)
+        at = self._look(ids)
+        pinned: NDArray[np.bool_] = (at >= 0) & self._pinned[at]
+        return pinned
+
+    def pinned(self) -> tuple[NDArray[np.int64], Ids]:
+        """Return places and ids of the rows that are pinned."""
+        at = np.flatnonzero(self._pinned[: self._n_taken])
+        return at, self._ids[at]
+
+    def _look(self, ids: Ids) -> NDArray[np.int64]:
+        at = self._places.get(ids).view(np.int64)
+        at -= 1
+        return at
+
+    def _make_room(self, n: int) -> NDArray[np.int64]:
+        """Return places for at most n new rows: fresh ones within the budget, then those of rows not used lately."""
+        budget = self._budget
+        room = max((budget.limit_bytes - budget.used_bytes) // self._row_bytes, MIN_ROWS - self._n_taken, 0)
+        n_fresh = min(n, room, len(self.records) - self._n_taken)
+        evicted = self._evict(min(n - n_fresh, self._n_taken))
+        fresh = np.arange(self._n_taken, self._n_taken + n_fresh)
+        self._n_taken += n_fresh
+        budget.used_bytes += n_fresh * self._row_bytes
+        return np.concatenate([fresh, evicted])
+
+    def _evict(self, n: int) -> NDArray[np.int64]:
+        """Turn the hand until n rows are given up, fewer where rows are pinned; at most two rounds, since the first clears every mark."""
+        taken: list[NDArray[np.int64]] = []
+        left = 2 * self._n_taken
+        while n > 0 and left > 0:
+            window = np.arange(self._hand, min(self._hand + max(4 * n, MIN_ROWS), self._hand + left, self._n_taken))
+            idle = window[~(self._used[window] | self._pinned[window])]
+            if len(idle) > n:
+                idle = idle[:n]
+                window = window[: int(idle[-1]) - self._hand + 1]
+            self._used[window] = False
+            self._used[idle] = True  # taken in this round: not to be taken twice
+            taken.append(idle)
+            n, left = n - len(idle), left - len(window)
+            self._hand = int(window[-1]) + 1 if len(window) and window[-1] + 1 < self._n_taken else 0
+        places = np.concatenate(taken) if taken else np.empty(0, np.int64)
+        self._places.erase(self._ids[places[self._live[places]]])
+        self._live[places] = False
+        return places
+
+    def _set(
+        self, places: NDArray[np.int64], records: NDArray[np.uint8], tokens: Ids | None, which: NDArray[np.intp] | None = None
+    ) -> None:
+        """Copy records and tokens, or those of them that `which` numbers, to their places."""
+        # Whole records as items: NumPy copies each at once, where an array of bytes takes two to nine times as long.
+        whole = f"V{self._record_bytes}"
+        items = np.ascontiguousarray(records).view(whole)[:, 0]
+        self.records.view(whole)[places, 0] = items if which is None else items.take(which)
+        if tokens is not None:
+            self.tokens[places] = tokens if which is None else tokens[which]
+
+    def _release(self, places: NDArray[np.int64]) -> None:
+        self._places.erase(self._ids[places])
+        self._live[places] = False
+        self._used[places] = False

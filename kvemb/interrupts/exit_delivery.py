@@ -1,0 +1,190 @@
+"""A program that ends without closing its cluster: what it has pushed is delivered, or it is told how many pushes were not.
+
+What must not live here: how a push is delivered (`kvemb.client.push_session`). No gRPC is imported here.
+
+Strategy: from its first push until it is closed, a client is kept here, whoever else has dropped it. At the interpreter's end there are
+two moments. Before the threads of the program are waited for, threads can still be started: connections that broke have time to come back.
+After all else, atexit's functions included, nobody pushes any more: what is left is delivered, and told. A process of `multiprocessing`
+may never get that far; it does the same when its function has returned. `os._exit`, and signals that end a process, leave no such moment.
+"""
+
+import atexit
+import multiprocessing.process
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn, Protocol
+
+from kvemb.errors import KvembError
+from kvemb.net.deadline import Deadline
+
+PATIENCE_S = 10.0
+"""How long the end of a program may take because of pushes that are on their way."""
+UNDELIVERED = 4
+"""Exit code of a program that ended with pushes that were not delivered; a shard that is not drained ends with it, too."""
+
+
+class Deliverable(Protocol):
+    """A push that is on its way."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every shard has accepted its part."""
+        ...
+
+    def wait_answered(self, timeout_s: float) -> None:
+        """Wait until every shard has accepted or refused its part, or the time is over."""
+        ...
+
+
+class Leaving(Protocol):
+    """What is needed of a client of the shards."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where its shards are."""
+        ...
+
+    @property
+    def trainer(self) -> str:
+        """The name under which it pushes."""
+        ...
+
+    @property
+    def forked(self) -> bool:
+        """Whether it belongs to the process that this one is a fork of."""
+        ...
+
+    def undelivered(self) -> Sequence[Deliverable]:
+        """Pushes that not every shard has accepted."""
+        ...
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Deliver, and leave."""
+        ...
+
+
+_LAST = -100  # behind multiprocessing's own, which send what is in its queues
+_clients: dict[int, Leaving] = {}
+_stuck = False
+_prepared_in = 0  # the process whose end is watched
+
+
+def remember(client: Leaving) -> None:
+    """Deliver what this client pushes at the latest when the program ends."""
+    _clients[id(client)] = client
+
+
+def prepare() -> None:
+    """Watch for the end of this process: once it has begun it is too late."""
+    global _prepared_in
+    if _prepared_in == os.getpid():
+        return
+    inherited, _prepared_in = bool(_prepared_in), os.getpid()
+    if multiprocessing.process.parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _end_of_child, exitpriority=_LAST)
+    if inherited:  # by a fork
+        return
+    try:
+        threading._register_atexit(_before_threads_end)  # type: ignore[attr-defined]  # there is nothing public; concurrent.futures uses it, too
+    except (RuntimeError, AttributeError):  # the interpreter is ending already
+        atexit.register(_leave)
+
+
+def forget(client: Leaving) -> None:
+    """It was closed."""
+    _clients.pop(id(client), None)
+
+
+def end_at_once() -> None:
+    """gRPC waits for ever for a thread that it could not start any more: do not let it be taken down."""
+    global _stuck
+    _stuck = True
+
+
+def deliver_to(addresses: Sequence[str]) -> str:
+    """Wait until the shards at these addresses, which are about to end, have what this process pushed; return what is to be told, or ""."""
+    deadline = Deadline.after(PATIENCE_S)
+    clients = [client for client in _own() if set(client.addresses) & set(addresses)]
+    for client in clients:
+        _wait(client, deadline)
+    return " ".join(filter(None, (_told(client.trainer, client.undelivered(), None) for client in clients)))
+
+
+def _own() -> list[Leaving]:
+    return [client for client in list(_clients.values()) if not client.forked]
+
+
+def _before_threads_end() -> None:
+    """Give what is on its way time while threads can be started, and come back when all else is over."""
+    _wait_all()
+    atexit.register(_after_all_else)  # the last to be registered is the first to be called
+
+
+def _after_all_else() -> None:
+    atexit.unregister(_after_all_else)
+    atexit._run_exitfuncs()  # they may push, flush and close
+    if not _leave() or _stuck:
+        _exit(UNDELIVERED)
+
+
+def _end_of_child() -> None:
+    me = threading.current_thread()
+    if any(not thread.daemon and thread not in (me, threading.main_thread()) for thread in threading.enumerate()):
+        _wait_all()  # some Pythons wait for the others after this: they may push yet
+    elif not _leave():
+        _exit(UNDELIVERED)
+
+
+def _leave() -> bool:
+    """Close every client, tell what was not delivered; return whether everything was."""
+    told = []
+    deadline = Deadline.after(PATIENCE_S)
+    for client in _own():
+        pushes = client.undelivered()
+        failure: BaseException | None = None
+        try:
+            client.close(timeout_s=deadline.remaining_s())
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
+        lost = [push for push in dict.fromkeys([*pushes, *client.undelivered()]) if not push.accepted]
+        told.append(_told(client.trainer, lost, failure))
+    for line in filter(None, told):
+        with suppress(Exception):  # there may be no standard error any more
+            print(line, file=sys.stderr, flush=True)
+    return not any(told)
+
+
+def _told(trainer: str, lost: Sequence[Deliverable], failure: BaseException | None) -> str:
+    if not lost and not isinstance(failure, KvembError):
+        return ""
+    why = "" if failure is None else f" {type(failure).__name__}: {failure}"
+    pushes = "1 push" if len(lost) == 1 else f"{len(lost)} pushes"
+    return (
+        f"kvemb: the program ended and {pushes} of trainer {trainer!r} had not been acknowledged by every shard; those that have their "
+        f"part apply it once.{why} Close the cluster, or use `with kvemb.connect(...)`, to have such an error where it can be handled."
+    )
+
+
+def _wait_all() -> None:
+    deadline = Deadline.after(PATIENCE_S)
+    with suppress(KeyboardInterrupt):  # what is lost by that is told later
+        for client in _own():
+            _wait(client, deadline)
+
+
+def _wait(client: Leaving, deadline: Deadline) -> None:
+    for push in client.undelivered():
+        push.wait_answered(deadline.remaining_s())
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process with this code: Python has settled on another one by now."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

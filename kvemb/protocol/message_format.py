@@ -1,0 +1,229 @@
+"""How messages travel: msgpack with a fixed schema, and the arrays of rows in them. Pure.
+
+Every message travels as [magic, version, type name, field, field, ...]; arrays are raw little-endian bytes, so that a part of any size
+costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and
+anything off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.rounding import storage_dtype
+from kvemb.errors import InvalidInputError, MessageError
+from kvemb.schema.table_def import MAX_DIM
+
+MAGIC = "kvemb"
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+_MAX_ITEMS = 4096
+_MAX_ITEMS_IN_ALL = 1 << 17
+_MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows of one table inside a message: ids with gradients or weights, and the versions that a pull saw.
+
+    Args:
+        table: name.
+        schema: the sender's 8-bit digest of the table's definition.
+        ids: uint64 [n], distinct.
+        rows: [n, dim] of `kvemb.arrays.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows).
+        versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
+        hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
+        dtype: how the rows travel: "float32", "float16" or "bfloat16". Whoever receives them computes in float32.
+    """
+
+    table: str
+    schema: int
+    ids: NDArray[np.uint64]
+    rows: NDArray[Any]
+    versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    hyper: dict[str, float] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    def to_list(self) -> list[Any]:
+        dim = self.rows.shape[1] if self.rows.ndim == 2 else 0
+        rows = _raw(self.rows, storage_dtype(self.dtype).str)
+        return [self.table, self.schema, _raw(self.ids, "<u8"), dim, self.dtype, rows, _raw(self.versions, "<u8"), self.hyper]
+
+    @staticmethod
+    def from_list(items: object) -> "TableRows":
+        if not isinstance(items, list) or len(items) != 8:
+            raise MessageError("rows of a table: expected a list of 8 fields")
+        table, schema, ids, dim, dtype, rows, versions, hyper = items
+        _expect(isinstance(table, str) and type(schema) is int and 0 <= schema < 256, "table and schema")
+        _expect(type(dim) is int and 0 <= dim <= MAX_DIM and isinstance(hyper, dict), "dim and hyper")
+        _expect(all(isinstance(k, str) and isinstance(v, float) for k, v in hyper.items()), "hyper values")
+        id_array, version_array = _array(ids, "<u8"), _array(versions, "<u8")
+        row_array = _array(rows, _wire_dtype(dtype))
+        _expect(len(row_array) == len(id_array) * dim, f"{len(id_array)} ids of dim {dim} with {len(row_array)} row values")
+        _expect(len(version_array) in (0, len(id_array)), f"{len(id_array)} ids with {len(version_array)} versions")
+        return TableRows(table, schema, id_array, row_array.reshape(len(id_array), dim), version_array, hyper, dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class FreshRows:
+    """Of n rows that a trainer holds, those that are no longer what it holds, as they are now.
+
+    Args:
+        at: uint32 [m], where they stand among the n, ascending.
+        versions: uint64 [m], 0 for rows that do not exist (now).
+        rows: weights in the table's storage dtype, one row for each version above 0, in order; what does not exist, the trainer computes.
+    """
+
+    at: NDArray[np.uint32]
+    versions: NDArray[np.uint64]
+    rows: bytes
+
+    def to_list(self) -> list[Any]:
+        return [_raw(self.at, "<u4"), _raw(self.versions, "<u8"), self.rows]
+
+    @staticmethod
+    def from_list(items: object) -> "FreshRows":
+        if not isinstance(items, list) or len(items) != 3:
+            raise MessageError("fresh rows: expected a list of 3 fields")
+        at, versions = _array(items[0], "<u4"), _array(items[1], "<u8")
+        _expect(len(at) == len(versions), f"{len(at)} fresh rows with {len(versions)} versions")
+        _expect(bool((at[1:] > at[:-1]).all()), "fresh rows that do not ascend")
+        _expect(isinstance(items[2], bytes), "fresh rows as bytes")
+        return FreshRows(at, versions, items[2])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.at.nbytes + self.versions.nbytes + len(self.rows)
+
+
+class ItemBudget:
+    """Counts items while they are unpacked: with limits on single containers alone, 4 MiB could still become 300 MB of maps.
+
+    Args:
+        limit: of items in all.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._left = limit
+
+    def spend(self, container: Any) -> Any:
+        """Take one list or map into account and hand it on."""
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {self._limit} items")
+        return container
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Base of every message; subclasses are plain frozen dataclasses whose fields are checked by annotation."""
+
+    _types: ClassVar[dict[str, type["Message"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message._types[cls.__name__] = cls
+
+    def encode(self) -> bytes:
+        """Return the message's bytes."""
+        values = [_plain(getattr(self, f.name)) for f in fields(self)]
+        packed: bytes = msgpack.packb([MAGIC, PROTOCOL_VERSION, type(self).__name__, *values])
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read a message of this type.
+
+        Raises:
+            MessageError: malformed, truncated, oversized, of another type or protocol version; nothing of it was used.
+        """
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise MessageError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+        budget = ItemBudget(_MAX_ITEMS_IN_ALL)
+        try:
+            items = msgpack.unpackb(
+                data,
+                list_hook=budget.spend,
+                object_hook=budget.spend,
+                max_array_len=_MAX_ITEMS,
+                max_map_len=_MAX_ITEMS,
+                max_str_len=_MAX_TEXT,
+                max_bin_len=len(data),
+                max_ext_len=0,
+            )
+        except Exception as error:  # msgpack raises ValueError, UnpackException, TypeError, RecursionError: all mean bad bytes
+            raise MessageError(f"not a msgpack message: {type(error).__name__}: {error}") from error
+        if not isinstance(items, list) or len(items) < 3 or items[0] != MAGIC:
+            raise MessageError("not a kvemb message")
+        if items[1] is True or items[1] != PROTOCOL_VERSION:
+            raise MessageError(f"protocol version {items[1]!r}, expected {PROTOCOL_VERSION}; use the same kvemb release everywhere")
+        if items[2] != cls.__name__:
+            raise MessageError(f"message of type {items[2]!r}, expected {cls.__name__}")
+        return cls._from_values(items[3:])
+
+    @classmethod
+    def _from_values(cls, values: list[Any]) -> Self:
+        wanted = fields(cls)
+        if len(values) != len(wanted):
+            raise MessageError(f"{cls.__name__}: {len(values)} fields, expected {len(wanted)}")
+        checked = {f.name: _checked(f"{cls.__name__}.{f.name}", f.type, v) for f, v in zip(wanted, values, strict=True)}
+        return cls(**checked)
+
+
+def _raw(array: NDArray[Any], dtype: str) -> memoryview:
+    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
+
+
+def _array(data: object, dtype: str) -> NDArray[Any]:
+    _expect(isinstance(data, bytes) and len(data) % np.dtype(dtype).itemsize == 0, f"array of {dtype}")
+    return np.frombuffer(data, dtype=dtype)  # type: ignore[call-overload,no-any-return]
+
+
+def _wire_dtype(name: object) -> str:
+    try:
+        return storage_dtype(name).str  # type: ignore[arg-type]  # refuses what is no text, too
+    except InvalidInputError as error:
+        raise MessageError(f"malformed message: rows: {error}") from error
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise MessageError(f"malformed message: {what}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], TableRows | FreshRows):
+        return [rows.to_list() for rows in value]
+    return value.to_list() if isinstance(value, TableRows) else value
+
+
+def _checked(at: str, annotation: Any, value: Any) -> Any:
+    """Check a field against its annotation (the few forms used above)."""
+    if annotation is TableRows:
+        return TableRows.from_list(value)
+    if annotation in (list[TableRows], list[FreshRows]):
+        _expect(isinstance(value, list), f"{at}: expected a list")
+        return [annotation.__args__[0].from_list(item) for item in value]
+    if annotation == list[bytes]:
+        _expect(isinstance(value, list) and all(isinstance(v, bytes) for v in value), f"{at}: expected a list of bytes")
+        return value
+    if annotation == list[str]:
+        _expect(isinstance(value, list) and all(isinstance(v, str) for v in value), f"{at}: expected a list of texts")
+        return value
+    if annotation == list[dict[str, Any]]:
+        _expect(isinstance(value, list) and all(isinstance(v, dict) for v in value), f"{at}: expected a list of maps")
+        return value
+    if annotation == dict[str, str]:
+        good = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+        _expect(good, f"{at}: expected a map of texts")
+        return value
+    kind = dict if annotation == dict[str, Any] else annotation
+    _expect(type(value) is kind, f"{at}: got {type(value).__name__}, expected {kind.__name__}")
+    return value

@@ -1,0 +1,342 @@
+"""The messages between trainers and parameter servers. Pure.
+
+What must not live here: how they travel and are checked (`kvemb.protocol.message_format`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvemb.protocol.message_format import FreshRows, Message, TableRows
+
+SERVICE = "kvemb.ParameterServer"
+MAX_PART_BYTES = 16 << 20
+"""Of the arrays in one message of a push; rows that the trainer holds may take as much again."""
+MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES + (4 << 20)
+"""The longest message that a shard takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Empty(Message):
+    """A request or reply without fields."""
+
+
+@dataclass(frozen=True, eq=False)
+class HelloRequest(Message):
+    """A trainer introduces itself to a shard before its first push; incarnation 0 asks shard 0 to issue one."""
+
+    trainer: str
+    incarnation: int
+    cluster_id: bytes
+    n_shards: int
+
+
+@dataclass(frozen=True, eq=False)
+class HelloReply(Message):
+    """The incarnation in force and the last sequence this shard has accepted from it (0 = none).
+
+    first_step is the number of the sync step that this shard awaits from the trainer; 0 in async mode, and while nobody knows.
+    """
+
+    incarnation: int
+    last_sequence: int
+    mode: str
+    first_step: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PushPart(Message):
+    """One shard's part of a push.
+
+    Args:
+        trainer, incarnation, sequence: identity of the part at this shard; sequences are 1, 2, 3, … without gaps.
+        step: number of the push at the trainer; in sync mode parts of one step are applied together.
+        more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
+        tables: rows of each table (a table without rows here still counts as a step of its optimizer).
+        digest: xxh3-64 over the arrays of tables and held; tells other data under a used sequence.
+        return_rows: whether the reply is to carry the updated rows.
+        held: sync mode only: ids of rows that the trainer holds for later steps (dim 0), with their versions. The reply says which of them
+            are others after this step.
+    """
+
+    trainer: str
+    incarnation: int
+    sequence: int
+    step: int
+    more: bool
+    tables: list[TableRows]
+    digest: int
+    return_rows: bool = False
+    held: list[TableRows] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class PushReply(Message):
+    """State of one part: "accepted", then "applied"; or "failed" with an error.
+
+    A part of a push that holds rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
+    What the outcome says of it is said then, but for `others` and `rows`; the outcome has no `fresh` rows any more.
+
+    Args:
+        k: the shard's batch that applied it (states "released" and "applied").
+        changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
+        elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply; 0 where
+            none of them changed.
+        error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
+        epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
+        others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
+        rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype; [] when
+            they were not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
+        fresh: for each table that the part holds rows of those that changed; [] when it holds none, and when it is not known: the part was
+            answered before (by a process that was killed since, perhaps), or storage did not give the rows. Pull them then.
+    """
+
+    sequence: int
+    state: str
+    k: int = 0
+    changed: float = -1.0
+    elapsed: int = 0
+    error: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+    others: int = 0
+    rows: list[bytes] = field(default_factory=list)
+    fresh: list[FreshRows] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Reply(Message):
+    """Reply of every unary call: an error, or the encoded message of the call's own reply type."""
+
+    error: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class DescribeReply(Message):
+    """What a client must know: identity, mode, the node markers' cluster id, and the registry's tables (as plain dicts)."""
+
+    cluster: str
+    cluster_id: bytes
+    shard: int
+    n_shards: int
+    mode: str
+    trainers: int
+    tables: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class CreateTableRequest(Message):
+    """Create a table; exist_ok accepts an existing one of the same identity."""
+
+    table: dict[str, Any]
+    exist_ok: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TableReply(Message):
+    """The table's definition as registered."""
+
+    table: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RowsRequest(Message):
+    """assign (rows given) or erase (dim 0): applied in order with pushes, answered once applied, or after timeout_s."""
+
+    rows: TableRows
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class TableRequest(Message):
+    """Ask about one table by name; the empty name means all of them (flush)."""
+
+    table: str
+
+
+@dataclass(frozen=True, eq=False)
+class FlushRequest(Message):
+    """Wait until everything this shard accepted before the call is applied; at most timeout_s."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class CompareRequest(Message):
+    """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes.
+
+    The schema tells a table from an earlier one of its name; -1 asks about whichever there is.
+    """
+
+    table: str
+    ids: bytes
+    schema: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class EraseTableRequest(Message):
+    """Erase rows of a table that is being dropped, as many as one batch takes.
+
+    Args:
+        key: of its definition.
+        timeout_s: how long the shard may wait for pushes taken before.
+    """
+
+    key: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class EraseTableReply(Message):
+    """How many rows of the table were erased, and how many this shard still has."""
+
+    n_erased: int
+    n_left: int
+
+
+@dataclass(frozen=True, eq=False)
+class CountReply(Message):
+    """A number of rows."""
+
+    n_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepReply(Message):
+    """How often the optimizer was applied to a table on one shard."""
+
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class IdsRequest(Message):
+    """List a table's ids in ascending order, from the first id after `after` (inclusive when `first`), at most `limit`."""
+
+    table: str
+    first: bool
+    after: int
+    limit: int
+
+
+@dataclass(frozen=True, eq=False)
+class IdsReply(Message):
+    """Ids in ascending uint64 order as raw '<u8' bytes; fewer than the limit = the end."""
+
+    ids: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class StatusReply(Message):
+    """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start."""
+
+    shard: int
+    epoch: int
+    k: int
+    rows_applied: int
+    pending_parts: int
+    lag_s: float
+    n_rows: int
+    n_trainers: int
+    cache_bytes: int
+    cache_lookups: int
+    cache_hits: int
+    failure: str
+    journal_bytes: int = 0
+    recovered_rows: int = 0
+    recovery_s: float = 0.0
+    dirty_rows: int = 0
+    repair: str = ""
+    compared: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ProgressReply(Message):
+    """How far the shard has come: every batch up to k of this epoch is in storage, for all to see."""
+
+    epoch: int
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
+class RepairRequest(Message):
+    """Restore this shard's rows on every lost node, and compare them row by row on these nodes (`all_nodes`: on every node).
+
+    Answered when it is done, or after timeout_s. No repair ends before every shard has done its part: ask them all at once.
+    """
+
+    addresses: list[str]
+    all_nodes: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class RepairReply(Message):
+    """How many nodes took part, how many rows of this shard were rewritten there, and how long that took, waiting included."""
+
+    nodes: int
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class ByeRequest(Message):
+    """A trainer leaves; a sync job goes on without it."""
+
+    trainer: str
+    incarnation: int
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest(Message):
+    """Cut the shard and save it; told twice under one id, it is one save. `base_version`: the shard's cut in the base, 0 without one."""
+
+    save_id: str
+    url: str
+    base_version: int
+    weights_only: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class SaveStatusRequest(Message):
+    """How far is a save?"""
+
+    save_id: str
+
+
+@dataclass(frozen=True, eq=False)
+class SaveReply(Message):
+    """How far a save is: state "running", "done", "failed" (with the error) or "unknown"."""
+
+    state: str
+    error: str
+    rows_done: int
+    rows: int
+    bytes_done: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadRequest(Message):
+    """A load: check that this shard could (`begin` false), or begin: it is decided, and stands on the storage nodes."""
+
+    load_id: str
+    url: str
+    save_id: str
+    begin: bool
+
+
+def digest_tables(tables: list[TableRows], held: Sequence[TableRows] = ()) -> int:
+    """Return the xxh3-64 digest of the arrays of a push part."""
+    state = xxhash.xxh3_64()
+    for number, rows in enumerate([*tables, *held]):
+        if number == len(tables):
+            state.update(b"held ")  # a table of rows without weights would digest like rows that are held
+        # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
+        state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
+        for array in (rows.ids, rows.rows, rows.versions):
+            state.update(np.ascontiguousarray(array).data)
+        state.update(repr(sorted(rows.hyper.items())).encode())
+    return state.intdigest()

@@ -1,0 +1,178 @@
+"""Pages: the records of a table whose ids lie in [0, num_ids), side by side in strings of one size. Pure; no I/O, no protocol.
+
+Row i lies in page i // rows_per_page, at a fixed offset. A page has a key like a row's own (its number in the place of the id), so its slot
+and its node follow in the same way. A header of zeros means that the row does not exist, and so does a page that is not there. Rows of one
+page may belong to different shards: each is written by its own shard only, and writes of disjoint ranges of a string do not disturb each
+other, because a server runs one command at a time.
+
+The number of rows per page follows from the record's size alone, so every process computes the same. Pages fill one of jemalloc's size
+classes, Redis's string header included; docs/adr/0009 has the measurements. A byte behind the last record, written first, makes a page
+whole at once: it is then allocated once, at its exact size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.schema.keys import RowKeys, RowTags
+
+# Part of a table's identity: which rows share a page may never change for a table that exists.
+LAYOUT_VERSION = 1
+_SMALLEST_BYTES, _LARGEST_BYTES = 4096, 65536
+_GOOD_RATIO = 1.04
+_KEY_BYTES = 64  # entry, key, object and share of the directory that a server keeps for each key
+_PAD_BYTES = 1
+_MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the rows of a table lie; make it with `page_layout`.
+
+    Args:
+        record_bytes: of one row.
+        rows_per_page: how many rows share a page.
+    """
+
+    record_bytes: int
+    rows_per_page: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a whole page: its records and the byte that makes it whole."""
+        return self.rows_per_page * self.record_bytes + _PAD_BYTES
+
+    def pages(self, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the number of each row's page: uint64 [n]."""
+        return ids // np.uint64(self.rows_per_page)
+
+
+@cache
+def page_layout(record_bytes: int) -> PageLayout:
+    """Return the layout of a table whose records have this size: the smallest page that wastes little, or the one that wastes least.
+
+    Example:
+        >>> layout = page_layout(76)
+        >>> layout.rows_per_page, layout.page_bytes
+        (53, 4029)
+    """
+    best, best_ratio = PageLayout(record_bytes, 1), float("inf")
+    for class_bytes in _size_classes(max(_SMALLEST_BYTES, record_bytes), max(_LARGEST_BYTES, 4 * record_bytes)):
+        header_bytes = 6 if class_bytes <= 1 << 16 else 10  # Redis's string header (5 or 9) and the byte that ends every string
+        rows = (class_bytes - header_bytes - _PAD_BYTES) // record_bytes
+        if not rows:
+            continue
+        ratio = (class_bytes + _KEY_BYTES) / (rows * record_bytes)
+        if ratio < best_ratio:
+            best, best_ratio = PageLayout(record_bytes, rows), ratio
+        if ratio <= _GOOD_RATIO:
+            break
+    return best
+
+
+def _size_classes(low: int, high: int) -> list[int]:
+    """jemalloc's size classes from low to high: four to every doubling."""
+    classes = [(4 + quarter) << power for power in range(8, 40) for quarter in range(1, 5)]
+    return [size for size in classes if low <= size <= high]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKeys(RowKeys):
+    """The keys of n rows that lie in pages.
+
+    Args:
+        tag, ids: as in `RowKeys`; the ids are the rows'.
+        layout: of the table.
+        opens: bool [n], the rows before whose write the page may have to be made; None = before every row's.
+    """
+
+    layout: PageLayout
+    opens: NDArray[np.bool_] | None = None
+
+    def __getitem__(self, rows: slice) -> "PagedKeys":
+        return self._some(rows)
+
+    def take(self, order: NDArray[np.intp]) -> "PagedKeys":
+        return self._some(order)
+
+    @property
+    def alike(self) -> PageLayout:
+        return self.layout
+
+    def joined(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "PagedKeys":
+        paged = [one for one in keys if isinstance(one, PagedKeys)]
+        if all(one.opens is None for one in paged):
+            return PagedKeys(b"", ids, self.layout, tables=tables)
+        opens = np.concatenate([np.ones(len(one), dtype=bool) if one.opens is None else one.opens for one in paged])
+        return PagedKeys(b"", ids, self.layout, opens, tables=tables)
+
+    def encode(self) -> NDArray[np.uint8]:
+        """Return the keys of the rows' pages as text: uint8 [n, 14].
+
+        Example:
+            >>> keys = PagedKeys(b"tab", np.array([52, 53], dtype=np.uint64), page_layout(76))
+            >>> keys.encode().tobytes(), keys.places.tolist()
+            (b'tabAAAAAAAAAAAtabAAAAAAAAAAB', [52, 0])
+        """
+        return self._page_keys().encode()
+
+    def slots(self) -> NDArray[np.int64]:
+        return self._page_keys().slots()
+
+    def near(self) -> NDArray[np.uint16] | None:
+        # Rows of a page that are asked for one after another find it in the server's cache: a third of its time for uniform ids.
+        if not len(self.ids):
+            return None
+        table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
+        excess = max(0, int(self._pages.max()).bit_length() + table_bits - 16)
+        number = (self._pages >> np.uint64(excess)).astype(np.uint16)
+        if self.tables is not None:  # table by table, so that each one's rows arrive, and are copied on, next to each other
+            number |= self.tables.which << np.uint16(16 - table_bits)
+        return None if (number[1:] >= number[:-1]).all() else number
+
+    @cached_property
+    def places(self) -> NDArray[np.intp]:
+        """Which row of its page each is: intp [n] in [0, rows_per_page)."""
+        return (self.ids - self._pages * np.uint64(self.layout.rows_per_page)).view(np.int64)
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "PagedKeys":
+        opens = None if self.opens is None else self.opens[rows]
+        return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows], name=self.name)
+
+    def distinct_pages(self) -> RowKeys:
+        """Return the keys of the rows' pages, each once; their ids are the pages' numbers."""
+        tables = None if self.tables is None else self.tables.which
+        both = self._pages if tables is None else np.stack([self._pages, tables.astype(np.uint64)], axis=1)
+        first = np.unique(both, axis=0, return_index=True)[1]
+        return self._page_keys()._some(first)
+
+    def _page_keys(self) -> RowKeys:
+        return RowKeys(self.tag, self._pages, tables=self.tables, name=self.name)
+
+    @cached_property
+    def _pages(self) -> NDArray[np.uint64]:
+        return self.layout.pages(self.ids)
+
+
+def paged_keys(
+    tag: bytes, ids: NDArray[np.uint64], layout: PageLayout, new: NDArray[np.bool_] | None = None, *, name: str = ""
+) -> PagedKeys:
+    """Return the keys of rows that lie in pages.
+
+    Args:
+        tag: the table's 3 characters.
+        ids: uint64 [n], distinct.
+        layout: of the table.
+        new: bool [n], for writes: rows that do not exist, or may not, so that their page may not either; None = any row.
+        name: of the table, for messages.
+    """
+    if new is None:
+        return PagedKeys(tag, ids, layout, name=name)
+    opens = np.zeros(len(ids), dtype=bool)
+    rows = np.flatnonzero(new)
+    if len(rows):  # the first of a page's new rows makes the page for the others
+        opens[rows[np.unique(layout.pages(ids[rows]), return_index=True)[1]]] = True
+    return PagedKeys(tag, ids, layout, opens, name=name)

@@ -1,0 +1,241 @@
+"""The definition of a table: its identity, which can never change, and the defaults of its run-time values.
+
+Two processes that disagree on a definition must not share rows, so its digest travels in every record (8 bits of it) and the whole of it in
+every creation. No I/O here; the registry of tables is shard 0's, and storage holds a copy.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb import init as initializers
+from kvemb.arrays.hashing import digest64
+from kvemb.arrays.rounding import storage_dtype
+from kvemb.errors import InvalidInputError, TableMismatchError
+from kvemb.init import Initializer
+from kvemb.optim import OptimizerSpec
+from kvemb.schema.keys import RowKeys, table_tag
+from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
+from kvemb.schema.record import RecordFormat
+
+MAX_DIM = 65536
+MAX_NAME_BYTES = 255
+_ID_DTYPES = ("int64", "uint64")
+_REDUCES = ("sum", "mean")
+_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce", "tag_attempt", "num_ids", "life"}
+
+
+@dataclass(frozen=True)
+class TableDef:
+    """One table.
+
+    Args:
+        name: 1 to 255 bytes of printable text, in UTF-8; see `check_table_name`.
+        dim: weights per row; any integer, NumPy's too.
+        optimizer: the update method; its kind and static options are identity, its hyper-parameters defaults.
+        initializer: the first value of a row; the parts of `kvemb.init.columns` have dim columns together.
+        dtype: how weights are stored: "float32", "float16" or "bfloat16".
+        id_dtype: the ids' domain: "int64" or "uint64". One table has one domain, so -1 and 2**64-1 can never be the same row.
+        seed: of the initializer and of stochastic rounding.
+        reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
+        tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
+        num_ids: of a dense table: its ids are 0 to num_ids - 1, and where storage can (Redis, Valkey), its records lie side by side in
+            pages (`kvemb.schema.pages`). None: ids of the whole domain, and a key for every row.
+        life: how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life
+            are never taken for another's.
+
+    Raises:
+        InvalidInputError: on any value out of range; nothing was created.
+    """
+
+    name: str
+    dim: int
+    optimizer: OptimizerSpec
+    initializer: Initializer
+    dtype: str = "float32"
+    id_dtype: str = "int64"
+    seed: int = 0
+    reduce: str = "sum"
+    tag_attempt: int = 0
+    num_ids: int | None = None
+    life: int = 0
+
+    def __post_init__(self) -> None:
+        check_table_name(self.name)
+        self._settle_integer("dim", 1, MAX_DIM + 1, f"[1, {MAX_DIM}]")
+        self._settle_integer("seed", 0, 1 << 63, "[0, 2**63)")
+        self._settle_integer("life", 0, 1 << 32, "[0, 2**32)")
+        if self.id_dtype not in _ID_DTYPES:
+            raise InvalidInputError(f"table {self.name!r}: id_dtype is {self.id_dtype!r}; give one of {', '.join(_ID_DTYPES)}")
+        if self.num_ids is not None:
+            most, shown = (1 << 63, "2**63") if self.id_dtype == "int64" else ((1 << 64) - 1, "2**64 - 1")  # what msgpack can carry
+            self._settle_integer("num_ids", 1, most + 1, f"[1, {shown}], or None")
+        if self.reduce not in _REDUCES:
+            raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
+        try:
+            storage_dtype(self.dtype)
+            self.initializer.check_dim(self.dim)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"table {self.name!r}: {error}") from error
+
+    def _settle_integer(self, field: str, low: int, end: int, expected: str) -> None:
+        """Keep the field as a Python int in [low, end), which messages and digests need, or refuse it."""
+        given = getattr(self, field)
+        try:
+            value = low - 1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            value = low - 1
+        if not low <= value < end:
+            raise InvalidInputError(f"table {self.name!r}: {field} is {given!r}; give an integer in {expected}")
+        object.__setattr__(self, field, value)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that may never change, as plain values."""
+        return {
+            "name": self.name,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "id_dtype": self.id_dtype,
+            "optimizer": self.optimizer.identity(),
+            "initializer": self.initializer.to_dict() | {"algorithm": initializers.ALGORITHM_VERSION},
+            "seed": self.seed,
+            "reduce": self.reduce,
+        } | ({} if self.num_ids is None else {"num_ids": self.num_ids, "page_layout": LAYOUT_VERSION})
+
+    @cached_property
+    def schema(self) -> int:
+        """8-bit digest of the identity and the life, carried in every record and every push."""
+        life = {"life": self.life} if self.life else {}
+        return digest64("schema", msgpack.packb(self.identity() | life)) & 0xFF
+
+    @cached_property
+    def key(self) -> str:
+        """What tells this table from every other that the cluster ever had; no name has a line end."""
+        return f"{self.name}\n{self.life}" if self.life else self.name
+
+    @cached_property
+    def tag(self) -> bytes:
+        """The 3 characters that this table's keys begin with."""
+        return table_tag(self.name, self.tag_attempt)
+
+    @cached_property
+    def record(self) -> RecordFormat:
+        """How this table's records are laid out."""
+        return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.slot_size(self.dim), self.schema)
+
+    @cached_property
+    def pages(self) -> PageLayout | None:
+        """Where rows lie on storage that has pages; None for a table without num_ids."""
+        return None if self.num_ids is None else page_layout(self.record.size_bytes)
+
+    def shown_id(self, row_id: int) -> int:
+        """Return an id as its caller wrote it: negative where the table's ids are signed."""
+        return row_id - (1 << 64) if self.id_dtype == "int64" and row_id >> 63 else row_id
+
+    def keys(self, ids: NDArray[np.uint64], *, pages: bool, new: NDArray[np.bool_] | None = None) -> RowKeys:
+        """Return the keys of rows.
+
+        Args:
+            ids: uint64 [n], distinct.
+            pages: whether the storage takes rows in pages (`Capabilities.pages`).
+            new: bool [n], for writes: rows that may not exist yet; None = any.
+        """
+        if self.pages is None or not pages:
+            return RowKeys(self.tag, ids, name=self.name)
+        return paged_keys(self.tag, ids, self.pages, new, name=self.name)
+
+    def rows_under(self, found: RowKeys, *, pages: bool) -> RowKeys:
+        """Return the keys of every row that may lie under keys of this table that were found on a node (`Store.keys_on`).
+
+        Where rows lie in pages, the keys found are the pages', and each stands for all rows of its page, whether they exist or not.
+        """
+        if self.pages is None or self.num_ids is None or not pages:
+            return found
+        n = self.pages.rows_per_page
+        firsts = found.ids[found.ids <= np.uint64((self.num_ids - 1) // n)] * np.uint64(n)
+        rows: NDArray[np.uint64] = np.add.outer(firsts, np.arange(n, dtype=np.uint64)).reshape(-1)
+        inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end behind 64 bits
+        return self.keys(rows[inside], pages=True)
+
+    def require_same(self, other: "TableDef") -> None:
+        """Refuse a definition with another identity than this existing one.
+
+        Raises:
+            TableMismatchError: showing the values that differ, existing against asked for.
+        """
+        mine, theirs = self.identity(), other.identity()
+        different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        if different:
+            lines = [f"  {key}: exists with {mine.get(key)!r}, asked for {theirs.get(key)!r}" for key in different]
+            raise TableMismatchError(
+                f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + "\n"
+                f"existing: {mine}\nasked:    {theirs}\nOpen it with its own definition, or choose another name."
+            )
+
+    def with_tag_attempt(self, attempt: int) -> "TableDef":
+        """Return the same definition with the given candidate for the key tag."""
+        return replace(self, tag_attempt=attempt)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for messages, files and YAML."""
+        return {
+            "name": self.name,
+            "dim": self.dim,
+            "dtype": self.dtype,
+            "id_dtype": self.id_dtype,
+            "optimizer": self.optimizer.to_dict(),
+            "initializer": self.initializer.to_dict(),
+            "seed": self.seed,
+            "reduce": self.reduce,
+            "tag_attempt": self.tag_attempt,
+        } | {name: value for name, value in (("num_ids", self.num_ids), ("life", self.life or None)) if value is not None}
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> "TableDef":
+        """Rebuild a definition; unknown or missing keys are refused by name.
+
+        Raises:
+            InvalidInputError: on a key or value that no definition has.
+        """
+        unknown = sorted(set(fields) - _KEYS)
+        missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
+        if unknown or missing:
+            raise InvalidInputError(f"table definition: unknown keys {unknown}, missing keys {missing}")
+        rest = {key: fields[key] for key in fields if key not in ("optimizer", "initializer")}
+        return TableDef(
+            optimizer=OptimizerSpec.from_dict(fields["optimizer"]),
+            initializer=Initializer.from_dict(fields["initializer"]),
+            **rest,
+        )
+
+
+def check_table_name(name: object) -> str:
+    """Return the name, or refuse it.
+
+    Any printable text: module paths, blanks and "/" included. It is never part of a key, and escaped where it becomes part of a path.
+
+    Raises:
+        InvalidInputError: it is no text, empty, too long, not printable (control characters, line ends, marks that turn the direction of
+            writing), or has a blank at its beginning or end.
+
+    Example:
+        >>> check_table_name("towers.0/user_id + item")
+        'towers.0/user_id + item'
+    """
+    if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
+        raise InvalidInputError(
+            f"table name {_shown(name)}: use printable text without control characters and line ends, and without blanks around it"
+        )
+    if (size_bytes := len(name.encode())) > MAX_NAME_BYTES:
+        raise InvalidInputError(f"table name {_shown(name)}: {size_bytes} bytes in UTF-8; use at most {MAX_NAME_BYTES}")
+    return name
+
+
+def _shown(name: object) -> str:
+    return repr(name) if not isinstance(name, str) or len(name) <= MAX_NAME_BYTES else f"{name[:40]!r}…"

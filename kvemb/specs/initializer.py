@@ -1,0 +1,293 @@
+"""The first value of a row as a pure function of (table name, seed, id, column).
+
+Every trainer and parameter server computes the same bits for a row that does not exist yet, so a pull of an unseen id
+writes nothing. Only integer operations and IEEE + - * / sqrt are used, never NumPy's log, exp, cos or pow, whose last
+bits differ between CPUs. What users call to get an initializer is in kvemb.init. What must not live here: storage dtypes
+(kvemb.arrays.rounding), records, I/O, global random state.
+
+Strategy: a counter generator (kvemb.arrays.hashing) gives one 64-bit word per (row, column); its upper 52 bits, centred, are a
+uniform number in (0, 1); normal values come from it by the inverse distribution function (kvemb.arrays.inverse_normal), one word each,
+so that column c depends neither on the number of columns nor on what begins the columns beside it. Blocks of rows keep
+memory bounded. Stateless, hence thread- and fork-safe.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.hashing import column_words, digest64, mix64, row_blocks
+from kvemb.arrays.inverse_normal import inverse_normal_cdf
+from kvemb.errors import InvalidInputError
+
+ALGORITHM_VERSION: Final = 1
+"""Part of every table's definition: it rises whenever the bits of any initial row change. Golden vectors are kept for
+each version."""
+
+# What each kind takes, in canonical order, with its default. None: no default ("value"), or the table's dim ("fan_in",
+# "fan_out").
+_XAVIER: Final[dict[str, float | None]] = {"gain": 1.0, "fan_in": None, "fan_out": None}
+_DEFAULTS: Final[dict[str, dict[str, float | None]]] = {
+    "zeros": {},
+    "constant": {"value": None},
+    "uniform": {"low": -0.05, "high": 0.05},
+    "normal": {"mean": 0.0, "std": 0.01},
+    "truncated_normal": {"mean": 0.0, "std": 0.01},
+    "xavier_uniform": _XAVIER,
+    "xavier_normal": _XAVIER,
+    "columns": {},
+}
+_FIXED: Final = ("zeros", "constant")  # these draw nothing
+FANS: Final = ("fan_in", "fan_out")
+_FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
+_MAX_DEVIATION: Final = 8.5  # No draw is farther from the mean, in std: Phi(-8.5) < 2**-53.
+_BELOW_MINUS_2: Final = 0.022750131948179207  # Phi(-2), the mass cut off on each side of a truncated normal.
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """How the rows of a table begin; equal definitions compare and hash equal. Build one with kvemb.init's functions.
+
+    Args:
+        kind: zeros, constant, uniform, normal, truncated_normal, xavier_uniform, xavier_normal or columns.
+        params: (name, value) pairs in any order; missing ones take their default. Stored in canonical order.
+        parts: of kind columns, and no other: (width, initializer) pairs from the first column to the last.
+
+    Raises:
+        InvalidInputError: unknown kind or parameter, a value that is not a finite number, std < 0, low > high, a fan
+            that is not a positive integer, or values that could leave float32's range. Of parts: none, one that is no
+            (width, initializer) pair with a width of at least 1, or one that has parts itself.
+    """
+
+    kind: str
+    params: tuple[tuple[str, float], ...] = ()
+    parts: tuple[tuple[int, "Initializer"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in _DEFAULTS:
+            raise InvalidInputError(f"unknown initializer kind {self.kind!r}; known: {', '.join(_DEFAULTS)}")
+        given, defaults = dict(self.params), _DEFAULTS[self.kind]
+        for name in given:
+            if name not in defaults:
+                known = ", ".join(defaults) or ("parts" if self.kind == "columns" else "nothing")
+                raise InvalidInputError(f"initializer {self.kind} takes no {name!r}; it takes: {known}")
+        merged = {name: default for name, default in defaults.items() if default is not None} | given
+        checked = tuple((name, _checked(self.kind, name, merged[name])) for name in defaults if name in merged)
+        object.__setattr__(self, "params", checked)
+        self._check_together()
+        self._settle_parts()
+
+    def rows(self, ids: NDArray[np.uint64], dim: int, *, table: str, seed: int) -> NDArray[np.float32]:
+        """Compute the first values of rows; an id's row does not depend on the other ids, their order or number.
+
+        Args:
+            ids: [n] uint64, duplicates fine.
+            dim: number of columns, >= 1. Column c is the same for every dim > c (unless a Xavier fan defaults to dim); with
+                parts, their widths' sum.
+            table: the table's name; tables of different names draw independent values.
+            seed: the table's seed, any int.
+
+        Returns:
+            float32 [n, dim], a new array.
+
+        Raises:
+            InvalidInputError: `ids` is not a 1-D uint64 array, or dim < 1 or not what the parts give.
+
+        Example:
+            >>> from kvemb.init import normal
+            >>> rows = normal(std=0.01).rows(np.array([7, 8], np.uint64), 3, table="user", seed=0)
+            >>> rows.shape, rows.dtype.name
+            ((2, 3), 'float32')
+            >>> again = normal(std=0.01).rows(np.array([8], np.uint64), 3, table="user", seed=0)
+            >>> bool((again[0] == rows[1]).all())
+            True
+        """
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
+            raise InvalidInputError(f"ids must be a 1-D uint64 array, got {getattr(ids, 'dtype', type(ids).__name__)}")
+        if dim < 1:
+            raise InvalidInputError(f"dim must be at least 1, got {dim}")
+        self.check_dim(dim)
+        out = np.empty((len(ids), dim), np.float32)
+        ranges = list(self._ranges(dim))
+        draws = any(part.kind not in _FIXED for _, _, part in ranges)
+        states = _row_states(ids, table, seed) if draws else ids
+        for first, end, part in ranges:
+            part._fill(out[:, first:end], first, states)
+        return out
+
+    def check_dim(self, dim: int) -> None:
+        """Refuse a number of columns that the parts do not give; without parts any will do.
+
+        Raises:
+            InvalidInputError: the parts' widths have another sum.
+        """
+        if self.parts and (total := sum(width for width, _ in self.parts)) != dim:
+            raise InvalidInputError(
+                f"initializer.parts: the widths of the {len(self.parts)} parts give {total} columns together, dim is {dim}; make them equal"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Describe this initializer with plain values, as in kvemb.yaml and in messages.
+
+        Example:
+            >>> Initializer("normal").to_dict()
+            {'kind': 'normal', 'mean': 0.0, 'std': 0.01}
+        """
+        parts = [{"width": width, **part.to_dict()} for width, part in self.parts]
+        return {"kind": self.kind, **dict(self.params)} | ({"parts": parts} if parts else {})
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> "Initializer":
+        """Rebuild what `to_dict` described; parameters left out take their default.
+
+        Raises:
+            InvalidInputError: no or unknown kind, unknown parameter (named), or a value its constructor refuses.
+
+        Example:
+            >>> Initializer.from_dict({"kind": "normal", "std": 0.1}) == Initializer("normal", (("std", 0.1),))
+            True
+        """
+        if not isinstance(d, Mapping) or "kind" not in d:
+            raise InvalidInputError(f"an initializer is a mapping with a 'kind' ({', '.join(_DEFAULTS)}), got {d!r}")
+        apart = ("kind", "parts") if d["kind"] == "columns" else ("kind",)
+        parts = _parts_from(d.get("parts", ())) if "parts" in apart else ()
+        # Values of a wrong type are refused by name in __post_init__.
+        return cls(d["kind"], tuple((k, v) for k, v in d.items() if k not in apart), parts)
+
+    def _settle_parts(self) -> None:
+        """Keep widths as Python ints, which messages and digests need; refuse what are no parts."""
+        if bool(self.parts) != (self.kind == "columns"):
+            needs = "needs at least one part" if self.kind == "columns" else "takes no parts"
+            raise InvalidInputError(f"initializer {self.kind} {needs}")
+        settled = []
+        for at, given in enumerate(self.parts):
+            where = f"initializer.parts[{at}]"
+            if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[1], Initializer):
+                raise InvalidInputError(f"{where} must be (width, initializer), as (1, kvemb.init.zeros()); got {given!r}")
+            width, part = given
+            if part.parts:
+                raise InvalidInputError(f"{where} has parts itself; write them all side by side")
+            settled.append((_checked_width(where, width), part))
+        object.__setattr__(self, "parts", tuple(settled))
+
+    def _ranges(self, dim: int) -> Iterator[tuple[int, int, "Initializer"]]:
+        """Yield the first column, the column behind the last, and what they begin with."""
+        first = 0
+        for width, part in self.parts or ((dim, self),):
+            yield first, first + width, part
+            first += width
+
+    def _fill(self, out: NDArray[np.float32], first: int, states: NDArray[np.uint64]) -> None:
+        """Write `out`, whose first column is column `first` of the row; `states`: of the rows, for kinds that draw."""
+        if self.kind in _FIXED:
+            out[...] = dict(self.params).get("value", 0.0)
+            return
+        width = out.shape[1]
+        offset, scale = self._affine(width)
+        for block in row_blocks(len(out), width):
+            drawn = self._standard(_uniforms(states[block], first, width))
+            np.multiply(drawn, scale, out=drawn)
+            np.add(drawn, offset, out=drawn)
+            out[block] = drawn  # Rounds to nearest: the only rounding to float32.
+
+    def _check_together(self) -> None:
+        p = dict(self.params)
+        if "low" in p and p["low"] > p["high"]:
+            raise InvalidInputError(f"initializer {self.kind}: low {p['low']!r} is above high {p['high']!r}")
+        if self.kind == "constant" and "value" not in p:
+            raise InvalidInputError("initializer constant needs a 'value'")
+        bounds = [abs(p[name]) for name in ("value", "low", "high") if name in p]
+        bounds.append(abs(p.get("mean", 0.0)) + _MAX_DEVIATION * p.get("std", 0.0))
+        bounds.append(_MAX_DEVIATION * abs(p.get("gain", 0.0)))  # fans >= 1, so no Xavier std is above gain.
+        if max(bounds) > _FLOAT32_MAX:
+            raise InvalidInputError(f"initializer {self.to_dict()} could leave the range of float32")
+
+    def _affine(self, dim: int) -> tuple[float, float]:
+        """(offset, scale) such that offset + scale * standard draw has this distribution."""
+        p = dict(self.params)
+        if self.kind == "uniform":
+            return p["low"], p["high"] - p["low"]
+        if self.kind in ("normal", "truncated_normal"):
+            return p["mean"], p["std"]
+        fans = p.get("fan_in", dim) + p.get("fan_out", dim)
+        if self.kind == "xavier_normal":
+            return 0.0, p["gain"] * math.sqrt(2.0 / fans)
+        bound = p["gain"] * math.sqrt(6.0 / fans)
+        return -bound, 2.0 * bound
+
+    def _standard(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Turn uniform numbers in (0, 1) into draws of the kind's standard distribution."""
+        if self.kind in ("uniform", "xavier_uniform"):
+            return u
+        if self.kind != "truncated_normal":
+            return inverse_normal_cdf(u)
+        np.multiply(u, 1.0 - 2.0 * _BELOW_MINUS_2, out=u)
+        np.add(u, _BELOW_MINUS_2, out=u)
+        return np.clip(inverse_normal_cdf(u), -2.0, 2.0)
+
+
+def _checked(kind: str, name: str, value: float) -> float:
+    where = f"initializer {kind}: {name} must be"
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidInputError(f"{where} a number, got {value!r}")
+    if name in FANS:
+        if value != value // 1 or not 1 <= value < 1 << 53:
+            raise InvalidInputError(f"{where} an integer >= 1, got {value!r}")
+        return int(value)
+    if not abs(value) <= _FLOAT32_MAX:  # Also NaN, and integers too large for a float.
+        raise InvalidInputError(f"{where} finite and within float32, got {value!r}")
+    if name == "std" and value < 0:
+        raise InvalidInputError(f"{where} >= 0, got {value!r}")
+    return float(value) + 0.0  # -0.0 becomes 0.0: one definition, one text.
+
+
+def _checked_width(where: str, width: object) -> int:
+    try:
+        value = 0 if isinstance(width, bool) else operator.index(width)  # type: ignore[arg-type]
+    except TypeError:
+        value = 0
+    if value < 1:
+        raise InvalidInputError(f"{where}: width must be an integer >= 1, got {width!r}")
+    return value
+
+
+def _parts_from(given: object) -> tuple[tuple[int, Initializer], ...]:
+    """Rebuild the parts of columns from their plain values."""
+    if not isinstance(given, list | tuple):
+        raise InvalidInputError(f"initializer.parts must be a list of mappings with a 'width' and a 'kind', got {given!r}")
+    parts = []
+    for at, d in enumerate(given):
+        where = f"initializer.parts[{at}]"
+        if not isinstance(d, Mapping) or not {"width", "kind"} <= set(d):
+            raise InvalidInputError(f"{where} must be a mapping with a 'width' and a 'kind', got {d!r}")
+        try:
+            part = Initializer.from_dict({key: value for key, value in d.items() if key != "width"})
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}: {error}") from error
+        parts.append((d["width"], part))
+    return tuple(parts)
+
+
+def _row_states(ids: NDArray[np.uint64], table: str, seed: int) -> NDArray[np.uint64]:
+    """[n] one generator state per id."""
+    parts = ("id", "stream")
+    key = np.array([digest64("kvemb.init", ALGORITHM_VERSION, part, table, seed) for part in parts], np.uint64)
+    states = mix64(ids ^ key[0])
+    np.add(states, key[1], out=states)
+    return states
+
+
+def _uniforms(states: NDArray[np.uint64], first: int, width: int) -> NDArray[np.float64]:
+    """[m, width], from column `first` on: odd multiples of 2**-53 in (0, 1), never 0 or 1, symmetric about 1/2, every step exact."""
+    words = np.empty((len(states), width), np.uint64)
+    scratch = np.empty_like(words)
+    column_words(states, first, words, scratch)
+    np.right_shift(words, np.uint64(12), out=words)
+    # 52 bits and a half, not 53: the largest 53-bit word plus a half would round up to 1.
+    u = words.astype(np.float64)
+    np.add(u, 0.5, out=u)
+    return np.multiply(u, 2.0**-52, out=u)

@@ -1,0 +1,102 @@
+"""What operators see of a cluster: every shard, every node, or why one of them did not answer."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvemb.config import Config
+from kvemb.errors import KvembError, StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import Empty, StatusReply
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import NodeStats, Store
+
+if TYPE_CHECKING:  # they import gRPC
+    from kvemb.client.all_shards import Servers
+    from kvemb.client.shard_client import ShardClient
+
+
+@dataclass(frozen=True, eq=False)
+class ShardStatus:
+    """One shard: `reply`, or None and the `error` that says why."""
+
+    shard: int
+    address: str
+    reply: StatusReply | None
+    error: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterStatus:
+    """Every shard (none on a read-only connection), and every node, or why the nodes did not answer.
+
+    Args:
+        strangers: which shard or node is not the one that kvemb.yaml says, as far as `survey` has looked; "" for none.
+    """
+
+    shards: tuple[ShardStatus, ...]
+    nodes: tuple[NodeStats, ...]
+    nodes_error: str = ""
+    strangers: str = ""
+
+
+def survey(config: Config) -> ClusterStatus:
+    """Ask every shard and node of a kvemb.yaml without connecting to the cluster: what is down is what one wants to see.
+
+    Args:
+        config: of the cluster.
+    """
+    from kvemb.client.all_shards import Servers
+
+    store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
+    servers = Servers(config.servers.shards, config.servers.last_words)
+    try:
+        deadline = Deadline.after(config.storage.timeout_s)
+        replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)
+        shards = tuple(_shard(i, address, reply) for i, (address, reply) in enumerate(zip(config.servers.shards, replies, strict=True)))
+        try:
+            nodes = tuple(store.stats(Deadline.after(config.storage.timeout_s)))
+        except StorageError as error:
+            return ClusterStatus(shards, (), str(error))
+        all_answer = not any(node.error for node in nodes) and not any(isinstance(reply, Exception) for reply in replies)
+        return ClusterStatus(shards, nodes, strangers=_strangers(config, store, servers) if all_answer else "")
+    finally:
+        servers.close()
+        store.close()
+
+
+def _strangers(config: Config, store: Store, servers: "Servers") -> str:
+    """Return what connecting would find: markers, node map, shards' numbers or names that are not those of this kvemb.yaml."""
+    from kvemb.client.all_shards import require_one_cluster
+
+    deadline = Deadline.after(config.storage.timeout_s)
+    try:
+        described = servers.describe(config, deadline)
+        require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
+    except KvembError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def read_status(store: Store, client: "ShardClient | None", timeout_s: float) -> ClusterStatus:
+    """Ask every shard and node; what does not answer is reported as such, not raised.
+
+    Args:
+        store: the storage nodes.
+        client: of the shards, None on a read-only connection.
+        timeout_s: of the shards, and of the nodes.
+    """
+    shards = () if client is None else _shards(client, timeout_s)
+    try:
+        nodes = tuple(store.stats(Deadline.of_caller(timeout_s)))
+    except StorageError as error:
+        return ClusterStatus(shards, (), str(error))
+    return ClusterStatus(shards, nodes)
+
+
+def _shards(client: "ShardClient", timeout_s: float) -> tuple[ShardStatus, ...]:
+    pairs = zip(client.addresses, client.status(timeout_s), strict=True)
+    return tuple(_shard(index, address, reply) for index, (address, reply) in enumerate(pairs))
+
+
+def _shard(index: int, address: str, reply: StatusReply | Exception) -> ShardStatus:
+    return ShardStatus(index, address, None, str(reply)) if isinstance(reply, Exception) else ShardStatus(index, address, reply)

@@ -1,0 +1,91 @@
+"""Redis Cluster's slot map, and the keys of the per-slot markers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.config import StorageConfig
+from kvemb.coordination.markers import MARKER_KEY
+from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import N_SLOTS, slot_tags
+from kvemb.stores.redis_server.redis_commands import admin, ask, shown, text_of
+from kvemb.wire.resp.resp_value import Value
+
+_PATIENCE_S = 1.0  # with a node that does not tell the map while there are others to ask
+
+
+@dataclass(frozen=True, eq=False)
+class SlotMap:
+    """Which primary holds each slot.
+
+    Args:
+        addresses: primaries, "host:port".
+        nodes: int64 [16384], index into addresses.
+        source: the node that told it.
+    """
+
+    addresses: tuple[str, ...]
+    nodes: NDArray[np.int64]
+    source: str
+
+    def address_of(self, slot: int) -> str:
+        """The primary of a slot."""
+        return self.addresses[int(self.nodes[slot])]
+
+
+@cache
+def marker_keys() -> list[bytes]:
+    """The marker's key of every slot, pinned there by a hash tag."""
+    return [MARKER_KEY + b":{" + tag + b"}" for tag in slot_tags()]
+
+
+def fetch_slot_map(candidates: Iterable[str], config: StorageConfig, deadline: Deadline) -> SlotMap:
+    """Ask one node after the other until one answers; each may take its share of the time, so that one that hangs does not take all of it.
+
+    Raises:
+        NodeUnavailableError: no node answered, or a slot has no primary.
+        ConfigError: the node is not part of a cluster.
+    """
+    failures, addresses = [], list(candidates)
+    for index, address in enumerate(addresses):
+        try:
+            n_left = len(addresses) - index - 1
+            share_s = min(_PATIENCE_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
+            return _ask_one(address, config, Deadline.after(share_s))
+        except (NodeUnavailableError, ProtocolError) as error:
+            failures.append(str(error))
+    raise NodeUnavailableError("no node of the cluster answers: " + "; ".join(failures))
+
+
+def _ask_one(address: str, config: StorageConfig, deadline: Deadline) -> SlotMap:
+    with admin(address, config, deadline) as link:
+        if "cluster_enabled:1" not in text_of(link, ask(link, deadline, "INFO", "cluster"), "INFO").split():
+            raise ConfigError(f"storage.kind: node {address} is a standalone server; use kind redis or valkey")
+        answer = ask(link, deadline, "CLUSTER", "SLOTS")
+    nodes = np.full(N_SLOTS, -1, dtype=np.int64)
+    addresses: list[str] = []
+    for entry in answer if isinstance(answer, list) else [answer]:
+        first, last, owner = _range(entry, address)
+        if owner not in addresses:
+            addresses.append(owner)
+        nodes[first : last + 1] = addresses.index(owner)
+    if (nodes < 0).any():
+        raise NodeUnavailableError(
+            f"node {address}: slot {int(np.argmin(nodes))} of the cluster has no primary (`CLUSTER INFO` tells more). Assign it."
+        )
+    order = sorted(range(len(addresses)), key=lambda i: addresses[i])
+    rank = np.argsort(order)
+    return SlotMap(tuple(addresses[i] for i in order), rank[nodes], address)
+
+
+def _range(entry: Value, asked: str) -> tuple[int, int, str]:
+    """Slots from, to, and who holds them, out of a line of CLUSTER SLOTS; an empty host means "where you asked"."""
+    match entry:
+        case [int(first), int(last), [(bytes() | None) as host, int(port), *_], *_] if 0 <= first <= last < N_SLOTS and 0 < port < 1 << 16:
+            name = (host or b"").decode("ascii", "replace")
+            return first, last, f"{name or asked.rpartition(':')[0]}:{port}"
+    raise ProtocolError(f"node {asked}: CLUSTER SLOTS answered {shown(entry)}, expected slots and their nodes")

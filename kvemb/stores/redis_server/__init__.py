@@ -1,0 +1,1 @@
+"""One Redis or Valkey server: commands, administration, compare-and-set, and the keys of rows among its keys."""

@@ -1,0 +1,122 @@
+"""Small values of Redis and Valkey: changed on a condition; read wherever their slot is; pages that are none, mended.
+
+The condition is a script of two commands: a Redis Cluster has a marker in each of thousands of slots, and WATCH would take a round trip for
+each, minutes on a loaded machine. Markers are changed when a node is repaired, never while rows are read and written.
+"""
+
+from collections.abc import Sequence
+
+from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.net.exchange import round_trip
+from kvemb.stores.node_batch import server_error
+from kvemb.stores.redirects import redirect_target
+from kvemb.stores.redis_server.redis_admin import run_id_of
+from kvemb.stores.redis_server.redis_commands import Word, admin, ask_all
+from kvemb.wire.replies import FOREIGN, MAX_BLOB_BYTES, BlobReply, LineReply
+from kvemb.wire.request_arrays import chunks
+from kvemb.wire.resp.resp_codec import command
+from kvemb.wire.resp.resp_value import ErrorLine, Value
+
+Change = tuple[bytes, bytes | None, bytes]
+"""(key, what is expected to stand there or None for nothing, what is put in its place)."""
+
+_MAX_HOPS = 8
+_PIPELINED = 512
+_MAKE_WAY = """
+local size = redis.pcall('STRLEN', KEYS[1])
+if type(size) == 'table' then
+    return ARGV[2] == '1' and redis.call('UNLINK', KEYS[1]) or 0
+end
+if size > tonumber(ARGV[1]) then
+    redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], 0, ARGV[1] - 1))
+    return 1
+end
+return 0
+"""
+_SWAP = f"""
+local found = redis.pcall('GET', KEYS[1])
+if type(found) == 'table' or (found and #found > {MAX_BLOB_BYTES}) then
+    found = '{FOREIGN.decode()}'
+end
+if found ~= ARGV[1] then
+    return 0
+end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
+
+
+def swap(address: str, config: StorageConfig, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool]:
+    """Replace values where they are the ones expected, each in one step, as long as the server is still the same process.
+
+    Args:
+        address: "host:port".
+        config: credentials.
+        changes: of distinct keys.
+        run_id: of the server process.
+        deadline: of the call.
+
+    Returns:
+        Which were replaced; none if the process is another. After an error some may have been.
+
+    Raises:
+        NodeUnavailableError: the server does not answer, or does not hold a key's slot (any more).
+    """
+    commands: list[Sequence[Word]] = [
+        ("SET", key, new, "NX") if old is None else ("EVAL", _SWAP, 1, key, old, new) for key, old, new in changes
+    ]
+    return [reply not in (None, 0) for reply in _run_all(address, config, commands, run_id, deadline)]
+
+
+def make_way(
+    address: str, config: StorageConfig, keys: Sequence[bytes], page_bytes: int, run_id: str, deadline: Deadline, *, clear: bool
+) -> int:
+    """Cut strings off that are longer than a page, and with `clear` take values of other types away; each in one step.
+
+    Args:
+        address, config, run_id, deadline: as of `swap`.
+        keys: of pages, distinct.
+        page_bytes: of a page.
+        clear: whether to take away what is no string.
+
+    Returns:
+        How many values were changed.
+    """
+    commands = [("EVAL", _MAKE_WAY, 1, key, page_bytes, int(clear)) for key in keys]
+    return sum(reply == 1 for reply in _run_all(address, config, commands, run_id, deadline))
+
+
+def get_following(address: str, config: StorageConfig, key: bytes, deadline: Deadline) -> bytes | None:
+    """Read a small value, following redirections of a cluster."""
+    asking = False
+    for _ in range(_MAX_HOPS):
+        with admin(address, config, deadline) as link:
+            reply = BlobReply(miss=b"$-1")
+            before = command(b"ASKING") if asking else b""
+            round_trip(link, before + command(b"GET", key), [LineReply(), reply] if asking else [reply], deadline)
+        if reply.error is None:
+            return reply.value
+        if not reply.error.startswith((b"-MOVED ", b"-ASK ")):
+            raise server_error(address, reply.error)
+        asking = reply.error.startswith(b"-ASK ")
+        address = redirect_target(reply.error, address)
+    raise NodeUnavailableError(f"node {address}: redirected {_MAX_HOPS} times without an end")
+
+
+def _run_all(address: str, config: StorageConfig, commands: Sequence[Sequence[Word]], run_id: str, deadline: Deadline) -> list[Value]:
+    """The replies to commands, a few round trips for all of them; 0 for each when the server is another process."""
+    if not commands:
+        return []
+    with admin(address, config, deadline) as link:
+        if run_id_of(link, deadline) != run_id:
+            return [0] * len(commands)
+        values = [value for rows in chunks(len(commands), _PIPELINED) for value in ask_all(link, commands[rows], deadline)]
+    for value in values:
+        if isinstance(value, ErrorLine):
+            why = server_error(address, value.line)
+            if isinstance(why, ConfigError):
+                raise why
+            raise NodeUnavailableError(f"node {address}: refused to change a small value: {why}. Try again.")
+    return values

@@ -1,0 +1,127 @@
+"""memcached nodes: rows by the meta protocol, and what the server says of itself.
+
+memcached may lose rows in silence, by eviction and by moving slab pages, and may start with an older content after a warm restart; a node
+whose settings allow any of that is refused.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvemb.config import StorageConfig
+from kvemb.errors import ProtocolError, UnsafeNodeError
+from kvemb.net.deadline import Deadline
+from kvemb.net.exchange import round_trip
+from kvemb.net.link import Link, connect
+from kvemb.schema.keys import KEY_SIZE
+from kvemb.stores.node_batch import server_error
+from kvemb.stores.standalone.node_store import NodeStore
+from kvemb.stores.store import Capabilities, NodeStats
+from kvemb.wire.memcached.meta_codec import MetaCodec
+from kvemb.wire.memcached.stats_reply import StatsReply
+from kvemb.wire.replies import BlobReply, LineReply
+
+_ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h: sizeof(item) 48 + 8 + 2, rounded up)
+SAFE_OPTIONS = "-M -o no_slab_reassign"
+
+
+class MemcachedStore(NodeStore):
+    """Nodes of memcached >= 1.6."""
+
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        super().__init__(config, role, MetaCodec())
+        self._item_limit: int | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        limit = None if self._item_limit is None else self._item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
+        return Capabilities(cas=True, max_record_bytes=limit)
+
+    def stats(self, deadline: Deadline) -> list[NodeStats]:
+        self._pool.require_open()
+        return [self.stats_or_error(address, deadline) for address in self.addresses]
+
+    def _open_link(self, address: str, deadline: Deadline) -> Link:
+        return Link(connect(address, deadline), address)
+
+    def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
+        settings = _ask(address, deadline, "settings")
+        self._item_limit = _number(address, settings, "item_size_max")
+        if not self.config.allow_row_loss:
+            _require_safe(address, settings)
+        return "", _number(address, _ask(address, deadline), "curr_items")
+
+    def keys_on(self, address: str, deadline: Deadline) -> None:
+        return None
+
+    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        with _connected(address, deadline) as link:
+            condition = b"ME"
+            if old is not None:
+                found = BlobReply(miss=b"EN")
+                round_trip(link, b"mg %s c v\r\n" % key, [found], deadline)
+                token = found.line.rpartition(b" c")[2]
+                if found.value != old or not token.isdigit():
+                    return False
+                condition = b"C" + token
+            answer = LineReply()
+            round_trip(link, b"ms %s %d %s\r\n%s\r\n" % (key, len(new), condition, new), [answer], deadline)
+        if answer.line not in (b"HD", b"NS", b"EX", b"NF"):
+            raise server_error(address, answer.line)
+        return answer.line == b"HD"
+
+    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+        stats = _ask(address, deadline)
+        counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
+        moved = sum(_number(address, stats, name) for name in counters if name in stats)
+        return NodeStats(
+            address=address,
+            server=f"memcached {stats.get('version', '?')}",
+            n_keys=_number(address, stats, "curr_items"),
+            used_bytes=_number(address, stats, "bytes"),
+            limit_bytes=_number(address, stats, "limit_maxbytes"),
+            evicted=_number(address, stats, "evictions") + moved,
+            moved=moved,
+        )
+
+
+def _require_safe(address: str, settings: dict[str, str]) -> None:
+    dangers = {
+        "evictions": (settings.get("evictions") != "off", "it evicts rows when memory is full"),
+        "slab_reassign": (settings.get("slab_reassign") != "no", "moving a slab page throws rows away"),
+        "cas_enabled": (settings.get("cas_enabled") != "yes", "writes cannot be made conditional"),
+        "memory_file": (settings.get("memory_file", "") not in ("", "(null)"), "a warm restart may come back empty or old"),
+    }
+    for setting, (unsafe, why) in dangers.items():
+        if unsafe:
+            raise UnsafeNodeError(
+                f"node {address}: memcached runs with {setting}={settings.get(setting)}: {why}. Start it with `{SAFE_OPTIONS}` and "
+                "without -C and -e (or set storage.allow_row_loss: true, if rows may be lost)."
+            )
+
+
+def _ask(address: str, deadline: Deadline, arguments: str = "") -> dict[str, str]:
+    """The server's `stats` as text."""
+    reply = StatsReply()
+    with _connected(address, deadline) as link:
+        round_trip(link, f"stats {arguments}".strip().encode() + b"\r\n", [reply], deadline)
+    if reply.error is not None:
+        raise server_error(address, reply.error)
+    return reply.fields
+
+
+def _number(address: str, fields: dict[str, str], name: str) -> int:
+    """A number that every memcached tells of itself."""
+    text = fields.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 20):
+        raise ProtocolError(f"node {address}: says {name} {text[:40]!r}, expected a number; is this a memcached server?")
+    return int(text)
+
+
+@contextmanager
+def _connected(address: str, deadline: Deadline) -> Iterator[Link]:
+    """A connection for a few administrative commands."""
+    link = Link(connect(address, deadline), address)
+    try:
+        yield link
+    finally:
+        link.close()

@@ -1,0 +1,215 @@
+"""Repair where the node map is ours: one marker per node, with a nonce while it is repaired. What stands where, and what may follow.
+
+How a value is read, or replaced on a condition, is the subclass's.
+"""
+
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.coordination.markers import MARKER_KEY, Marker, Why, diagnose, why_lost
+from kvemb.coordination.node_map import NodeMap
+from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.repairable import LostNode, Repairable
+
+_MAX_TRIES = 100
+log = logging.getLogger("kvemb")
+
+
+class NodeRepair(Repairable):
+    """The repair half of a store under a node map of ours."""
+
+    _map: NodeMap
+    _owner: tuple[int, int, bytes] | None = None
+    """(shard, epoch, owner record to put back) once `fence` was called."""
+    _still_ours: Callable[[], None] | None = None
+
+    # --- what a subclass brings -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _expected(self, address: str) -> Marker:
+        """The marker that the node should have."""
+
+    @abstractmethod
+    def _look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
+        """Return what stands in the place of the marker, and the run id of the server process that said so."""
+
+    @abstractmethod
+    def _peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
+        """Read small values of one node, whatever its marker says."""
+
+    @abstractmethod
+    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        """Replace a small value if it is `old` (None: if there is none) and the server process has this run id, in one step."""
+
+    # --- the state of a node ----------------------------------------------------------------------------------------------------
+
+    def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
+        lost = []
+        for index, address in enumerate(self._map.addresses):
+            share_s = deadline.remaining_s() / (len(self._map.addresses) - index)  # a hung node leaves time for the others
+            try:
+                found = self._judge(address, *self._look(address, Deadline.after(share_s)))
+            except (NodeUnavailableError, DeadlineExceededError):
+                continue
+            if found is not None:
+                lost.append(LostNode(address, *found))
+            else:
+                self._keep_owner(address, Deadline.after(share_s))
+        return lost
+
+    def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
+        for _ in range(_MAX_TRIES):
+            got, run_id = self._look(address, deadline)
+            found = self._judge(address, got, run_id)
+            if found is None and not even_if_whole:
+                return None
+            if found is not None and found[1] is not None:
+                return found[1]
+            nonce = os.urandom(8).hex()
+            begun = replace(self._expected(address), run_id=run_id, repair=nonce, repairing=True)
+            if self._swap(address, MARKER_KEY, got, begun.encode(), run_id, deadline):
+                return nonce
+        raise ProtocolError(f"node {address}: its marker changed {_MAX_TRIES} times while a repair was to begin there")
+
+    def keys_of(self, address: str, keys: RowKeys) -> NDArray[np.bool_]:
+        nodes = self._map.nodes_of(keys)
+        if nodes is None:
+            return np.ones(len(keys), dtype=bool)
+        mine: NDArray[np.bool_] = nodes == self._map.addresses.index(address)
+        return mine
+
+    def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+        run_id = self._require_repair(address, nonce, deadline).run_id
+        if self._owner is not None and self._owner[2]:
+            self._put_back_owner(address, run_id, deadline)
+        self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
+        self._require_repair(address, nonce, deadline)
+
+    def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+        run_id = self._require_repair(address, nonce, deadline).run_id
+        self._replace(address, name.encode(), value, run_id, deadline)
+        self._require_repair(address, nonce, deadline)
+
+    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
+        got, run_id = self._look(address, deadline)
+        if got is not None and self._judge(address, got, run_id) is None and Marker.decode(got, address).repair == nonce:
+            return True  # another shard was faster
+        repairing = self._require_repair(address, nonce, deadline)
+        reports = self._peek(address, [_report_key(shard) for shard in range(n_shards)], deadline)
+        if any(report != nonce.encode() for report in reports):
+            return False
+        whole = replace(repairing, repairing=False)
+        if self._swap(address, MARKER_KEY, repairing.encode(), whole.encode(), repairing.run_id, deadline):
+            return True
+        got, run_id = self._look(address, deadline)
+        if got != whole.encode():
+            raise diagnose(address, repairing, got)
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _judge(self, address: str, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
+        return why_lost(address, self._expected(address), got, run_id)
+
+    def _require_repair(self, address: str, nonce: str, deadline: Deadline) -> Marker:
+        """The marker of a repair that goes on.
+
+        Raises:
+            NodeLostError, NodeSuspectError: it does not: the node has lost its data or its process again, or was finished.
+        """
+        got, run_id = self._look(address, deadline)
+        wanted = replace(self._expected(address), run_id=run_id, repair=nonce, repairing=True)
+        if got != wanted.encode():
+            raise diagnose(address, wanted, got)
+        return wanted
+
+    def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        for address, copy, wrong in zip(self._map.addresses, copies, damaged, strict=True):
+            if wrong and self._swap(address, name.encode(), copy, value, self._look(address, deadline)[1], deadline):
+                log.error("node %s: the value under the key %s was damaged and has been put right", address, name)
+
+    def _keep_owner(self, address: str, deadline: Deadline) -> None:
+        """Put our owner record back on a whole node where another program has damaged it."""
+        if self._owner is None or not self._owner[2]:
+            return
+        shard, _, record = self._owner
+        try:
+            (found,) = self._peek(address, [owner_name(shard).encode()], deadline)
+            if found != record:
+                self._require_ours(address, found, deadline)
+                self.mend_copies(
+                    owner_name(shard),
+                    [found if one == address else None for one in self._map.addresses],
+                    [one == address for one in self._map.addresses],
+                    record,
+                    deadline,
+                )
+        except (NodeUnavailableError, DeadlineExceededError) as error:
+            log.warning("%s", error)
+
+    def _require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
+        """Refuse to go on once another process owns the shard. Where a node's copy does not say who does, the others are asked.
+
+        Raises:
+            FencedError: another process does.
+            DamagedCopyError: the copy is damaged, and nothing else says that the shard is ours.
+        """
+        assert self._owner is not None
+        shard, epoch, record = self._owner
+        if copy == record:
+            return
+        require_not_fenced([copy], shard, epoch)
+        try:
+            owner = newest_owner([copy], shard, [f"node {address}"])
+            if owner is not None and owner.epoch == epoch:
+                return
+        except DamagedCopyError as error:
+            if self._still_ours is None:
+                raise
+            log.error("%s The others are asked.", error)
+        require_not_fenced(self._copies_elsewhere(address, owner_name(shard).encode(), deadline), shard, epoch)
+        if self._still_ours is not None:
+            self._still_ours()
+
+    def _copies_elsewhere(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
+        """Read a small value on all other nodes that answer."""
+        found = []
+        for other in self._map.addresses:
+            if other != address:
+                with suppress(NodeUnavailableError, DeadlineExceededError):
+                    found += self._peek(other, [key], deadline)
+        return found
+
+    def _put_back_owner(self, address: str, run_id: str, deadline: Deadline) -> None:
+        assert self._owner is not None
+        shard, epoch, record = self._owner
+        key = owner_name(shard).encode()
+        for _ in range(_MAX_TRIES):
+            (found,) = self._peek(address, [key], deadline)
+            require_not_fenced([found], shard, epoch)
+            if found == record or self._swap(address, key, found, record, run_id, deadline):
+                return
+        raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be put back")
+
+    def _replace(self, address: str, key: bytes, value: bytes, run_id: str, deadline: Deadline) -> None:
+        """Write a small value, whatever stands there, on that server process only."""
+        for _ in range(_MAX_TRIES):
+            (found,) = self._peek(address, [key], deadline)
+            if found == value or self._swap(address, key, found, value, run_id, deadline):
+                return
+        raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
+
+
+def _report_key(shard: int) -> bytes:
+    return f"kvemb:repaired:{shard}".encode()

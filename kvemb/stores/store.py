@@ -1,0 +1,229 @@
+"""The storage port: what every kind of storage must do, in arrays of rows.
+
+A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.join`); all parts of a batch
+travel in one round trip per node. Rows come back grouped by node, because that is how they arrive; `order` says which row is which, so that
+the caller's own gather puts them right without a copy of its own here. A missing row and a write conflict are results. What raises is in
+`kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.config import StorageConfig
+from kvemb.coordination.markers import Identity, Marker
+from kvemb.coordination.shard_owners import newest_owner, owner_name
+from kvemb.errors import KvembError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.repairable import Repairable
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a kind of storage can do; honest flags, asked by callers instead of the kind's name.
+
+    Args:
+        cas: writes are compare-and-swap; reads for writing return tokens.
+        max_record_bytes: the largest record a node accepts, or None when the store knows no limit.
+        pages: takes `kvemb.schema.pages.PagedKeys`: rows of tables with num_ids lie in pages there, otherwise under keys of their own.
+    """
+
+    cas: bool
+    max_record_bytes: int | None
+    pages: bool = False
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer.
+
+    `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached).
+    """
+
+    address: str
+    server: str
+    n_keys: int
+    used_bytes: int
+    limit_bytes: int
+    evicted: int
+    role: str = "primary"
+    error: str = ""
+    moved: int = 0
+
+
+class Store(Repairable, ABC):
+    """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
+
+    Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
+    so that no later call can read an older call's reply.
+    """
+
+    @abstractmethod
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        """Take the storage section and who asks ("trainer" or "shard:<n>"); connects at `open`."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this storage can do."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[str, ...]:
+        """The nodes, in the order of the node map."""
+
+    @abstractmethod
+    def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+        """Connect to every node, refuse unsafe settings, check and pin the markers; from then on every batch checks them.
+
+        Args:
+            deadline: of the call.
+            known: a shard that can repair says which cluster it belongs to: nodes that have lost their rows, even all of them, are no
+                error then, but listed by `lost_nodes`; batches that touch them fail until they are repaired.
+
+        Raises:
+            NotProvisionedError: no node has a marker.
+            NodeLostError, WrongNodeError, NodeSuspectError, UnsafeNodeError, NodeUnavailableError, DeadlineExceededError.
+        """
+
+    def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
+        """After an error that nodes at other addresses would explain, ask for the addresses; stores that find nodes by themselves need not.
+
+        For a store that only reads: a write that is in doubt at a node's former address could not be told of any more.
+
+        Args:
+            nodes_now: returns as many addresses as there are, in the order of the node map; ConfigError where it cannot say.
+        """
+
+    @abstractmethod
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
+        """Write the first markers on nodes that are all empty; the same (cluster_id, generation) again completes a broken-off run.
+
+        Raises:
+            WrongNodeError: a node is not empty or carries another marker; nothing is written then.
+        """
+
+    @abstractmethod
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """Read rows; the marker of every node that answered was checked last on each connection.
+
+        Raises:
+            StorageError: see `kvemb.errors`; no part of the batch is returned.
+        """
+
+    @abstractmethod
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """Write records; returns when every node has answered for every row.
+
+        Raises:
+            NodeFullError: a node has no room; rows of the batch may or may not have been written (memcached may have deleted them).
+            StorageError: any row of the batch may or may not have been written, some possibly later.
+        """
+
+    @abstractmethod
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """Delete rows; missing ones are fine. The parts' records are ignored.
+
+        With tokens (stores with CAS) only those rows are deleted that still are what was read then, so that an erase in doubt that lands
+        late cannot delete a newer row; a token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
+
+        Returns:
+            Of each part bool [n], in key order: whether the row is gone; False is a conflict, as of a write.
+        """
+
+    @abstractmethod
+    def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        """Read a small value that every node holds a copy of; one entry per node (one in all on a cluster that moves its own slots)."""
+
+    def copies_on(self, name: str) -> tuple[str, ...]:
+        """Who holds each of the copies that `get_meta` returns, for messages."""
+        return tuple(f"node {address}" for address in self.addresses)
+
+    @abstractmethod
+    def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        """Put a value in the place of copies that were found damaged, where they still stand.
+
+        Args:
+            name: of the value.
+            copies: as `get_meta` returned them.
+            damaged: of each whether it is to be replaced.
+            value: the good one.
+            deadline: of the call.
+        """
+
+    @abstractmethod
+    def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write that value to every node."""
+
+    @abstractmethod
+    def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
+        """Write from now on only while no newer owner of the shard stands on the nodes: every new connection reads the owner record first.
+
+        Connections made before are the newer owner's to end (`kill_other_writers`).
+
+        Args:
+            shard: the one whose rows this store writes.
+            epoch: ours; the owner record that says so has been put already.
+            deadline: of the call.
+            still_ours: raises FencedError once another process owns the shard, by what it knows apart from the nodes; asked where a
+                node's copy of the owner record is not what it should be, before that copy is mended. Without it none is.
+
+        Raises:
+            FencedError: a higher epoch stands on a node, now, or later when a connection is made.
+        """
+
+    @abstractmethod
+    def node_of(self, keys: RowKeys) -> str:
+        """The address of the node that holds the first of these keys, as far as is known without asking."""
+
+    def whereabouts(self, keys: RowKeys) -> Callable[[int], str]:
+        """Return what says of a row, by its number, where it lies and what it is: for messages."""
+        return lambda row: f"node {self.node_of(keys[row : row + 1])}, {keys.described(row)}"
+
+    def owner_epoch(self, shard: int, deadline: Deadline) -> int:
+        """The highest epoch that any node says owns the shard; 0 when it never had an owner."""
+        name = owner_name(shard)
+        owner = newest_owner(self.get_meta(name, deadline), shard, self.copies_on(name))
+        return 0 if owner is None else owner.epoch
+
+    def kill_other_writers(self, deadline: Deadline) -> int:
+        """End the connections of every other process that writes as this store's role; put the owner record first.
+
+        When it returns, none is left, and nothing that was sent on one can land any more. Nodes with compare-and-swap need none of this:
+        every write there carries a condition, which a newer write has made false.
+
+        Returns:
+            How many were ended.
+        """
+        return 0
+
+    @abstractmethod
+    def stats(self, deadline: Deadline) -> list[NodeStats]:
+        """Ask every node for its size and headroom; a node that does not answer has its error in the place of its numbers."""
+
+    def stats_or_error(self, address: str, deadline: Deadline) -> NodeStats:
+        """What `_node_stats` says of a node, or why it says nothing."""
+        try:
+            return self._node_stats(address, deadline)
+        except KvembError as error:
+            return NodeStats(address, "-", 0, 0, 0, 0, error=str(error))
+
+    def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
+        """Ask one node; used by stores whose nodes are asked one by one."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop every connection; later calls raise ClosedError. Idempotent."""
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

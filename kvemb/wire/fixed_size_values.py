@@ -1,0 +1,217 @@
+"""Reader of a batch of values of one size, each of which may be missing: the reply of MGET, of pipelined GETs, of `mg`.
+
+The fast path copies runs of hits straight out of the receive buffer. Misses break the stride; rows are then found from the positions of the
+misses, still in vector operations. Only a row that is neither a hit of the expected size nor a miss (a server's error) is looked at by
+itself.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
+from kvemb.wire.replies import UnexpectedValueError
+
+
+@dataclass(eq=False)
+class StrideReply:
+    """n values of one size, each of which may be missing.
+
+    Args:
+        head: bytes before every value (they hold its size).
+        size_bytes: of a value.
+        miss: what a missing value looks like.
+        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
+        found: bool [n], set here.
+        preamble: bytes before the first value, b"" for none.
+        row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
+            follows it too.
+        blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record
+            of); a multiple of 4.
+        foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
+    """
+
+    head: bytes
+    size_bytes: int
+    miss: bytes
+    out: Bytes
+    found: NDArray[np.bool_]
+    preamble: bytes = b""
+    row_prefix: bytes = b""
+    blank_bytes: int = 0
+    foreign: NDArray[np.bool_] | None = None
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+    _skip: int = 0  # bytes still to come of a value that is passed over
+
+    def __post_init__(self) -> None:
+        self._stride = len(self.head) + self.size_bytes + len(EOL)
+        self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.found) and not self._skip
+
+    def feed(self, data: Bytes) -> int:
+        position = 0
+        if self.preamble:
+            position = self._skip_preamble(data)
+            if self.preamble:
+                return position
+        if self._skip:
+            position = min(self._skip, len(data))
+            self._skip -= position
+        while not self.done:
+            before = position
+            position += self._take_hits(data[position:])
+            if self.done or self._hit_is_cut(data[position:]):
+                break
+            position += self._take_mixed(data[position:])
+            if position == before:
+                position += self._take_odd(data[position:])
+            if position == before:
+                break
+        if self.blank_bytes and self.done:
+            self._drop_blank()
+        return position
+
+    def _drop_blank(self) -> None:
+        written = np.zeros(len(self.out), dtype=np.uint32)
+        for at in range(0, self.blank_bytes, 4):
+            written |= np.ndarray((len(self.out),), "<u4", self.out, at, (self.out.strides[0],))
+        self.found &= written != 0
+
+    def _skip_preamble(self, data: Bytes) -> int:
+        size = len(self.preamble)
+        if len(data) >= size and data[:size].tobytes() == self.preamble:
+            self.preamble = b""
+            return size
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        if not is_error(line):
+            raise ProtocolError(f"reply begins with {line[:40]!r}, expected {self.preamble!r}")
+        # One error stands for the whole request (a MGET that was refused).
+        self.preamble = b""
+        self.errors.extend((row, line) for row in range(self._at, len(self.found)))
+        self._at = len(self.found)
+        return len(line) + len(EOL)
+
+    def _take_hits(self, data: Bytes) -> int:
+        """The fast path: a run of hits, straight from the receive buffer to the output."""
+        count = min(len(self.found) - self._at, len(data) // self._stride)
+        if not count:
+            return 0
+        block = data[: count * self._stride].reshape(count, self._stride)
+        run = count if self._all_hits(block) else self._n_hits(block)
+        rows = slice(self._at, self._at + run)
+        self._values[rows] = np.ndarray((run,), self._values.dtype, data, len(self.head), (self._stride,))
+        self.found[rows] = True
+        self._at += run
+        return run * self._stride
+
+    def _all_hits(self, block: Bytes) -> bool:
+        """Whether all of [k, stride] are hits: between two rows stand the end of one and the head of the next, in few machine words."""
+        inside = len(self.head) + self.size_bytes
+        if block[0, : len(self.head)].tobytes() != self.head or block[-1, inside:].tobytes() != EOL:
+            return False
+        seams = block.reshape(-1)[inside : inside + (len(block) - 1) * self._stride].reshape(-1, self._stride)
+        return bool(matches(seams, 0, EOL + self.head).all())
+
+    def _n_hits(self, block: Bytes) -> int:
+        """How many of the first rows are hits, when not all are."""
+        good = matches(block, 0, self.head)
+        good &= matches(block, len(self.head) + self.size_bytes, EOL)
+        return int(np.argmin(good))
+
+    def _hit_is_cut(self, data: Bytes) -> bool:
+        """Whether nothing or a value's beginning is all that is there: by far the most frequent end of a feed."""
+        return len(data) < self._stride and (not len(data) or data[: len(self.head)].tobytes() == self.head)
+
+    def _take_mixed(self, data: Bytes) -> int:
+        """Hits and misses in any order: the misses are searched, and everything between them must be hits."""
+        left = len(self.found) - self._at
+        data = data[: left * max(self._stride, len(self.miss))]
+        ranks, tail = self._ranks(find(data, self.miss), len(data), left)
+        if not len(ranks):
+            return 0
+        count = min(left, int(ranks[-1]) + 1 + tail // self._stride)
+        missing = np.zeros(count, dtype=bool)
+        missing[ranks] = True
+        ends = np.cumsum(np.where(missing, len(self.miss), self._stride))
+        starts = np.append(0, ends[:-1])
+        good = self._hits_at(data, starts, missing)
+        if not good.all():
+            count = int(np.argmin(good))
+            if not count:
+                return 0
+        rows = slice(self._at, self._at + count)
+        hits = np.flatnonzero(~missing[:count])
+        if len(hits):
+            values = pieces(data, self._values.dtype.itemsize)
+            self._values[self._at + hits] = values[starts[hits] + len(self.head)]
+        self.found[rows] = ~missing[:count]
+        self._at += count
+        return int(ends[count - 1])
+
+    def _hits_at(self, data: Bytes, starts: NDArray[np.intp], missing: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether a hit begins and ends where each row that is not missing should."""
+        last = len(data) - self._stride
+        if last < 0:
+            return missing
+        starts = np.minimum(starts, last)  # only a missing row can lie behind the last hit
+        good = matches_at(data, starts, self.head, self._stride)
+        good &= matches_at(data[self._stride - len(EOL) :], starts, EOL, len(EOL))
+        good |= missing
+        return good
+
+    def _ranks(self, at: NDArray[np.intp], n_bytes: int, left: int) -> tuple[NDArray[np.intp], int]:
+        """Turn candidates for misses into row numbers, below `left`; and count the bytes behind the last of them.
+
+        A genuine one leaves a whole number of hits before it; the others lie inside a value, or behind this reply's end.
+        """
+        while len(at):
+            before = np.arange(len(at))
+            hits, rest = np.divmod(at - len(self.miss) * before, self._stride)
+            ranks = hits + before
+            n_inside = int(np.searchsorted(ranks, left))  # ranks ascend
+            false = np.flatnonzero(rest[:n_inside])
+            if not len(false):
+                return ranks[:n_inside], n_bytes - int(at[n_inside - 1]) - len(self.miss) if n_inside else 0
+            # All candidates from the first false one to the next genuine one go at once: a record may be full of them.
+            first = int(false[0])
+            genuine = np.flatnonzero((at[first:] - len(self.miss) * first) % self._stride == 0)
+            at = np.delete(at, slice(first, first + int(genuine[0]) if len(genuine) else len(at)))
+        return at, 0
+
+    def _take_odd(self, data: Bytes) -> int:
+        """Neither a hit nor a miss is complete here: an error, a value of another size, or too few bytes yet."""
+        skipped = prefix_size(data, self.row_prefix)
+        line = take_line(data, skipped)
+        if line is None:
+            return 0
+        begin = self.row_prefix[:skipped] + line + EOL
+        if begin == self.head or self.miss.startswith(begin):
+            whole = self._stride if begin == self.head else len(self.miss)
+            if len(data) >= whole:  # the framing of a whole one was refused by the fast paths
+                raise ProtocolError(f"a value of {self.size_bytes if begin == self.head else 0} bytes is not followed by a line end")
+            return 0
+        if is_error(line):
+            if self.foreign is not None and line.startswith(WRONG_TYPE):
+                self.foreign[self._at] = True
+            else:
+                self.errors.append((self._at, line))
+            self._at += 1
+            return skipped + len(line) + len(EOL)
+        size = value_size(line)
+        if size is None or size == self.size_bytes:
+            raise ProtocolError(f"reply line {line[:40]!r}, expected {self.head!r} or {self.miss!r}")
+        if self.foreign is None:
+            raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        self.foreign[self._at] = True
+        self._at += 1
+        whole = skipped + len(line) + size + 2 * len(EOL)
+        self._skip = max(0, whole - len(data))
+        return whole - self._skip

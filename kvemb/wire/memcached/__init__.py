@@ -1,0 +1,1 @@
+"""The memcached meta protocol: requests built and replies parsed as arrays. Pure."""

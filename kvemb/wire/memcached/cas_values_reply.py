@@ -1,0 +1,137 @@
+"""Reader of memcached values with compare-and-swap tokens: `VA <size> c<token>` lines, whose width varies with the token.
+
+The stride is not constant here, so rows are found from the positions of all lines that look like a hit or a miss: genuine ones follow
+each other without a gap, and one that lies inside a value (it starts before its predecessor ends) is dropped. All in vector operations.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import Bytes, find, is_error, parse_digits, take_line, value_size, windows
+from kvemb.wire.replies import UnexpectedValueError
+
+_MISS = b"EN\r\n"
+_MAX_DIGITS = 20
+
+
+@dataclass(eq=False)
+class TokenReply:
+    """n values of one size with their tokens, each of which may be missing.
+
+    Args:
+        size_bytes: of a value.
+        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
+        found: bool [n], set here.
+        tokens: uint64 [n], set here for values found.
+        foreign: bool [n], set here for values of another size, which are passed over then, with their tokens; None: they are errors.
+    """
+
+    size_bytes: int
+    out: Bytes
+    found: NDArray[np.bool_]
+    tokens: NDArray[np.uint64]
+    foreign: NDArray[np.bool_] | None = None
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+    _skip: int = 0  # bytes still to come of a value that is passed over
+
+    def __post_init__(self) -> None:
+        self._head = b"VA %d c" % self.size_bytes
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.found) and not self._skip
+
+    def feed(self, data: Bytes) -> int:
+        position = min(self._skip, len(data))
+        self._skip -= position
+        while not self.done:
+            before = position
+            position += self._take_rows(data[position:])
+            if position == before:
+                position += self._take_odd(data[position:])
+            if position == before:
+                break
+        return position
+
+    def _take_rows(self, data: Bytes) -> int:
+        starts, lengths, digits = self._candidates(data)
+        starts, lengths, digits = _without_inner(starts, lengths, digits)
+        if not len(starts) or starts[0] != 0:
+            return 0
+        ends = starts + lengths
+        chained = np.append(True, starts[1:] == ends[:-1]) & (ends <= len(data))
+        chained &= (data[np.minimum(ends, len(data)) - 2] == ord("\r")) & (data[np.minimum(ends, len(data)) - 1] == ord("\n"))
+        count = len(starts) if chained.all() else int(np.argmin(chained))
+        count = min(count, len(self.found) - self._at)
+        if not count:
+            return 0
+        hits = np.flatnonzero(digits[:count] > 0)
+        rows = self._at + hits
+        if len(hits):
+            values = starts[hits] + len(self._head) + digits[hits] + 2
+            self.out[rows] = windows(data, self.out.shape[1])[values]
+            self.tokens[rows] = parse_digits(data, starts[hits] + len(self._head), digits[hits])
+            self.found[rows] = True
+        self._at += count
+        return int(ends[count - 1])
+
+    def _candidates(self, data: Bytes) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Every place that looks like a row: (start, length of the row, digits of its token; 0 = a miss), by start."""
+        heads, misses = find(data, self._head), find(data, _MISS)
+        reach = len(self._head) + _MAX_DIGITS + 1
+        # A head so near the end that its line may be cut waits for more bytes, unless the line's end is there already.
+        padded = np.concatenate([data, np.zeros(reach, dtype=np.uint8)])
+        after = windows(padded, _MAX_DIGITS + 1)[heads + len(self._head)] if len(heads) else np.empty((0, 1), np.uint8)
+        other = (after < ord("0")) | (after > ord("9"))
+        digits = np.argmax(other, axis=1) if len(heads) else np.empty(0, np.intp)
+        ended = (digits > 0) & (after[np.arange(len(heads)), digits] == ord("\r")) if len(heads) else np.empty(0, bool)
+        heads, digits = heads[ended], digits[ended]
+        starts = np.concatenate([heads, misses])
+        lengths = np.concatenate([len(self._head) + digits + 2 + self.size_bytes + 2, np.full(len(misses), len(_MISS))])
+        digits = np.concatenate([digits, np.zeros(len(misses), dtype=np.intp)])
+        order = np.argsort(starts, kind="stable")
+        return starts[order], lengths[order], digits[order]
+
+    def _take_odd(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None or line + b"\r\n" == _MISS:
+            return 0
+        digits = line[len(self._head) :] if line.startswith(self._head) else b""
+        if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+            if len(data) >= len(line) + self.size_bytes + 4:
+                raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
+            return 0
+        if is_error(line):
+            self.errors.append((self._at, line))
+            self._at += 1
+            return len(line) + 2
+        size = value_size(line)
+        if size is None or size == self.size_bytes:
+            raise ProtocolError(f"reply line {line[:40]!r}, expected {self._head!r}… or {_MISS!r}")
+        token = line.rpartition(b" c")[2]
+        if self.foreign is None or not token.isdigit() or len(token) > _MAX_DIGITS:
+            raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        self.foreign[self._at], self.tokens[self._at] = True, np.uint64(int(token))
+        self._at += 1
+        whole = len(line) + size + 4
+        self._skip = max(0, whole - len(data))
+        return whole - self._skip
+
+
+def _without_inner(
+    starts: NDArray[np.intp], lengths: NDArray[np.intp], digits: NDArray[np.intp]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Drop candidates that begin inside a value: from the first row on, each row is followed by the first candidate after its end."""
+    ends = starts + lengths
+    if not (starts[1:] < ends[:-1]).any():
+        return starts, lengths, digits
+    # Rare (a record happens to hold such text), so the chain of rows is followed one by one here.
+    following = np.searchsorted(starts, ends).tolist()
+    kept = [0]
+    while following[kept[-1]] < len(starts):
+        kept.append(following[kept[-1]])
+    return starts[kept], lengths[kept], digits[kept]

@@ -1,0 +1,108 @@
+"""The memcached meta protocol for batches of rows. Specification: doc/protocol.txt of memcached 1.6 ("Meta Commands").
+
+Writes always carry a condition: a token from the read before, or "must not exist". So a write in doubt that lands late cannot overwrite a
+newer row, and an erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
+stride of a batch constant.
+"""
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.schema.keys import RowKeys
+from kvemb.wire.codec import Records
+from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.memcached.cas_values_reply import TokenReply
+from kvemb.wire.memcached.cas_write_reply import StoredReply
+from kvemb.wire.replies import BlobReply, CodeReply, Step
+from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
+
+
+class MetaCodec:
+    """Builds steps for memcached >= 1.6.
+
+    Args:
+        rows_per_step: rows of one request.
+    """
+
+    def __init__(self, *, rows_per_step: int = 1024) -> None:
+        self._rows_per_step = rows_per_step
+
+    def read_steps(
+        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
+    ) -> list[Step]:
+        """See `Codec.read_steps`."""
+        tail = b" v\r\n" if tokens is None else b" v c\r\n"
+        head = b"VA %d\r\n" % record_bytes
+        shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), self._rows_per_step)
+        steps = []
+        for rows in chunks(len(keys), self._rows_per_step):
+            request = partial(_shared_request, shared, rows)
+            if tokens is None:
+                size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
+                steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
+            else:
+                steps.append(Step(request, TokenReply(record_bytes, out[rows], found[rows], tokens[rows])))
+        return steps
+
+    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+        """See `Codec.write_steps`; new rows (token 0) come before the others.
+
+        Raises:
+            ValueError: the tokens are not in that order, or there are none: a write without a condition is never sent.
+        """
+        if tokens is None:
+            raise ValueError("memcached writes need tokens")
+        n_new = int(np.count_nonzero(tokens == 0))
+        if tokens[:n_new].any():
+            raise ValueError("new rows (token 0) come first")
+        steps = []
+        for first, last in ((0, n_new), (n_new, len(keys))):
+            for rows in chunks(last - first, self._rows_per_step):
+                at = slice(first + rows.start, first + rows.stop)
+                condition = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
+                steps.append(Step(partial(_store_request, keys[at], records[at], condition), StoredReply(out[at], tokens[at])))
+        return steps
+
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
+        """See `Codec.erase_steps`."""
+        codes = (b"HD\r\n", b"NF\r\n", b"EX\r\n")
+        return [
+            Step(partial(_erase_request, keys[rows], None if tokens is None else tokens[rows]), CodeReply(codes, out[rows]))
+            for rows in chunks(len(keys), self._rows_per_step)
+        ]
+
+    def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
+        """See `Codec.read_kinds`."""
+        return None
+
+    def write_kinds(self, keys: RowKeys, tokens: NDArray[np.uint64] | None) -> NDArray[np.int8] | None:
+        """See `Codec.write_kinds`: new rows (token 0) are added, the others replaced."""
+        return None if tokens is None else (tokens != 0).view(np.int8)
+
+    def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
+        """See `Codec.get_step`."""
+        reply = BlobReply(miss=b"EN")
+        return Step(memoryview(b"mg %s v\r\n" % key), reply), reply
+
+    def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
+        """See `Codec.put_step`."""
+        reply = CodeReply((b"HD\r\n",), np.zeros(1, dtype=np.uint8))
+        return Step(memoryview(b"ms %s %d\r\n%s\r\n" % (key, len(value), value)), reply), reply
+
+
+def _shared_request(shared: SharedRows, rows: slice) -> memoryview:
+    return shared[rows].reshape(-1).data
+
+
+def _erase_request(keys: RowKeys, tokens: NDArray[np.uint64] | None) -> memoryview:
+    condition = (b"",) if tokens is None else (b" C", decimals(tokens))
+    return columns(len(keys), b"md ", keys.encode(), *condition, b"\r\n").reshape(-1).data
+
+
+def _store_request(keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None) -> memoryview:
+    """Store under a condition: the tokens, or None for rows that must not exist."""
+    condition = [b"ME c"] if tokens is None else [b"C", decimals(tokens), b" c"]
+    size = b" %d " % records.size_bytes
+    return columns(len(keys), b"ms ", keys.encode(), size, *condition, b"\r\n", records.bytes(), b"\r\n").reshape(-1).data

@@ -1,0 +1,1 @@
+"""The Redis protocol (RESP2): requests built and replies parsed as arrays. Pure."""

@@ -1,0 +1,103 @@
+"""Reader of Redis's integer replies (`:4029`), one for every row, or with other short replies before it.
+
+The integer that answers a write into a page is the page's length after it. For whole pages, which is nearly always, that is one number, and
+the answers are compared as an array with a constant stride. Others are read line by line, yet all at once: no values are in these replies,
+so every line end ends an answer.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import Bytes, matches, parse_digits, take_line
+
+_ERROR, _INTEGER = ord("-"), ord(":")
+_OK = int.from_bytes(b"+OK", "little")
+
+
+@dataclass(eq=False)
+class LinesReply:
+    """n rows of several lines each, the last one an integer.
+
+    Args:
+        lines: what each line of a row is: b"+" for `+OK`, b":" for an integer; an error may stand in any place.
+        most: the usual integer, and the largest that is right; a row with a larger one counts as an error.
+        out: uint8 [n], set to 0 for rows that were answered.
+    """
+
+    lines: bytes
+    most: int
+    out: NDArray[np.uint8]
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+
+    def __post_init__(self) -> None:
+        integer = b":%d\r\n" % self.most
+        self._usual = b"".join(integer if line == _INTEGER else b"+OK\r\n" for line in self.lines)
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.out)
+
+    def feed(self, data: Bytes) -> int:
+        position = self._take_usual(data)
+        return position if self.done else position + self._take_lines(data[position:])
+
+    def _take_usual(self, data: Bytes) -> int:
+        stride = len(self._usual)
+        count = min(len(self.out) - self._at, len(data) // stride)
+        good = matches(data[: count * stride].reshape(count, stride), 0, self._usual)
+        run = count if good.all() else int(np.argmin(good))
+        self.out[self._at : self._at + run] = 0
+        self._at += run
+        return run * stride
+
+    def _take_lines(self, data: Bytes) -> int:
+        per_row = len(self.lines)
+        ends = np.flatnonzero(data == ord("\n"))[: (len(self.out) - self._at) * per_row]
+        n_rows = len(ends) // per_row
+        if not n_rows:
+            take_line(data, int(ends[-1]) + 1 if len(ends) else 0)  # refuses a line without an end
+            return 0
+        ends = ends[: n_rows * per_row]
+        starts = np.concatenate([[0], ends[:-1] + 1])
+        failed = self._failed(data, starts, ends).reshape(n_rows, per_row)
+        for row in np.flatnonzero(failed.any(axis=1)).tolist():
+            line = row * per_row + int(np.argmax(failed[row]))
+            self.errors.append((self._at + row, data[starts[line] : ends[line] - 1].tobytes()))
+        self.out[self._at : self._at + n_rows] = 0
+        self._at += n_rows
+        return int(ends[-1]) + 1
+
+    def _failed(self, data: Bytes, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which lines are errors, or integers that are too large: bool [k].
+
+        Raises:
+            ProtocolError: a line is neither an error nor what belongs in its place.
+        """
+        kinds = data[starts]
+        expected = np.frombuffer(self.lines, dtype=np.uint8)
+        failed: NDArray[np.bool_] = kinds == _ERROR
+        n_digits = ends - starts - 2
+        n_before = np.cumsum((data >= ord("0")) & (data <= ord("9")))
+        digits: NDArray[np.intp] = n_before[np.maximum(ends - 2, 0)] - n_before[starts]
+        integer = (kinds == _INTEGER) & (n_digits > 0) & (digits == n_digits) & (n_digits <= 18)
+        ok = (n_digits == 2) & (_three_bytes(data, starts) == _OK)
+        good = np.where(np.resize(expected, len(starts)) == _INTEGER, integer, ok) | failed
+        good &= data[ends - 1] == ord("\r")
+        if not good.all():
+            at = int(np.argmin(good))
+            line = data[starts[at] : ends[at] + 1].tobytes()
+            raise ProtocolError(f"reply {line[:40]!r}, expected {'an integer' if expected[at % len(expected)] == _INTEGER else '+OK'}")
+        value = parse_digits(data, starts + 1, np.where(integer, n_digits, 0))
+        failed |= integer & (value > np.uint64(self.most))
+        return failed
+
+
+def _three_bytes(data: Bytes, starts: NDArray[np.intp]) -> NDArray[np.uint32]:
+    last = len(data) - 1
+    first, second, third = (data[np.minimum(starts + offset, last)].astype(np.uint32) for offset in range(3))
+    three: NDArray[np.uint32] = first | second << np.uint32(8) | third << np.uint32(16)
+    return three
