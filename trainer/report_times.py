@@ -65,11 +65,6 @@ class StepTimes:
         """What the training loop took itself."""
         return max(0.0, self.total_s - self.stalled_s - self.push_s)
 
-    @property
-    def rows_pulled(self) -> int:
-        """Rows pulled, ahead or not."""
-        return self.rows_ahead + self.rows_looked_up
-
     def since(self, before: "StepTimes") -> "StepTimes":
         """Return what came on top of an earlier state of these sums."""
         return StepTimes(*map(sub, vars(self).values(), vars(before).values()))

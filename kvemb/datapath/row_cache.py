@@ -52,11 +52,6 @@ class RowCacheStats:
     n_hits: int
     used_bytes: int
 
-    @property
-    def hit_rate(self) -> float:
-        """Fraction of looked-up ids whose row came from the cache; 0.0 before the first."""
-        return self.n_hits / self.n_lookups if self.n_lookups else 0.0
-
 
 @dataclass(frozen=True, eq=False)
 class Wanted:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 
-WAIT, FAIL = "wait", "fail"
+WAIT = "wait"
 PASSING = (NodeLostError, NodeSuspectError, NodeUnavailableError)
 """Errors that a repair ends, or a node that is started again."""
 ABSENT = (*PASSING, WrongNodeError)

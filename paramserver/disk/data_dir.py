@@ -75,11 +75,6 @@ class DataDir:
         """Delete what earlier processes have begun to write; call it when they can be told that the folder is not theirs any more."""
         sweep(self.path)
 
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file durably, replacing what is there."""
-        os.replace(self.path / old, self.path / new)
-        self._sync()
-
     def remove(self, name: str) -> None:
         """Remove a file durably; fine when there is none."""
         (self.path / name).unlink(missing_ok=True)

@@ -38,13 +38,11 @@ class Progress:
         n_rows: rows written.
         n_erased: rows of older runs found to be gone.
         size_bytes: written, merging of runs not included.
-        n_expected: rows newer than the last snapshot when this one began.
     """
 
     n_rows: int = 0
     n_erased: int = 0
     size_bytes: int = 0
-    n_expected: int = 0
 
 
 class Snapshotter:
@@ -77,7 +75,7 @@ class Snapshotter:
         """
         cut, last = self._applied(), self._runs.cut
         newer = [(table, _newer(table, last)) for table in tables]
-        progress = Progress(n_expected=sum(len(ids) for _, ids in newer))
+        progress = Progress()
         writers = [self._runs.begin(table.definition) for table in tables]
         try:
             for writer, (table, ids) in zip(writers, newer, strict=True):

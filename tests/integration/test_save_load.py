@@ -322,7 +322,8 @@ def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_p
     table = run("verify", str(root / "1"), "--against-storage", *config).splitlines()[-1].split()
     assert table == ["user", "60000", "59993", "7", "0", "0", "60000", "-"]
     assert "loaded 60,000 rows" in run("load", str(root / "1"), *config)
-    assert "saved 60,000 rows" in run("save", str(root / "3"), *config, "--keep", "1")
+    assert "saved 60,000 rows" in run("save", str(root / "3"), *config, "--keep", "1", "--weights-only")
+    assert "weights only" in run("ls", str(root))
     assert [one.name for one in list_checkpoints(str(root))] == ["3"]
     assert "deleted: none" in run("prune", str(root), "--keep", "1")
 

@@ -196,7 +196,7 @@ def test_only_rows_newer_than_the_last_snapshot_are_written(shard: Shard) -> Non
     first = list(taker.steps(shard.tables.all()))[-1]
     shard.run(APPLY, rows(ADAM, [3, 4, 99]))
     second = list(taker.steps(shard.tables.all()))[-1]
-    assert (first.n_rows, first.n_expected, second.n_rows, second.n_expected) == (20, 20, 3, 3)
+    assert (first.n_rows, second.n_rows) == (20, 3)
     assert 0 < second.size_bytes < first.size_bytes
     shard.check()
 

@@ -50,15 +50,13 @@ class Entry(Generic[B, R]):
 
 @dataclass
 class Waited:
-    """Seconds that the caller's thread spent in `next`, summed over all runs: reading the loader, and waiting for work."""
+    """What the caller's thread spent in `next`, summed over all runs: seconds of waiting for work, and batches."""
 
-    reading_s: float = 0.0
     working_s: float = 0.0
     n_batches: int = 0
 
     def read(self, seconds: float) -> None:
-        """Add time of reading, to the report in force, too."""
-        self.reading_s += seconds
+        """Add time of reading to the report in force."""
         if (times := counted()) is not None:
             times.loader_s += seconds
 
