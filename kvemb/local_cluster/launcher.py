@@ -3,7 +3,6 @@
 import atexit
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import yaml
 from kvemb.config import parse
 from kvemb.errors import ConfigError
 from kvemb.interrupts import exit_delivery
+from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
 from kvemb.local_cluster.storage_servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
@@ -29,7 +29,8 @@ log = logging.getLogger("kvemb")
 
 
 class LocalCluster:
-    """Real servers and shards on loopback, in a folder of their own; a context manager.
+    """Real servers and shards on loopback, in a folder of their own; a context manager. The folder of a program that was killed is
+    removed by the next start of one.
 
     Args:
         store: "valkey" (shipped with the `embedded` extra), "redis", "redis-cluster" or "memcached".
@@ -80,6 +81,7 @@ class LocalCluster:
         self.shards: list[LocalProcess] = []
         self._addresses: list[str] = []
         self.folder = Path(tempfile.gettempdir()) / "kvemb-not-started"
+        self._owned: LocalFolder | None = None
         parse(self._config("127.0.0.1:1", shards=["127.0.0.1:2"]), {})  # refuses a wrong mode and the like before anything is started
 
     @property
@@ -120,9 +122,8 @@ class LocalCluster:
         return self.folder / f"shard-{index}.ready"
 
     def __enter__(self) -> "LocalCluster":
-        self.folder = Path(tempfile.mkdtemp(prefix="kvemb-"))
-        # memcached gives up root for nobody, and must still be able to reach its folder.
-        self.folder.chmod(0o755)
+        self._owned = LocalFolder()
+        self.folder = self._owned.path
         try:
             self._start()
         except BaseException:
@@ -178,7 +179,8 @@ class LocalCluster:
                 server.process.signal(signal.SIGTERM)
             for server in self.servers:
                 server.process.stop(_SERVER_GRACE_S)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._owned is not None:
+                self._owned.remove()
 
 
 class Local:

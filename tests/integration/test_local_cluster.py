@@ -5,15 +5,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvemb.cluster import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
+from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.launcher import LocalCluster, local
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
 from kvemb.local_cluster.storage_servers import KINDS, find_server, start_servers
@@ -93,7 +96,74 @@ def test_no_process_outlives_a_job_that_is_killed(number: signal.Signals) -> Non
     process.communicate(timeout=60)
     assert process.returncode != 0
     require_gone(pids)
-    shutil.rmtree(folder, ignore_errors=True)  # nobody was left to do it
+    shutil.rmtree(folder, ignore_errors=True)  # nobody was left to do it; the next start would
+
+
+def test_the_next_start_removes_the_folders_of_killed_programs_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [tmp_path / name for name in ("kvemb-somebody-elses", "kvemb-empty", "not-ours")]
+    for other in others:
+        other.mkdir()
+    (others[0] / "file").touch()
+    (tmp_path / "kvemb-link").symlink_to(others[2])
+    shutil.copyfile(__file__, tmp_path / "kvemb-file")
+    killed = [job("time.sleep(600)") for _ in range(2)]
+    living, living_folder, living_pids = job("time.sleep(600)")
+    for process, folder, _ in killed:
+        process.kill()
+        process.communicate(timeout=60)
+        assert folder.parent == tmp_path
+    with LocalCluster("valkey") as cluster:
+        assert not any(folder.exists() for _, folder, _ in killed)
+        assert all(path.exists() for path in [*others, others[0] / "file", tmp_path / "kvemb-link", tmp_path / "kvemb-file"])
+        assert (living_folder / "kvemb.yaml").is_file()
+        assert all(alive(pid) for pid in living_pids)
+        with LocalCluster("valkey"):
+            assert cluster.config_path.is_file()
+    living.terminate()
+    living.communicate(timeout=60)
+    require_gone([pid for _, _, pids in [*killed, (living, living_folder, living_pids)] for pid in pids])
+
+
+def test_starts_at_once_remove_what_was_left_behind_and_nothing_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = [LocalFolder() for _ in range(20)]
+    for one in left:
+        (one.path / "file").write_bytes(bytes(1000))
+        one._lock.close()  # as the end of its process does
+
+    def begin(_: int) -> list[LocalFolder]:
+        return [LocalFolder() for _ in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        begun = [folder for folders in pool.map(begin, range(8)) for folder in folders]
+    assert set(tmp_path.iterdir()) == {folder.path for folder in begun}
+    for folder in begun:
+        folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (left := LocalFolder())._lock.close()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    LocalFolder()._lock.close()
+    assert left.path.exists()
+
+
+def test_a_child_that_a_program_has_forked_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = LocalFolder()
+    child = subprocess.Popen(["sleep", "600"], pass_fds=[folder._lock.fileno()])  # which a fork has without being told
+    folder._lock.close()
+    LocalFolder().remove()
+    assert folder.path.exists()
+    child.kill()
+    child.wait(60)
+    LocalFolder().remove()
+    assert not folder.path.exists()
 
 
 def test_ctrl_c_ends_a_job_in_order() -> None:
