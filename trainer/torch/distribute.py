@@ -27,6 +27,7 @@ from .distribute_tables import SiteTable, TableOptions, exists, fill, make_table
 from .embedding import Embedding, EmbeddingBag
 from .optimizer import SparseOptimizer
 from .optimizer_map import MappedGroup
+from .other_optimizers import watch
 from .table_weight import become, let_go, turn_back
 from .tables import modules_by_table
 from .unapplied import MAX_UNAPPLIED, check_max_unapplied
@@ -222,8 +223,10 @@ def _change(
             return None
         _take_out(optimizer, [one.site.weight for one in tables], undo)
         sparse = SparseOptimizer(model, max_unapplied=max_unapplied)
-        pending = {name: modules[0].pending for name, modules in modules_by_table(model).items()}
+        modules_of = modules_by_table(model)
+        pending = {name: modules[0].pending for name, modules in modules_of.items()}
         JoinedStep(optimizer, sparse, follows, pending)
+        watch(optimizer, list(pending.values()), [module.stand_in for modules in modules_of.values() for module in modules])
         return sparse
     except BaseException:
         for action in reversed(undo):
@@ -263,6 +266,8 @@ def _module(old: Kept, one: SiteTable) -> Embedding | EmbeddingBag:
         new = EmbeddingBag(one.table, old.mode, old.include_last_offset, old.padding_idx)
     else:
         new = Embedding(one.table, old.padding_idx)
+    device = one.site.weight.device
+    new.make_stand_in(torch.device("cpu") if device.type == "meta" else device)
     return new.train(old.training)
 
 

@@ -25,7 +25,7 @@ from .pending import Lookup, Pending
 from .ports import TablePort
 from .shared import Asked, Found, SharedLookups
 from .steps import StepMark
-from .waiting import WaitingParameters
+from .waiting import STAND_IN, WaitingParameters
 
 _PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
 
@@ -70,7 +70,22 @@ class TableModule(LookupModule):
     def pending(self, pending: Pending) -> None:
         self._pending = pending
         # parameters() of a module goes through this mapping of every module inside of it
-        self.__dict__["_parameters"] = WaitingParameters(self._parameters, pending)
+        self.__dict__["_parameters"] = WaitingParameters(self._parameters, pending, self.stand_in)
+
+    @property
+    def stand_in(self) -> nn.Parameter | None:
+        """A parameter float32 [0, dim] of a module that `distribute` made. Who asks a model, or a part of one, for its parameters finds it
+        where there is no other: to learn a device, or to make an optimizer. It is in no state (adr/0034).
+        """
+        stand_in: nn.Parameter | None = self.__dict__.get(STAND_IN)
+        return stand_in
+
+    def make_stand_in(self, device: torch.device) -> nn.Parameter:
+        """Give this module a `stand_in`."""
+        made = nn.Parameter(torch.empty(0, self.table.dim, device=device))
+        self.__dict__[STAND_IN] = made  # found by its name, but not registered: nobody saves or loads it
+        self.pending = self._pending
+        return made
 
     @property
     def embedding_dim(self) -> int:
@@ -115,6 +130,8 @@ class TableModule(LookupModule):
         """Take part in `model.bfloat16()` and the like: results are of that type then, of rows that stay what they are."""
         with self._parameters.own():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.stand_in is not None and (moved := fn(self.stand_in.data)).device.type != "meta":
+            self.stand_in.data = moved
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 

@@ -93,7 +93,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         for pending in self._pending.values():
             if set_to_none:
-                pending.clear()
+                pending.drop()
             for leaf in pending.leaves:
                 if leaf.grad is not None:
                     leaf.grad = torch.zeros_like(leaf.grad)
@@ -137,7 +137,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._push(parts, {name: hyper[name] for name in parts}, held)
             _tell(sharing, self.last_ack)
         for pending in self._pending.values():
-            pending.clear()
+            pending.use_up()
         push_s = time.perf_counter() - began_s - waited_s
         if sync and self.last_ack is not None:
             waited_s = self._timed(self.last_ack.wait_released)

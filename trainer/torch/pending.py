@@ -30,6 +30,11 @@ bounded.
 """
 _MANY_PENDING = 100
 """Lookups of one module that wait, after which a log line asks whether anybody takes steps."""
+_MANY_DROPPED = 30
+"""Times in a row that gradients of a table were dropped, after which a log line asks the same: more often than GradScaler leaves steps out
+until its scale fits, and than LBFGS evaluates a closure by default.
+"""
+KEEP = "Make the optimizer first, and keep it: one that is made after distribute pushes nothing"
 _STEPS = "the optimizer that was given to distribute, or of a SparseOptimizer made from this model"
 
 
@@ -64,22 +69,41 @@ class Pending:
     def __init__(self, table: TablePort, n_modules: int = 1, *, trains: bool = True) -> None:
         self.table, self._trains = table, trains
         self.limit, self._many = MAX_PENDING * n_modules, _MANY_PENDING * n_modules
-        self._told = False
+        self._told = self._told_dropped = False
+        self._n_dropped = 0  # since the last step
+        self.n_steps = self.n_backwards = 0
+        """Steps that used gradients up, and lookups that got one: `other_optimizers` compares them."""
         self.leaves: list[Tensor] = []
         self.lookups: list[Lookup] = []
         self._n_lookups: list[int] = []  # how many were made into each of them
         self.group: Callable[[], dict[str, Any]] | None = None
         """Where another optimizer, whose step pushes too, and its GradScaler look for gradients: leaves wait there as well."""
+        self.watching: object = None
+        """Kept alive: who looks whether that optimizer steps (`other_optimizers`)."""
 
     def add(self, leaf: Tensor, lookup: Lookup) -> None:
         """Take a lookup whose leaf has just got a gradient, in its backward pass; a second one through the same graph adds to that."""
         if any(leaf is known for known in self.leaves):
             return
+        self.n_backwards += 1
         if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
             self._keep([known.grad is not None for known in self.leaves])
+            self._tell_dropped()
         self._append(leaf, lookup, 1)
         if len(self.leaves) > 1:
             Variable._execution_engine.queue_callback(self._merge)
+
+    def use_up(self) -> None:
+        """Forget gradients and lookups, for a step has used them."""
+        self.n_steps += 1
+        self._n_dropped = 0
+        self.clear()
+
+    def drop(self) -> None:
+        """Forget gradients and lookups that no step has used."""
+        if self.leaves:
+            self._tell_dropped()
+        self.clear()
 
     def clear(self) -> None:
         """Forget gradients and lookups; those whose backward is still to come are not concerned."""
@@ -168,3 +192,16 @@ class Pending:
                 "table %r: %d lookups have a gradient and wait for step() of %s; more than %d are refused",
                 *(self.table.name, n_waiting, _STEPS, self.limit),
             )
+
+    def _tell_dropped(self) -> None:
+        """Ask whether anybody takes steps, where gradients are dropped and dropped."""
+        self._n_dropped += 1
+        if self._n_dropped < _MANY_DROPPED or self._told_dropped:
+            return
+        self._told_dropped = True
+        log.warning(
+            "table %r: gradients of rows were dropped %d times in a row, and none was pushed; its rows do not change. Call step() of %s "
+            "between backward() and zero_grad(). %s. Where nothing is to be trained use model.eval(), torch.no_grad(), or "
+            "requires_grad_(False) of the module over the table",
+            *(self.table.name, self._n_dropped, _STEPS, KEEP),
+        )

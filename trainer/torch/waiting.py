@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvemb")
 _NAME = "waiting_rows"
+STAND_IN = "rows_in_cluster"
+"""The name of `lookup.TableModule.stand_in` among the parameters."""
+_bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by every module over a table, for one answer
 _MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
 _IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  # torch's, and TorchRec's
 _DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
@@ -41,14 +45,16 @@ class WaitingParameters(dict[str, Any]):
     Args:
         own: registered in the module.
         pending: of the module.
+        stand_in: of the module, if it has one.
     """
 
     told = False
     """Whether it was told that torch's clipping leaves rows out: once in a process."""
 
-    def __init__(self, own: Mapping[str, Any], pending: "Pending") -> None:
+    def __init__(self, own: Mapping[str, Any], pending: "Pending", stand_in: nn.Parameter | None = None) -> None:
         super().__init__({name: own[name] for name in own})
         self._pending, self._only_own = pending, False
+        self._stand_in = stand_in
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """Return names and parameters: what torch.nn.Module.named_parameters asks each module for."""
@@ -56,13 +62,18 @@ class WaitingParameters(dict[str, Any]):
             return super().items()
         if not torch.compiler.is_compiling():
             _refuse_in_backward(self._pending.table.name)
+        shown = super().items()
+        if self._stand_in is not None and _is_bare(_asked()):
+            if distributed.is_available() and distributed.is_initialized():
+                self._stand_in.requires_grad_(False)  # DistributedDataParallel, of one rank too, would wait for its gradient
+            shown = {**self, STAND_IN: self._stand_in}.items()
         leaves = self._pending.leaves
         if not leaves:
-            return super().items()
+            return shown
         if n_ranks() > 1:
             _tell_clipping(self._pending.table.name)
-            return super().items()
-        return {**self, **{f"{_NAME}_{at}": leaf for at, leaf in enumerate(leaves)}}.items()
+            return shown
+        return {**dict(shown), **{f"{_NAME}_{at}": leaf for at, leaf in enumerate(leaves)}}.items()
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -109,6 +120,31 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _asked() -> nn.Module | None:
+    """Whose parameters are asked for, those of all modules inside of it; None for a module's own, which are asked for one by one."""
+    if torch.compiler.is_compiling():
+        return None
+    for frame in _callers():
+        if frame.f_code.co_name == "named_parameters":
+            root = frame.f_locals.get("self")
+            return root if isinstance(root, nn.Module) and frame.f_locals.get("recurse", True) else None
+    return None
+
+
+def _is_bare(root: nn.Module | None) -> bool:
+    """As `_has_none`, remembered."""
+    if root is None:
+        return False
+    if root not in _bare:
+        _bare[root] = _has_none(root)
+    return _bare[root]
+
+
+def _has_none(root: nn.Module) -> bool:
+    """Whether no parameter is registered in a module, or in one inside of it."""
+    return not any(param is not None for module in root.modules() for param in module._parameters.values())
+
+
 def _tell_clipping(table: str) -> None:
     """Warn who clips gradients with torch's function, which cannot see those of rows here; nothing else tells that it is called."""
     if WaitingParameters.told:
@@ -134,7 +170,7 @@ def _refuse_in_backward(table: str) -> None:
             root = frame.f_locals.get("self")
     else:
         return
-    if isinstance(root, nn.Module) and not any(param is not None for module in root.modules() for param in module._parameters.values()):
+    if isinstance(root, nn.Module) and _has_none(root):
         raise InvalidInputError(
             f"apply_optimizer_in_backward was given the parameters of a {type(root).__name__} over table {table!r}, which has none: its "
             "rows are in a cluster, and this would train nothing. Leave it out; rows are trained by the rule that the table was created "
