@@ -18,7 +18,7 @@ if find_spec("torch") is None:
     collect_ignore.append("beside_torch.py")
 _IMPORTED = (
     *("torchfm.model.dfm", "deepctr_torch.models", "torch_rechub.models.ranking", "torch_rechub.trainers"),
-    *("recbole.model.sequential_recommender", "lightning.pytorch", "accelerate", "transformers", "torchrec.models.dlrm"),
+    *("recbole.model.sequential_recommender", "lightning.pytorch", "accelerate", "transformers", "torchrec.models.dlrm", "pykeen.pipeline"),
 )
 with warnings.catch_warnings():  # of what they do while they are imported, about themselves
     warnings.simplefilter("ignore")
