@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from kvemb import config
+from kvemb.stores import storage_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -33,8 +34,8 @@ def read(name: str) -> str:
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", sorted({*PROJECT["entry-points"]["kvemb.stores"].values(), *PROJECT["scripts"].values()}))
-def test_an_entry_point_names_something_that_exists(target: str) -> None:
+@pytest.mark.parametrize("target", sorted({*storage_kinds._OWN.values(), *PROJECT["scripts"].values()}))
+def test_an_entry_point_or_a_storage_kind_names_something_that_exists(target: str) -> None:
     module, name = target.split(":")
     assert callable(getattr(importlib.import_module(module), name))
 
