@@ -22,7 +22,7 @@ from benchmarks.measure import Spread
 from benchmarks.options import fraction, whole
 from benchmarks.recovery_steps import Target, records
 from benchmarks.report import Line, Report, Section
-from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import HEADER_SIZE
@@ -136,7 +136,7 @@ def written_s(folder: Path, begun_s: float) -> float:
     return max((max(0.0, one.stat().st_ctime - begun_s) for one in folder.rglob("*.parquet")), default=0.0)
 
 
-def require_saved(manifest: Manifest, n_rows: int) -> None:
+def require_saved(manifest: CheckpointManifest, n_rows: int) -> None:
     """Refuse a checkpoint that does not hold so many rows.
 
     Raises:

@@ -15,7 +15,7 @@ from kvemb import init
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 
 class LocalAck:
@@ -41,7 +41,7 @@ class LocalTable:
         self.cluster, self.definition = cluster, definition
         self.name, self.dim, self.hyper = definition.name, definition.dim, definition.optimizer.defaults()
         self.minus_one_allowed = False
-        self._optimizer, self._step = build(definition.optimizer), 0
+        self._optimizer, self._step = build_optimizer(definition.optimizer), 0
         self._weights = np.zeros((definition.num_ids, definition.dim), np.float32)
         self._slots = self._optimizer.init_slots(definition.num_ids, definition.dim)
 

@@ -23,7 +23,7 @@ from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
 from kvemb.protocol.messages import SERVICE as PATH
 from kvemb.protocol.messages import CreateTableRequest, Empty, Reply
 from kvemb.schema.table_def import TableDef
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 _THREADS = 4
 _FIRST_ROWS = 1024
@@ -58,7 +58,7 @@ class MemoryRows:
     """
 
     def __init__(self, definition: TableDef) -> None:
-        self._definition, self._optimizer = definition, build(definition.optimizer)
+        self._definition, self._optimizer = definition, build_optimizer(definition.optimizer)
         self._index = RowIndex()  # the number of an id is its place in the arrays, from 1 on
         self._weights = np.empty((_FIRST_ROWS, definition.dim), np.float32)
         self._slots = np.empty((_FIRST_ROWS, definition.record.slot_size), np.float32)

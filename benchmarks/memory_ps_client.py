@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.memory_ps import PulledRows, PullRows, PushRows
 from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import normalize
-from kvemb.client.shard_channel import Pending, ShardChannel
+from kvemb.client.shard_channel import PendingCall, ShardChannel
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
@@ -31,8 +31,8 @@ class MemoryAck:
     staleness = None
     failure_seen = False
 
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts: deque[Pending] = deque(parts)
+    def __init__(self, parts: Sequence[PendingCall]) -> None:
+        self._parts: deque[PendingCall] = deque(parts)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         """Wait for the answers; the deadline is the one that the push was sent with."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Turn, cpu_s
 from benchmarks.tfra.peer import Tfra
-from kvemb.arrays.unique import ascending
+from kvemb.arrays.unique import unique_ascending
 from kvemb.client.ack import Ack, Staleness
 from kvemb.table import Table
 
@@ -94,7 +94,7 @@ class Ours:
 
     def step(self, index: int) -> tuple[int, Ack]:
         """Pull and push one batch; return how many distinct rows it has, and the push's ack."""
-        ids = ascending(self.batches[index]).ids
+        ids = unique_ascending(self.batches[index]).ids
         rows, versions = self.table.pull(ids, return_versions=True, timeout_s=TIMEOUT_S)
         self.loss = float(rows.sum()) * GRADIENT
         self.used.add(index)

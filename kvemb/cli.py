@@ -135,11 +135,11 @@ def _checkpoint(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     if args.config and (args.store or args.nodes or args.shards):
         args.refuse("--store, --nodes and --shards describe a cluster to start; --config names one that is running")
-    from kvemb.demo.job import Options, run_demo
+    from kvemb.demo.job import DemoOptions, run_demo
     from kvemb.demo.progress import Display
 
     nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
-    options = Options(args.store or "valkey", nodes, args.shards or 2, args.trainers, args.seed, args.config)
+    options = DemoOptions(args.store or "valkey", nodes, args.shards or 2, args.trainers, args.seed, args.config)
     return 0 if run_demo(options, Display(sys.stdout)) else 1
 
 

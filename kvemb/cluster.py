@@ -22,7 +22,7 @@ from kvemb.config import Config, load
 from kvemb.connection.access import Access
 from kvemb.connection.moved_nodes import NodesInFile
 from kvemb.coordination.registry_format import META_NAME, newest_registry
-from kvemb.datapath.prefetched_rows import Held, prepare_held
+from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
 from kvemb.datapath.pull import Pulled, prepare_pull
 from kvemb.datapath.push import prepare_push
 from kvemb.datapath.row_cache import RowCache, RowCacheStats, check_options
@@ -37,10 +37,8 @@ from kvemb.stores.store import Store
 from kvemb.table import Table
 
 if TYPE_CHECKING:
-    from kvemb.checkpoint.load import LoadResult
-    from kvemb.checkpoint.load import Progress as LoadProgress
-    from kvemb.checkpoint.save import Progress as SaveProgress
-    from kvemb.checkpoint.save import SaveResult
+    from kvemb.checkpoint.load import LoadProgress, LoadResult
+    from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
@@ -467,7 +465,7 @@ class Cluster:
         ]
         return dict(zip(ids, self._access.pull(requests, timeout_s, versions=versions, stored=stored), strict=True))
 
-    def _held(self, held: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[Held]:
+    def _held(self, held: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[PrefetchedRows]:
         if held and self.mode != "sync":
             raise InvalidInputError(
                 "held goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
@@ -477,7 +475,7 @@ class Cluster:
         for name, rows in held.items():
             if not isinstance(rows, tuple | list) or len(rows) != 2:
                 raise InvalidInputError(f"table {name!r}: held is {type(rows).__name__}, expected a pair (ids, versions)")
-            prepared.append(prepare_held(self.table(name).definition, *rows))
+            prepared.append(prepare_prefetched(self.table(name).definition, *rows))
         return prepared
 
     def _close(self, timeout_s: float | None) -> None:

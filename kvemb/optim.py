@@ -13,13 +13,13 @@ from kvemb.errors import InvalidInputError
 from kvemb.specs.transform_spec import TransformSpec, Value, clip_by_norm, clip_by_value, l2, refuse_unknown
 
 __all__ = [
-    "OptimizerSpec", "Slot", "TransformSpec", "adagrad", "adam", "adamw", "chain", "clip_by_norm", "clip_by_value",
+    "OptimizerSpec", "StateField", "TransformSpec", "adagrad", "adam", "adamw", "chain", "clip_by_norm", "clip_by_value",
     "ftrl", "l2", "rmsprop", "rowwise_adagrad", "sgd",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateField:
     """One piece of optimizer state beside a row: `dim` float32 values, or a single one if `per_row`."""
 
     name: str
@@ -39,9 +39,9 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _OptimizerKind:
     values: Mapping[str, Value]  # run-time
-    slots: tuple[Slot, ...]
+    slots: tuple[StateField, ...]
     flags: tuple[str, ...] = ()  # options, false unless given
     numbers: Mapping[str, Value] | None = None  # options with a number
 
@@ -52,29 +52,29 @@ class _Kind:
 # eps has a floor well inside float32: at 0 a row whose gradients were all zero would become 0 / 0.
 _EPS = Value(1e-8, low=1e-30)
 _MOMENTUM = {"momentum": Value(0.0, high=1.0)}
-_MOMENTUM_SLOT = Slot("momentum_buffer", when="momentum")
+_MOMENTUM_SLOT = StateField("momentum_buffer", when="momentum")
 _ADAM_VALUES = {"lr": Value(1e-3), "beta1": Value(0.9, high=1.0), "beta2": Value(0.999, high=1.0), "eps": _EPS}
-_ADAM_SLOTS = (Slot("exp_avg"), Slot("exp_avg_sq"), Slot("max_exp_avg_sq", when="amsgrad"))
+_ADAM_SLOTS = (StateField("exp_avg"), StateField("exp_avg_sq"), StateField("max_exp_avg_sq", when="amsgrad"))
 _INITIAL = "initial_accumulator_value"
 
-_KINDS: Mapping[str, _Kind] = {
-    "sgd": _Kind({"lr": Value(1e-3), **_MOMENTUM, "weight_decay": Value(0.0)}, (_MOMENTUM_SLOT,), flags=("nesterov",)),
-    "adagrad": _Kind(
+_KINDS: Mapping[str, _OptimizerKind] = {
+    "sgd": _OptimizerKind({"lr": Value(1e-3), **_MOMENTUM, "weight_decay": Value(0.0)}, (_MOMENTUM_SLOT,), flags=("nesterov",)),
+    "adagrad": _OptimizerKind(
         {"lr": Value(0.01), "eps": replace(_EPS, default=1e-10)},
-        (Slot("sum", initial_option=_INITIAL),),
+        (StateField("sum", initial_option=_INITIAL),),
         numbers={_INITIAL: Value(0.0)},
     ),
-    "rowwise_adagrad": _Kind({"lr": Value(0.01), "eps": _EPS}, (Slot("mean_square_sum", per_row=True),)),
-    "adam": _Kind(_ADAM_VALUES, _ADAM_SLOTS, flags=("amsgrad",)),
-    "adamw": _Kind({**_ADAM_VALUES, "weight_decay": Value(0.01)}, _ADAM_SLOTS, flags=("amsgrad",)),
-    "ftrl": _Kind(
+    "rowwise_adagrad": _OptimizerKind({"lr": Value(0.01), "eps": _EPS}, (StateField("mean_square_sum", per_row=True),)),
+    "adam": _OptimizerKind(_ADAM_VALUES, _ADAM_SLOTS, flags=("amsgrad",)),
+    "adamw": _OptimizerKind({**_ADAM_VALUES, "weight_decay": Value(0.01)}, _ADAM_SLOTS, flags=("amsgrad",)),
+    "ftrl": _OptimizerKind(
         {"lr": Value(0.05, open_low=True), "l1": Value(0.0), "l2": Value(0.0), "beta": Value(0.0)},
-        (Slot("z"), Slot("n", initial_option=_INITIAL)),
+        (StateField("z"), StateField("n", initial_option=_INITIAL)),
         numbers={_INITIAL: Value(0.1, low=1e-12)},  # never 0: with beta = 0 the step size is lr / sqrt(n)
     ),
-    "rmsprop": _Kind(
+    "rmsprop": _OptimizerKind(
         {"lr": Value(0.01), "alpha": Value(0.99, high=1.0), "eps": _EPS, **_MOMENTUM},
-        (Slot("square_avg"), Slot("grad_avg", when="centered"), _MOMENTUM_SLOT),
+        (StateField("square_avg"), StateField("grad_avg", when="centered"), _MOMENTUM_SLOT),
         flags=("centered",),
     ),
 }
@@ -114,7 +114,7 @@ class OptimizerSpec:
         object.__setattr__(self, "options", tuple(options.items()))
         object.__setattr__(self, "hyper", tuple(hyper.items()))
 
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[StateField, ...]:
         """Return the slots of this table, in the order in which they lie in the record.
 
         Example:

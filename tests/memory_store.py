@@ -27,7 +27,7 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.read_retry import PASSING, waiting, waits
+from kvemb.stores.read_retry import PASSING, retries, retry_read
 from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
@@ -95,7 +95,7 @@ class MemoryStore(NodeRepair, Store):
         self._nodes = [memory_node(address) for address in config.nodes]
         self._markers: list[Marker] | None = None
         self._closed = False
-        self._waits = waits(role, config.on_lost_node)
+        self._waits = retries(role, config.on_lost_node)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,7 +106,7 @@ class MemoryStore(NodeRepair, Store):
         return self._map.addresses
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+        return retry_read(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         raw = [self._look(address, deadline)[0] for address in self.addresses]
@@ -139,7 +139,7 @@ class MemoryStore(NodeRepair, Store):
         self._owner = (shard, epoch, owner.encode() if owner is not None and owner.epoch == epoch else b"")
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return waiting(lambda: self._read_checked(parts), deadline) if self._waits else self._read_checked(parts)
+        return retry_read(lambda: self._read_checked(parts), deadline) if self._waits else self._read_checked(parts)
 
     def _read_checked(self, parts: Sequence[ReadPart]) -> list[ReadResult]:
         expected = self._expected_of(parts)

@@ -27,7 +27,7 @@ _LEAST_RUN = 64  # ids that ascend, on average, for a merge of such runs to be f
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows grouped by id; make one with `group`.
+    """Rows grouped by id; make one with `group_by_id`.
 
     Args:
         ids: uint64 [n], distinct, ascending.
@@ -65,7 +65,7 @@ class Groups:
         return np.minimum.reduceat(values[self.order], self.starts) if len(values) else values
 
 
-def group(ids: NDArray[np.uint64]) -> Groups:
+def group_by_id(ids: NDArray[np.uint64]) -> Groups:
     """Group rows by id.
 
     Args:
@@ -120,7 +120,7 @@ def segment_sum(ids: NDArray[np.uint64], grads: NDArray[np.float32]) -> tuple[ND
         >>> ids.tolist(), sums.tolist()
         ([3, 7], [[10.0, 20.0], [101.0, 202.0]])
     """
-    groups = group(ids)
+    groups = group_by_id(ids)
     return groups.ids, groups.sum(grads)
 
 

@@ -21,8 +21,8 @@ _FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D
 
 
 @dataclass(frozen=True, eq=False)
-class Distinct:
-    """The distinct ids of a batch; make one with `distinct` or `ascending`.
+class Unique:
+    """The distinct ids of a batch; make one with `unique` or `unique_ascending`.
 
     Args:
         ids: uint64 [n], distinct; ascending, or in no defined order.
@@ -33,7 +33,7 @@ class Distinct:
     inverse: NDArray[np.intp] | None
 
 
-def distinct(ids: NDArray[np.uint64]) -> Distinct:
+def unique(ids: NDArray[np.uint64]) -> Unique:
     """Find the distinct ids.
 
     Args:
@@ -45,20 +45,20 @@ def distinct(ids: NDArray[np.uint64]) -> Distinct:
         ([7, 3, 7], 2)
     """
     if bool((ids[1:] > ids[:-1]).all()):
-        return Distinct(ids, None)
+        return Unique(ids, None)
     if len(ids) < _HASH_FROM:
         order, starts, inverse = _sorted(ids)
-        return Distinct(ids.take(order.take(starts)), inverse)
+        return Unique(ids.take(order.take(starts)), inverse)
     owners = _owners(ids, 0)
     own = owners == np.arange(len(ids))
     if own.all():
-        return Distinct(ids, None)
+        return Unique(ids, None)
     positions = np.cumsum(own)
     positions -= 1
-    return Distinct(ids[own], positions.take(owners))
+    return Unique(ids[own], positions.take(owners))
 
 
-def ascending(ids: NDArray[np.uint64]) -> Distinct:
+def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
     """Find the distinct ids in ascending order, as pushes want them: only they are sorted, not their duplicates.
 
     Args:
@@ -69,13 +69,13 @@ def ascending(ids: NDArray[np.uint64]) -> Distinct:
         >>> found.ids.tolist(), found.inverse.tolist()
         ([3, 7], [1, 0, 1])
     """
-    found = distinct(ids)
+    found = unique(ids)
     if bool((found.ids[1:] > found.ids[:-1]).all()):
         return found
     order = np.argsort(found.ids)  # not the stable kind: without equal ids there is one order, and this one uses vector instructions
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    return Distinct(found.ids.take(order), places if found.inverse is None else places.take(found.inverse))
+    return Unique(found.ids.take(order), places if found.inverse is None else places.take(found.inverse))
 
 
 def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:

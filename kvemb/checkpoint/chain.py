@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.format.file_names import ERASED, IDS
 from kvemb.checkpoint.format.row_block import RowBlock
 from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
@@ -29,7 +29,7 @@ class Chain:
     levels: tuple[Checkpoint, ...]
 
     @property
-    def newest(self) -> Manifest:
+    def newest(self) -> CheckpointManifest:
         """The manifest that says which tables there are."""
         return self.levels[0].manifest
 

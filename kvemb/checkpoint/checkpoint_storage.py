@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.errors import CheckpointError, ConfigError
 
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
@@ -41,7 +41,7 @@ class CheckpointStorage:
         self.url = absolute_url(url)
         self._pause = pause
         try:
-            self._fs, self._root = require("fsspec.core").url_to_fs(self.url)
+            self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
         except ImportError as error:
             raise ConfigError(f"{shown(self.url)}: {error}") from error
         except ConfigError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path
 from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
@@ -16,7 +16,7 @@ class Listed:
 
     name: str
     url: str
-    manifest: Manifest | None
+    manifest: CheckpointManifest | None
     problem: str = ""
 
 
@@ -77,7 +77,7 @@ def _look_at(storage: CheckpointStorage) -> Listed:
         return Listed(name, storage.url, None, str(error))
 
 
-def _delete(storage: CheckpointStorage, manifest: Manifest) -> None:
+def _delete(storage: CheckpointStorage, manifest: CheckpointManifest) -> None:
     """Delete what the manifest names, itself first: what is left then is no checkpoint any more."""
     storage.delete(MANIFEST)
     for path in [entry.path for entry in manifest.files] + [fragment_path(cut.shard) for cut in manifest.cuts]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, newest_decision, newest_report, report_name
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.client.all_shards import Servers
+from kvemb.client.all_shards import AllShards
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import CheckpointError, ParameterServerError, StorageError
 from kvemb.net.deadline import Deadline
@@ -23,7 +23,7 @@ from kvemb.stores.store import Store
 
 _POLL_S, _CALL_S = 0.25, 60.0
 
-Progress = Callable[[str, int, int], None]
+LoadProgress = Callable[[str, int, int], None]
 """Called now and then with (what is being done, how much is done, how much there is): "verifying" in bytes, "loading" in rows."""
 
 
@@ -32,7 +32,7 @@ class LoadResult:
     """A finished load."""
 
     url: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     n_rows: int
     seconds: float
 
@@ -41,13 +41,13 @@ class LoadResult:
 class Loading:
     """The cluster that is loaded: its shards, its storage, its tables."""
 
-    servers: Servers
+    servers: AllShards
     store: Store
     tables: Mapping[str, TableDef]
     timeout_s: float
 
 
-def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: Progress | None = None) -> LoadResult:
+def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: LoadProgress | None = None) -> LoadResult:
     """Load a checkpoint; see `kvemb.cluster.Cluster.load`."""
     begun = time.monotonic()
     chain = _verified(url, loading.tables, progress)
@@ -63,7 +63,9 @@ def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: Progre
     return LoadResult(url, chain.newest, sum(report.rows_done for report in reports), time.monotonic() - begun)
 
 
-def decide(store: Store, tables: Mapping[str, TableDef], url: str, *, timeout_s: float, progress: Progress | None = None) -> Manifest:
+def decide(
+    store: Store, tables: Mapping[str, TableDef], url: str, *, timeout_s: float, progress: LoadProgress | None = None
+) -> CheckpointManifest:
     """Decide a load while shards are down: they carry it out when they are started. It takes the place of a load that cannot be finished.
 
     Args:
@@ -85,7 +87,7 @@ def decide(store: Store, tables: Mapping[str, TableDef], url: str, *, timeout_s:
     return chain.newest
 
 
-def _verified(url: str, tables: Mapping[str, TableDef], progress: Progress | None) -> Chain:
+def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress | None) -> Chain:
     chain = open_chain(url)
     for table in chain.newest.tables:
         if table.definition.name in tables:
@@ -124,7 +126,7 @@ def _decide(store: Store, decision: Decision, timeout_s: float) -> None:
         ) from error
 
 
-def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Progress | None) -> list[Report]:
+def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: LoadProgress | None) -> list[Report]:
     """Wait until every shard has loaded and serves.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from kvemb.coordination.replicated_values import DamagedCopyError, good_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import ProtocolError
 
 META_NAME = "kvemb:load"
@@ -72,14 +72,14 @@ def newest_decision(copies: Iterable[bytes | None], where: Sequence[str] = ()) -
         DamagedCopyError: there are copies, and all are damaged.
         ProtocolError: a copy is of another release.
     """
-    found = good_copies(copies, decode_decision, META_NAME, where)
+    found = intact_copies(copies, decode_decision, META_NAME, where)
     return max(found, key=lambda decision: decision.serial, default=None)
 
 
 def newest_report(copies: Iterable[bytes | None]) -> Report | None:
     """Return the newest of the nodes' copies of a shard's report, or None; damaged ones say nothing."""
     try:
-        found = good_copies(copies, lambda data: Report(*_read(data, "kvemb-load-report", Report)), "of a load's report")
+        found = intact_copies(copies, lambda data: Report(*_read(data, "kvemb-load-report", Report)), "of a load's report")
     except DamagedCopyError:
         return None
     return max(found, key=lambda report: report.beat, default=None)

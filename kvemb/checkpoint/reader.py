@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, FileEntry
 from kvemb.checkpoint.format.file_names import MANIFEST
 from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.parquet_blocks import decode_ids, decode_rows
@@ -23,7 +23,7 @@ class Checkpoint:
     """A complete checkpoint: its folder and its manifest."""
 
     storage: CheckpointStorage
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     def rows(self, definition: TableDef, shard: int) -> Iterator[RowBlock]:
         """Yield the rows that one shard saved of a table, ascending by id.

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest
 from kvemb.checkpoint.format.file_names import MANIFEST, SAVING, check_name, fragment_path
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest, read_hex
 from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
 from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
 from kvemb.checkpoint.writer import read_fragment
-from kvemb.client.all_shards import Servers
+from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 
 _POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S = 0.01, 0.2, 10.0, 60.0
 
-Progress = Callable[[int, int, int], None]
+SaveProgress = Callable[[int, int, int], None]
 """Called now and then with (rows done, rows in all, bytes written) of all shards together."""
 
 
@@ -34,7 +34,7 @@ class SaveResult:
     """A finished save."""
 
     url: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     seconds: float
 
 
@@ -42,7 +42,7 @@ class SaveResult:
 class Saving:
     """The cluster that is saved: its shards, its name, its id in hex."""
 
-    servers: Servers
+    servers: AllShards
     cluster: str
     cluster_id: str
 
@@ -56,7 +56,7 @@ def save(
     extra: Mapping[str, Any] | None,
     resume: bool,
     timeout_s: float,
-    progress: Progress | None = None,
+    progress: SaveProgress | None = None,
 ) -> SaveResult:
     """Save the cluster; see `kvemb.cluster.Cluster.save`."""
     begun = time.monotonic()
@@ -96,7 +96,7 @@ def _info(
     saving: Saving, storage: CheckpointStorage, below: Checkpoint | None, weights_only: bool, extra: dict[str, Any], *, resume: bool
 ) -> SaveInfo:
     """Return what is the same for all shards: as noted by the save that is resumed, or new and noted."""
-    base = None if below is None else Base(below.storage.url.rpartition("/")[2], below.manifest.save_id)
+    base = None if below is None else BaseCheckpoint(below.storage.url.rpartition("/")[2], below.manifest.save_id)
     save_id, created_s = secrets.token_hex(16), int(time.time())
     if resume:
         fields = _noted(storage)
@@ -125,7 +125,7 @@ def _noted(storage: CheckpointStorage) -> Fields:
     return fields
 
 
-def _wait(servers: Servers, save_id: str, requests: Sequence[SaveRequest], progress: Progress | None) -> None:
+def _wait(servers: AllShards, save_id: str, requests: Sequence[SaveRequest], progress: SaveProgress | None) -> None:
     """Poll until every shard is done.
 
     Raises:
@@ -154,7 +154,7 @@ def _wait(servers: Servers, save_id: str, requests: Sequence[SaveRequest], progr
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
-def _require_same_tables(storage: CheckpointStorage, manifest: Manifest, below: Checkpoint) -> None:
+def _require_same_tables(storage: CheckpointStorage, manifest: CheckpointManifest, below: Checkpoint) -> None:
     """Refuse a base that has a table which was dropped since."""
     for saved in below.manifest.tables:
         now = manifest.table(saved.definition.name)
@@ -173,7 +173,7 @@ def _check(shard: int, reply: SaveReply) -> None:
         raise CheckpointError(f"shard {shard} knows nothing of the save: it was restarted meanwhile. Save again, or go on with resume")
 
 
-def _finish(storage: CheckpointStorage, info: SaveInfo, n_shards: int, below: Checkpoint | None) -> Manifest:
+def _finish(storage: CheckpointStorage, info: SaveInfo, n_shards: int, below: Checkpoint | None) -> CheckpointManifest:
     """Put the fragments together, look whether everything is there, and write the manifest."""
     fragments = [read_fragment(storage, shard) for shard in range(n_shards)]
     if any(fragment is None for fragment in fragments):

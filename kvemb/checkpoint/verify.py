@@ -19,7 +19,7 @@ from kvemb.errors import CheckpointError
 _N_THREADS = 4
 _SHOWN = 20
 
-Progress = Callable[[int, int], None]
+VerifyProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from any thread, one call at a time."""
 
 
@@ -41,7 +41,7 @@ class VerifyReport:
         return self
 
 
-def verify(url: str, progress: Progress | None = None) -> VerifyReport:
+def verify(url: str, progress: VerifyProgress | None = None) -> VerifyReport:
     """Check a checkpoint and its chain: sizes, checksums, contents, totals.
 
     Raises:
@@ -50,7 +50,7 @@ def verify(url: str, progress: Progress | None = None) -> VerifyReport:
     return verify_chain(open_chain(url), progress)
 
 
-def verify_chain(chain: Chain, progress: Progress | None = None) -> VerifyReport:
+def verify_chain(chain: Chain, progress: VerifyProgress | None = None) -> VerifyReport:
     """The same, of a chain that is open."""
     work = [(level, entry) for level in chain.levels for entry in level.manifest.files]
     counter = _Counter(chain.size_bytes, progress)
@@ -69,7 +69,7 @@ def verify_chain(chain: Chain, progress: Progress | None = None) -> VerifyReport
 
 
 class _Counter:
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(self, total: int, progress: VerifyProgress | None) -> None:
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
 
     def add(self, n: int) -> None:

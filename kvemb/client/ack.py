@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvemb.datapath.prefetched_rows import Fresh, Held, fresh_rows, join
-from kvemb.datapath.row_cache import Wanted
+from kvemb.datapath.prefetched_rows import ChangedRows, PrefetchedRows, changed_rows_of, join_changed_rows
+from kvemb.datapath.row_cache import ExpectedRows
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.net.deadline import checked_timeout
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 
 DEFAULT_TIMEOUT_S = 30.0  # of one question to the shards
 
@@ -32,7 +32,7 @@ class Staleness:
 
 
 @dataclass(eq=False)
-class Part:
+class PartAck:
     """One part on its way; owned by the push stream of its shard.
 
     Args:
@@ -48,9 +48,9 @@ class Part:
     where: str
     n_rows: int
     trouble: Callable[[], str] = lambda: ""
-    wanted: Wanted | None = None
-    held: Sequence[Held] = ()
-    fresh: Sequence[FreshRows] = ()
+    wanted: ExpectedRows | None = None
+    held: Sequence[PrefetchedRows] = ()
+    fresh: Sequence[ChangedRowsBlock] = ()
     accepted: bool = False
     released: bool = False
     applied: bool = False
@@ -65,7 +65,7 @@ class Ack:
         on_failure: called once, with this ack, when a part fails.
     """
 
-    def __init__(self, what: str, parts: list[Part], on_failure: Callable[["Ack"], None] | None = None) -> None:
+    def __init__(self, what: str, parts: list[PartAck], on_failure: Callable[["Ack"], None] | None = None) -> None:
         self._what, self._parts, self._on_failure = what, parts, on_failure
         self.window_s = 0.0
         """Seconds that `push` waited before it sent anything, because the shards had not taken what was pushed before."""
@@ -160,7 +160,7 @@ class Ack:
             return Staleness(self._moved_rows / self._versioned_rows, self._elapsed)
 
     @property
-    def fresh(self) -> Mapping[str, Fresh] | None:
+    def fresh(self) -> Mapping[str, ChangedRows] | None:
         """Of the rows that the push said it holds (`Cluster.push(held=...)`) those that are others now, by table, right after this step.
 
         A table of which nothing changed is there with no rows; `{}` for a push that holds none. The arrays may be read-only.
@@ -174,11 +174,11 @@ class Ack:
             parts = [(part.held, part.fresh) for part in self._parts if part.held]
         if not all(fresh for _, fresh in parts):
             return None
-        found: dict[str, list[Fresh]] = {}
+        found: dict[str, list[ChangedRows]] = {}
         for held, fresh in parts:
             for rows, got in zip(held, fresh, strict=True):
-                found.setdefault(rows.definition.name, []).append(fresh_rows(rows, got))
-        return {name: join(every) for name, every in found.items()}
+                found.setdefault(rows.definition.name, []).append(changed_rows_of(rows, got))
+        return {name: join_changed_rows(every) for name, every in found.items()}
 
     def take_error(self) -> KvembError | None:
         """Return the failure that nobody has been told of, once."""
@@ -194,19 +194,19 @@ class Ack:
         with self._changed:
             return self._error is not None and self._seen
 
-    def part_accepted(self, part: Part) -> None:
+    def part_accepted(self, part: PartAck) -> None:
         """A shard has accepted a part. Called by its push stream."""
         with self._changed:
             part.accepted = True
             self._changed.notify_all()
 
-    def part_released(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
+    def part_released(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock] = ()) -> None:
         """A shard has computed a part; `changed` is -1 when it carried no versions. Called by its push stream."""
         with self._changed:
             self._release(part, changed, elapsed, fresh)
             self._changed.notify_all()
 
-    def part_applied(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows] = ()) -> None:
+    def part_applied(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock] = ()) -> None:
         """A shard has applied a part; arguments as for `part_released`, which may have told them. Called by its push stream."""
         with self._changed:
             self._release(part, changed, elapsed, fresh)
@@ -221,7 +221,7 @@ class Ack:
         if first and self._on_failure is not None:
             self._on_failure(self)
 
-    def _release(self, part: Part, changed: float, elapsed: int, fresh: Sequence[FreshRows]) -> None:
+    def _release(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock]) -> None:
         if part.released:  # what is told later does not have the rows any more
             return
         part.accepted = part.released = True
@@ -231,7 +231,7 @@ class Ack:
             self._versioned_rows += part.n_rows
             self._elapsed = max(self._elapsed, elapsed)
 
-    def _wait(self, done: Callable[[Part], bool], state: str, timeout_s: float | None) -> None:
+    def _wait(self, done: Callable[[PartAck], bool], state: str, timeout_s: float | None) -> None:
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else checked_timeout(timeout_s)
         with self._changed:
             finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
@@ -242,7 +242,7 @@ class Ack:
         if not finished:
             raise self._late(late, state, timeout_s)
 
-    def _late(self, parts: Sequence[Part], state: str, timeout_s: float) -> ShardUnavailableError:
+    def _late(self, parts: Sequence[PartAck], state: str, timeout_s: float) -> ShardUnavailableError:
         """The error that says who is late and why; asks the shards, so it is not made under the lock."""
         troubles = {where: part.trouble() for where, part in {part.where: part for part in parts}.items()}
         shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in troubles.items())

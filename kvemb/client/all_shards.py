@@ -20,7 +20,7 @@ from kvemb.protocol.messages import DescribeReply, Empty
 M = TypeVar("M", bound=Message)
 
 
-class Servers:
+class AllShards:
     """The shards, in order. Thread-safe.
 
     Args:

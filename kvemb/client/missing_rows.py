@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import shard_of
 from kvemb.client.ack import copied
-from kvemb.client.all_shards import Servers
+from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import CompareRequest, CountReply
@@ -39,7 +39,7 @@ class MissingRows:
         clock: monotonic seconds.
     """
 
-    def __init__(self, servers: Servers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, servers: AllShards, clock: Callable[[], float] = time.monotonic) -> None:
         self._servers, self._clock = servers, clock
         self._lock = threading.Lock()
         self._next_s = clock()

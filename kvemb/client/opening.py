@@ -4,8 +4,8 @@ import os
 import secrets
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S
-from kvemb.client.all_shards import Servers, require_one_cluster
-from kvemb.client.push_session import Session
+from kvemb.client.all_shards import AllShards, require_one_cluster
+from kvemb.client.push_session import PushSession
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
 from kvemb.datapath.row_cache import RowCache
@@ -30,7 +30,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
             which the caller closes.
     """
     sync = config.servers.mode == "sync"
-    servers = Servers(config.servers.shards, config.servers.last_words)
+    servers = AllShards(config.servers.shards, config.servers.last_words)
     try:
         described = servers.describe(config, deadline)
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
@@ -40,4 +40,4 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     name = trainer or f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
     # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
     timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0)
-    return ShardClient(servers, Session(servers, described.cluster_id, name, sync=sync, row_cache=row_cache), timeout_s)
+    return ShardClient(servers, PushSession(servers, described.cluster_id, name, sync=sync, row_cache=row_cache), timeout_s)

@@ -8,7 +8,7 @@ is refused too, as a gap, and then numbering goes on from the last accepted part
 
 from dataclasses import dataclass
 
-from kvemb.client.ack import Ack, Part
+from kvemb.client.ack import Ack, PartAck
 from kvemb.errors import PushRejectedError, ShardFailedError
 
 WINDOW_PARTS = 8
@@ -22,7 +22,7 @@ class Sent:
     """A part that is not applied yet."""
 
     data: bytes
-    part: Part
+    part: PartAck
     ack: Ack
     accepted: bool = False
 

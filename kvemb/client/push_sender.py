@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from kvemb.client.ack import Ack, Part, copied
+from kvemb.client.ack import Ack, PartAck, copied
 from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
 from kvemb.client.shard_channel import ShardChannel
-from kvemb.datapath.prefetched_rows import check_fresh
+from kvemb.datapath.prefetched_rows import check_changed_rows
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import (
     FencedError,
@@ -26,7 +26,7 @@ from kvemb.errors import (
     from_wire,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import HelloReply, PushReply
 
 HELLO_TIMEOUT_S = 5.0
@@ -39,7 +39,7 @@ _PASSING = (
 )  # fmt: skip
 
 
-class PushStream:
+class PushSender:
     """Parts to one shard, in order.
 
     Args:
@@ -81,7 +81,7 @@ class PushStream:
         """The sequence of the next part. The caller makes sure that only one thread sends."""
         return self._outbox.next_sequence
 
-    def send(self, sequence: int, data: bytes, part: Part, ack: Ack) -> None:
+    def send(self, sequence: int, data: bytes, part: PartAck, ack: Ack) -> None:
         """Queue the part that was numbered with `next_sequence`; a failure since then is its ack's to tell."""
         with self._changed:
             failure = self._failure
@@ -237,13 +237,13 @@ class PushStream:
 
     def _computed(self, sent: Sent, reply: PushReply) -> None:
         """Take over what an answer says of a part's batch, which is in storage or about to be."""
-        fresh: list[FreshRows] = []
+        fresh: list[ChangedRowsBlock] = []
         tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
             if reply.state == "applied" and self._row_cache is not None and sent.part.wanted is not None:
                 self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
             if reply.fresh:
-                check_fresh(sent.part.held, reply.fresh)
+                check_changed_rows(sent.part.held, reply.fresh)
                 fresh = reply.fresh
         finally:
             tell(sent.part, reply.changed, reply.elapsed, fresh)

@@ -12,10 +12,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 
-from kvemb.client.ack import Ack, Part, copied
-from kvemb.client.all_shards import Servers
-from kvemb.client.push_sender import PushStream
-from kvemb.datapath.prefetched_rows import Held, route_held
+from kvemb.client.ack import Ack, PartAck, copied
+from kvemb.client.all_shards import AllShards
+from kvemb.client.push_sender import PushSender
+from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
@@ -27,7 +27,7 @@ BYE_TIMEOUT_S = 2.0
 _STATUS_TIMEOUT_S = 1.0
 
 
-class Session:
+class PushSession:
     """One trainer.
 
     Args:
@@ -38,11 +38,11 @@ class Session:
         row_cache: for the rows that come back with acks; None asks for none.
     """
 
-    def __init__(self, servers: Servers, cluster_id: bytes, trainer: str, *, sync: bool, row_cache: RowCache | None = None) -> None:
+    def __init__(self, servers: AllShards, cluster_id: bytes, trainer: str, *, sync: bool, row_cache: RowCache | None = None) -> None:
         self.row_cache = row_cache
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
-        self._streams = [PushStream(channel, self._hello_of(channel.shard), row_cache) for channel in servers.channels]
+        self._streams = [PushSender(channel, self._hello_of(channel.shard), row_cache) for channel in servers.channels]
         self._incarnation = 0
         self._introduced = False
         self._step = 0
@@ -56,7 +56,7 @@ class Session:
         """The trainer's name."""
         return self._trainer
 
-    def push(self, tables: Sequence[TableRows], deadline: Deadline, held: Sequence[Held] = ()) -> Ack:
+    def push(self, tables: Sequence[TableRows], deadline: Deadline, held: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push.
 
         Args:
@@ -78,7 +78,7 @@ class Session:
             self._catch_up(deadline)
             routed = [route(rows, len(self._streams)) for rows in tables]
             shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
-            held_of = route_held(held, len(self._streams))
+            held_of = route_prefetched(held, len(self._streams))
             # In sync mode every shard hears of every step, also of one that has nothing for it.
             wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             began_s = time.monotonic()
@@ -93,7 +93,7 @@ class Session:
 
     def wait_accepted(self, deadline: Deadline) -> None:
         """Wait until everything sent is accepted; raises as `wait_applied` does."""
-        self._wait(PushStream.wait_accepted, deadline)
+        self._wait(PushSender.wait_accepted, deadline)
 
     def wait_applied(self, deadline: Deadline) -> None:
         """Wait until everything sent is applied.
@@ -102,7 +102,7 @@ class Session:
             ShardUnavailableError: it was not within the deadline; waiting again is fine.
             KvembError: of a failed push that nobody has heard of, or of a session that has ended.
         """
-        self._wait(PushStream.wait_applied, deadline)
+        self._wait(PushSender.wait_applied, deadline)
 
     def undelivered(self) -> list[Ack]:
         """The pushes that not every shard has accepted, without those of whose failure somebody was told."""
@@ -133,7 +133,7 @@ class Session:
             return
         try:
             if deadline is not None:
-                self._wait_streams(PushStream.wait_accepted, deadline)
+                self._wait_streams(PushSender.wait_accepted, deadline)
         except (FencedError, ShardFailedError):
             self.raise_unseen()
             if self._last_failed is None:  # otherwise whoever waited for a push that this failure took with it knows of it already
@@ -146,7 +146,7 @@ class Session:
             for stream in self._streams:
                 stream.close()
 
-    def _wait(self, wait: Callable[[PushStream, Deadline], None], deadline: Deadline) -> None:
+    def _wait(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
         try:
             self._wait_streams(wait, deadline)
         except (FencedError, ShardFailedError):
@@ -154,7 +154,7 @@ class Session:
             raise
         self.raise_unseen()
 
-    def _wait_streams(self, wait: Callable[[PushStream, Deadline], None], deadline: Deadline) -> None:
+    def _wait_streams(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
         self._servers.check_usable()
         try:
             for stream in self._streams:
@@ -181,7 +181,7 @@ class Session:
             stream, where = self._streams[shard], str(self._servers.channels[shard])
             while (step := self._behind[shard]) <= self._step:
                 stream.wait_room(deadline)
-                body, part = self._part(stream.next_sequence(), [], False, step), Part(where, 0, partial(self._trouble, shard))
+                body, part = self._part(stream.next_sequence(), [], False, step), PartAck(where, 0, partial(self._trouble, shard))
                 ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure)
                 stream.send(body.sequence, body.encode(), part, ack)
                 self._behind[shard] += 1
@@ -205,9 +205,9 @@ class Session:
 
         return hello
 
-    def _send(self, wanted: dict[int, list[TableRows]], held_of: list[list[list[Held]]]) -> Ack:
+    def _send(self, wanted: dict[int, list[TableRows]], held_of: list[list[list[PrefetchedRows]]]) -> Ack:
         self._step += 1
-        parts: list[tuple[PushStream, PushPart, Part]] = []
+        parts: list[tuple[PushSender, PushPart, PartAck]] = []
         for shard, tables in wanted.items():
             stream, channel = self._streams[shard], self._servers.channels[shard]
             messages = _with_held(split(tables), held_of[shard])
@@ -217,13 +217,13 @@ class Session:
                 body = self._part(first + index, message, more, self._step, held)
                 n_rows = sum(len(rows.ids) for rows in message)
                 to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                parts.append((stream, body, Part(str(channel), n_rows, partial(self._trouble, shard), to_keep, held)))
+                parts.append((stream, body, PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, held)))
         ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
         for stream, body, part in parts:
             stream.send(body.sequence, body.encode(), part, ack)
         return ack
 
-    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, held: Sequence[Held] = ()) -> PushPart:
+    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, held: Sequence[PrefetchedRows] = ()) -> PushPart:
         questions = [rows.to_message() for rows in held]
         return PushPart(
             trainer=self._trainer,
@@ -261,7 +261,7 @@ class Session:
                 return
 
 
-def _with_held(messages: list[list[TableRows]], held: list[list[Held]]) -> list[tuple[list[TableRows], list[Held]]]:
+def _with_held(messages: list[list[TableRows]], held: list[list[PrefetchedRows]]) -> list[tuple[list[TableRows], list[PrefetchedRows]]]:
     """Let what is held travel with the last rows of a push, and in messages of its own behind them where one is not enough."""
-    pairs = [(tables, list[Held]()) for tables in messages[:-1]]
+    pairs = [(tables, list[PrefetchedRows]()) for tables in messages[:-1]]
     return [*pairs, *zip_longest(messages[-1:], held or [[]], fillvalue=[])]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvemb.client.all_shards import Servers
+from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import RepairReply, RepairRequest
@@ -25,7 +25,7 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
         ShardUnavailableError: a shard does not answer; the others wait for it, and end the repair when it is there.
         DeadlineExceededError: the repair goes on.
     """
-    servers = Servers(config.servers.shards, config.servers.last_words)
+    servers = AllShards(config.servers.shards, config.servers.last_words)
     try:
         request = RepairRequest(list(addresses), all_nodes, max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2))
         return servers.call_each("Repair", [request] * len(servers), RepairReply, Deadline.after(timeout_s))

@@ -43,7 +43,7 @@ _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 M = TypeVar("M", bound=Message)
 
 
-class Pending:
+class PendingCall:
     """A unary call under way."""
 
     def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
@@ -117,12 +117,12 @@ class ShardChannel:
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._abandoned = False
 
-    def start(self, method: str, request: Message, deadline: Deadline) -> Pending:
+    def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""
-        return Pending(self, method, request.encode(), deadline)
+        return PendingCall(self, method, request.encode(), deadline)
 
     def call(self, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
-        """Send a unary request and wait for its answer; see `Pending.result`."""
+        """Send a unary request and wait for its answer; see `PendingCall.result`."""
         return self.start(method, request, deadline).result(reply_type)
 
     def unary(self, method: str) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
-from kvemb.client.all_shards import Servers
+from kvemb.client.all_shards import AllShards
 from kvemb.client.missing_rows import MissingRows
-from kvemb.client.push_session import Session
-from kvemb.datapath.prefetched_rows import Held
+from kvemb.client.push_session import PushSession
+from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.row_cache import RowCache
 from kvemb.interrupts import exit_delivery
 from kvemb.net.deadline import Deadline
@@ -50,12 +50,12 @@ class ShardClient:
     """The shards of one cluster, for one trainer.
 
     Args:
-        servers: checked by `Servers.describe`.
+        servers: checked by `AllShards.describe`.
         session: of this trainer.
         timeout_s: of every verb, unless its caller says otherwise.
     """
 
-    def __init__(self, servers: Servers, session: Session, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, servers: AllShards, session: PushSession, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._servers, self._session, self._timeout_s = servers, session, timeout_s
         self._closed = False
         exit_delivery.prepare()
@@ -67,7 +67,7 @@ class ShardClient:
         return tuple(channel.address for channel in self._servers.channels)
 
     @property
-    def servers(self) -> Servers:
+    def servers(self) -> AllShards:
         """The shards."""
         return self._servers
 
@@ -109,8 +109,8 @@ class ShardClient:
         self._servers.call(0, "EndDrop", TableRequest(table.key), Empty, deadline)
         return n_erased
 
-    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, held: Sequence[Held] = ()) -> Ack:
-        """Send a push; see `Session.push`."""
+    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, held: Sequence[PrefetchedRows] = ()) -> Ack:
+        """Send a push; see `PushSession.push`."""
         exit_delivery.remember(self)
         return self._session.push(tables, self._deadline(timeout_s), held)
 
@@ -170,7 +170,7 @@ class ShardClient:
         return self._servers.forked
 
     def undelivered(self) -> list[Ack]:
-        """See `Session.undelivered`."""
+        """See `PushSession.undelivered`."""
         return self._session.undelivered()
 
     def close(self, *, timeout_s: float | None = None) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import absolute_url
-from kvemb.checkpoint.format.checkpoint_manifest import Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.commands.progress_meter import Meter
+from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.errors import InvalidInputError
 
 
@@ -23,7 +23,7 @@ def save_command(args: argparse.Namespace) -> int:
         extra = json.loads(args.extra) if args.extra else {}
     except ValueError as error:
         raise InvalidInputError(f"--extra: no JSON: {error}") from error
-    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter:
+    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
         done = cluster.save(
             args.url,
             base=args.base or None,
@@ -46,7 +46,7 @@ def load_command(args: argparse.Namespace) -> int:
 
     if args.offline:
         return _decide_command(args)
-    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter, Meter(sys.stderr, "B") as verifying:
+    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter, ProgressMeter(sys.stderr, "B") as verifying:
         done = cluster.load(args.url, progress=lambda what, n, total: (verifying if what == "verifying" else meter)(what, n, total))
     print(f"loaded {done.n_rows:,} rows in {done.seconds:.1f} s from {done.url}")
     if done.manifest.extra:
@@ -58,7 +58,7 @@ def _decide_command(args: argparse.Namespace) -> int:
     from kvemb.checkpoint.load import decide
     from kvemb.cluster import connect
 
-    with connect(args.config, read_only=True) as cluster, Meter(sys.stderr, "B") as meter:
+    with connect(args.config, read_only=True) as cluster, ProgressMeter(sys.stderr, "B") as meter:
         tables = {name: cluster.table(name).definition for name in cluster.tables()}
         decide(cluster.store, tables, args.url, timeout_s=cluster.config.storage.timeout_s, progress=meter)
     print(f"decided: shards load {absolute_url(args.url)} when they are started; restart those that run")
@@ -81,7 +81,7 @@ def ls_command(args: argparse.Namespace) -> int:
 def verify_command(args: argparse.Namespace) -> int:
     """Check every byte of a checkpoint; with --against-storage compare every row with the cluster's."""
     chain = open_chain(args.url)
-    with Meter(sys.stderr, "B") as meter:
+    with ProgressMeter(sys.stderr, "B") as meter:
         report = verify_chain(chain, lambda done, total: meter("verifying", done, total))
     for fault in report.faults:
         print(fault, file=sys.stderr)
@@ -96,7 +96,7 @@ def verify_command(args: argparse.Namespace) -> int:
     from kvemb.checkpoint.compare import compare
     from kvemb.cluster import connect
 
-    with connect(args.config) as cluster, Meter(sys.stderr, "rows") as meter:
+    with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:
         counts = {name: len(cluster.table(name)) for name in cluster.tables()}
         results = compare(
             chain,
@@ -147,7 +147,7 @@ def _line(one: Listed) -> tuple[object, ...]:
     return one.name, saved, kind, f"{manifest.n_rows:,}", f"{manifest.size_bytes / 1e6:.1f}", manifest.n_shards, base
 
 
-def _print_contents(manifest: Manifest) -> None:
+def _print_contents(manifest: CheckpointManifest) -> None:
     print(f"\ncluster {manifest.cluster}, save {manifest.save_id}")
     rows: list[tuple[object, ...]] = [("TABLE", "DIM", "DTYPE", "OPTIMIZER", "ROWS", "STEPS")]
     for table in manifest.tables:

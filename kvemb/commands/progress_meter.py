@@ -7,7 +7,7 @@ from typing import TextIO
 _EVERY_S = 0.2
 
 
-class Meter:
+class ProgressMeter:
     """One line, rewritten in place; a context manager that ends it.
 
     Args:
@@ -34,7 +34,7 @@ class Meter:
             self._stream.flush()
             self._width = len(line)
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> "ProgressMeter":
         return self
 
     def __exit__(self, *_: object) -> None:

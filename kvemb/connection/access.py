@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvemb.connection.write_counter import ChangeCount
+from kvemb.connection.write_counter import WriteCounter
 from kvemb.datapath.multi_table_read import Missing
-from kvemb.datapath.prefetched_rows import Held
+from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import ReadOnlyError
@@ -31,7 +31,7 @@ class Access:
     store: Store
     shards: ShardClient | None
     pull_timeout_s: float
-    changes: ChangeCount = field(default_factory=ChangeCount)
+    changes: WriteCounter = field(default_factory=WriteCounter)
 
     def require_shards(self, verb: str) -> ShardClient:
         """Return the client of the shards, or raise ReadOnlyError."""
@@ -42,7 +42,7 @@ class Access:
             )
         return self.shards
 
-    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[Held] = ()) -> Ack:
+    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push, and count it."""
         shards = self.require_shards("push")
         shards.missing.tell()
@@ -85,5 +85,5 @@ class Access:
         return pulled
 
     def wait_stored(self) -> None:
-        """Wait until storage has what was released to this connection; raises as `ChangeCount.wait_stored`."""
+        """Wait until storage has what was released to this connection; raises as `WriteCounter.wait_stored`."""
         self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S))

@@ -12,10 +12,8 @@ from kvemb.config import Config
 if TYPE_CHECKING:  # they import gRPC
     import numpy as np
 
-    from kvemb.checkpoint.load import LoadResult
-    from kvemb.checkpoint.load import Progress as LoadProgress
-    from kvemb.checkpoint.save import Progress as SaveProgress
-    from kvemb.checkpoint.save import SaveResult
+    from kvemb.checkpoint.load import LoadProgress, LoadResult
+    from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
     from kvemb.status.cluster_status import ClusterStatus
 

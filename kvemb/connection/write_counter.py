@@ -18,7 +18,7 @@ from typing import Protocol
 from kvemb.net.deadline import Deadline
 
 
-class SettlingAck(Protocol):
+class ReleasableAck(Protocol):
     """What is needed of an ack."""
 
     @property
@@ -36,7 +36,7 @@ class SettlingAck(Protocol):
         ...
 
 
-class ChangeCount:
+class WriteCounter:
     """The number.
 
     Example:
@@ -51,8 +51,8 @@ class ChangeCount:
     def __init__(self) -> None:
         self._lock, self._process = threading.Lock(), os.getpid()
         self._n = 0
-        self._pushes: list[SettlingAck] = []  # as many as may be on their way
-        self._unstored: list[SettlingAck] = []  # released, and on their way to storage when that was looked up last
+        self._pushes: list[ReleasableAck] = []  # as many as may be on their way
+        self._unstored: list[ReleasableAck] = []  # released, and on their way to storage when that was looked up last
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class ChangeCount:
         """Count a push that is about to be sent; `pushed` or `failed` follows."""
         self._count()
 
-    def pushed(self, ack: SettlingAck) -> None:
+    def pushed(self, ack: ReleasableAck) -> None:
         """Count the end of the push when its ack says so."""
         with self._lock:
             self._pushes.append(ack)
@@ -104,7 +104,7 @@ class ChangeCount:
             with self._lock:
                 self._pushes, self._unstored = [], []
 
-    def _still_unstored(self) -> list[SettlingAck]:
+    def _still_unstored(self) -> list[ReleasableAck]:
         if os.getpid() != self._process:
             return []
         with self._lock:

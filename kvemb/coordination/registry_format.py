@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from kvemb.coordination.replicated_values import DamagedCopyError, good_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import InvalidInputError, ProtocolError
 from kvemb.schema.table_def import TableDef
 
@@ -82,5 +82,5 @@ def newest_registry(copies: Iterable[bytes | None], where: Sequence[str] = ()) -
         DamagedCopyError: there are copies, and all are damaged.
         ProtocolError: one is of another release.
     """
-    found = good_copies(copies, decode_registry, META_NAME, where)
+    found = intact_copies(copies, decode_registry, META_NAME, where)
     return max(found, key=lambda registry: registry.serial, default=Registered(0, {}, {}))

@@ -18,7 +18,7 @@ class DamagedCopyError(ProtocolError):
     """These bytes are no value of any release; of several copies: none is."""
 
 
-def good_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], name: str, where: Sequence[str] = ()) -> list[T]:
+def intact_copies(copies: Iterable[bytes | None], decode: Callable[[bytes], T], name: str, where: Sequence[str] = ()) -> list[T]:
     """Decode the copies that are good; say which are not.
 
     Args:

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgpack
 
-from kvemb.coordination.replicated_values import DamagedCopyError, good_copies
+from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
 from kvemb.errors import FencedError
 from kvemb.schema.record import MAX_EPOCH
 
@@ -65,7 +65,7 @@ def newest_owner(copies: Iterable[bytes | None], shard: int, where: Sequence[str
     Raises:
         DamagedCopyError: there are copies, and all are damaged.
     """
-    owners = good_copies(copies, partial(Owner.decode, where=f"the owner record of shard {shard}"), owner_name(shard), where)
+    owners = intact_copies(copies, partial(Owner.decode, where=f"the owner record of shard {shard}"), owner_name(shard), where)
     return max(owners, key=lambda owner: owner.epoch, default=None)
 
 

@@ -1,8 +1,8 @@
 """Rows of several tables, read in one batch; tables whose records are laid out alike are read, parsed and checked as if they were one.
 
 A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls, and those
-are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join`), they are one part of the read, and each table's
-share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
+are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join_keys`), they are one part of the read, and each
+table's share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
 kvemb.datapath.pull). Stateless: thread- and fork-safe.
 """
 
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import round_nearest, to_float32
-from kvemb.datapath.thread_arena import ThreadMemory
+from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import join
+from kvemb.schema.keys import join_keys
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.stores.store import Store
 
-_MOST_TABLES = 1 << 16  # of one `join`
+_MOST_TABLES = 1 << 16  # of one `join_keys`
 _GATHERED_AT_ONCE = 1024  # items; what is gathered into an array of the caller's goes through a buffer that should stay in a core's cache
 
 
@@ -33,7 +33,7 @@ Missing = list[tuple[TableDef, NDArray[np.uint64]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class WantedRows:
     """Rows of one table to be read.
 
     Args:
@@ -46,7 +46,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class TableShare:
     """The rows of one table as they arrived; good until the memory that they were read into is taken again.
 
     Args:
@@ -89,13 +89,13 @@ class Share:
 
 def read_tables(
     store: Store,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedRows],
     deadline: Deadline,
-    memory: ThreadMemory,
+    memory: ThreadArena,
     *,
     versions: bool = False,
     missing: Missing | None = None,
-) -> list[Share]:
+) -> list[TableShare]:
     """Read rows of several tables in one round trip per node.
 
     Args:
@@ -137,7 +137,7 @@ def items(rows: NDArray[np.float32]) -> NDArray[Any]:
 class _Joint:
     """What was read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
 
-    def __init__(self, wanted: Sequence[Wanted], result: ReadResult) -> None:
+    def __init__(self, wanted: Sequence[WantedRows], result: ReadResult) -> None:
         self._wanted, self._result = wanted, result
         self._bounds = [slice(*ends) for ends in pairwise(accumulate((len(one.ids) for one in wanted), initial=0))]
         self._at: NDArray[np.intp] | None = None
@@ -159,15 +159,15 @@ class _Joint:
             where = store.whereabouts(one.definition.keys(one.ids, pages=store.capabilities.pages))
             one.definition.record.check(result.records[at], one.ids, result.found[at], where)
 
-    def shares(self, with_versions: bool, missing: Missing | None) -> list[Share]:
+    def shares(self, with_versions: bool, missing: Missing | None) -> list[TableShare]:
         record, result = self._wanted[0].definition.record, self._result
         values = self._weights([] if missing is None else missing)
         versions = np.empty(0, np.uint64)
         if with_versions:
             versions = np.where(result.found, record.versions(result.records), np.uint64(0))
         if self._at is None:
-            return [Share(values[rows], versions[rows], None) for rows in self._bounds]
-        return [Share(values, versions, self._at[rows]) for rows in self._bounds]
+            return [TableShare(values[rows], versions[rows], None) for rows in self._bounds]
+        return [TableShare(values, versions, self._at[rows]) for rows in self._bounds]
 
     def _weights(self, not_found: Missing) -> NDArray[Any]:
         """In order of arrival, one item per row; says which of them the initializer made."""
@@ -194,9 +194,9 @@ def _layout(definition: TableDef, paged: bool) -> Hashable:
     return definition.record.size_bytes, definition.dim, definition.dtype, definition.pages if paged else None
 
 
-def _part(wanted: Sequence[Wanted], paged: bool, memory: ThreadMemory) -> ReadPart:
+def _part(wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> ReadPart:
     record = wanted[0].definition.record
-    keys = join([one.definition.keys(one.ids, pages=paged) for one in wanted])
+    keys = join_keys([one.definition.keys(one.ids, pages=paged) for one in wanted])
     return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys), record.prefix_bytes))
 
 

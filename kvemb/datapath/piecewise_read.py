@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvemb.datapath.multi_table_read import Missing, Share, Wanted, items, read_tables
-from kvemb.datapath.thread_arena import ThreadMemory
+from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, items, read_tables
+from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
@@ -23,7 +23,7 @@ _ROW_BYTES = 64  # of a row beside what is read of its record: its request, and 
 
 
 @dataclass(frozen=True)
-class Patience:
+class ReadTimeout:
     """How long a read may take.
 
     Args:
@@ -41,13 +41,13 @@ class Patience:
 
 def read_piecewise(
     store: Store,
-    wanted: Sequence[Wanted],
-    patience: Patience,
-    memory: ThreadMemory,
+    wanted: Sequence[WantedRows],
+    patience: ReadTimeout,
+    memory: ThreadArena,
     *,
     versions: bool = False,
     missing: Missing | None = None,
-) -> list[Share]:
+) -> list[TableShare]:
     """Read rows of several tables, in one round trip per node and piece; arguments as `kvemb.datapath.multi_table_read.read_tables`.
 
     Raises:
@@ -57,10 +57,10 @@ def read_piecewise(
         return read_tables(store, wanted, patience.deadline, memory, versions=versions, missing=missing)
     into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]
     found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]
-    buffer, n_read = ThreadMemory(), 0  # not the caller's: it may have taken some for another purpose
+    buffer, n_read = ThreadArena(), 0  # not the caller's: it may have taken some for another purpose
     for piece in _pieces(wanted):
         buffer.reset(PIECE_BYTES)
-        asked = [Wanted(wanted[table].definition, wanted[table].ids[rows]) for table, rows in piece]
+        asked = [WantedRows(wanted[table].definition, wanted[table].ids[rows]) for table, rows in piece]
         try:
             shares = read_tables(store, asked, patience.next(), buffer, versions=versions, missing=missing)
         except DeadlineExceededError as error:
@@ -70,14 +70,14 @@ def read_piecewise(
             if versions:
                 found[table][rows] = share.versions(None)
             n_read += rows.stop - rows.start
-    return [Share(items(rows), seen, None, ours=True) for rows, seen in zip(into, found, strict=True)]
+    return [TableShare(items(rows), seen, None, ours=True) for rows, seen in zip(into, found, strict=True)]
 
 
-def _row_bytes(wanted: Wanted) -> int:
+def _row_bytes(wanted: WantedRows) -> int:
     return wanted.definition.record.prefix_bytes + _ROW_BYTES
 
 
-def _pieces(wanted: Sequence[Wanted]) -> Iterator[list[tuple[int, slice]]]:
+def _pieces(wanted: Sequence[WantedRows]) -> Iterator[list[tuple[int, slice]]]:
     """Yield the rows of each piece: (number of the table, which of its rows)."""
     piece: list[tuple[int, slice]] = []
     room = PIECE_BYTES
@@ -95,7 +95,7 @@ def _pieces(wanted: Sequence[Wanted]) -> Iterator[list[tuple[int, slice]]]:
         yield piece
 
 
-def _late(error: DeadlineExceededError, wanted: Sequence[Wanted], n_read: int, patience: Patience) -> DeadlineExceededError:
+def _late(error: DeadlineExceededError, wanted: Sequence[WantedRows], n_read: int, patience: ReadTimeout) -> DeadlineExceededError:
     n_rows = sum(len(one.ids) for one in wanted)
     allows = f"each piece of about {PIECE_BYTES >> 20} MB" if patience.renewed else "all of it"
     return DeadlineExceededError(f"{error}; {n_read} of the {n_rows} rows of this pull had been read. The time is that of {allows}.")

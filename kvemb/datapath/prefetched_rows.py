@@ -16,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import normalize, to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
-from kvemb.arrays.segment_sum import group
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.datapath.pull import initial_rows
 from kvemb.errors import InvalidInputError, MessageError
-from kvemb.protocol.message_format import FreshRows, TableRows
+from kvemb.protocol.message_format import ChangedRowsBlock, TableRows
 from kvemb.protocol.messages import MAX_PART_BYTES
 from kvemb.schema.table_def import TableDef
 
@@ -27,8 +27,8 @@ _ROW_BYTES = 4 + 8 + 16  # of a row beside its weights: position and version in 
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """Rows of one table; make it with `prepare_held`.
+class PrefetchedRows:
+    """Rows of one table; make it with `prepare_prefetched`.
 
     Args:
         definition: the table.
@@ -49,12 +49,12 @@ class Held:
         """As they stand in a part of a push: rows of dim 0."""
         return TableRows(self.definition.name, self.definition.schema, self.ids, np.empty((len(self.ids), 0), np.float32), self.versions)
 
-    def take(self, which: NDArray[np.intp] | slice) -> "Held":
+    def take(self, which: NDArray[np.intp] | slice) -> "PrefetchedRows":
         """Return some of the rows."""
         return replace(self, ids=self.ids[which], versions=self.versions[which])
 
 
-class Fresh(NamedTuple):
+class ChangedRows(NamedTuple):
     """Rows of one table that are others than those held: ids uint64 [m], rows float32 [m, dim], versions uint64 [m], 0 = does not exist."""
 
     ids: NDArray[np.uint64]
@@ -62,7 +62,7 @@ class Fresh(NamedTuple):
     versions: NDArray[np.uint64]
 
 
-def prepare_held(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> Held:
+def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> PrefetchedRows:
     """Check rows that a trainer says it holds; copies what it is given.
 
     Args:
@@ -79,15 +79,15 @@ def prepare_held(definition: TableDef, ids: ArrayLike, versions: ArrayLike) -> H
         raise InvalidInputError(f"table {definition.name!r}: versions of held rows have dtype {seen.dtype}, expected uint64 as pulled")
     if seen.shape != shape:
         raise InvalidInputError(f"table {definition.name!r}: versions of held rows have shape {seen.shape}, expected {shape} as the ids")
-    groups = group(flat)
+    groups = group_by_id(flat)
     if len(groups.ids) < len(flat):
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         shown = int(to_caller(np.array([twice], np.uint64), definition.id_dtype)[0])
         raise InvalidInputError(f"table {definition.name!r}: held: id {shown} stands twice; give each id once")
-    return Held(definition, flat.copy(), seen.astype(np.uint64).reshape(-1))
+    return PrefetchedRows(definition, flat.copy(), seen.astype(np.uint64).reshape(-1))
 
 
-def route_held(held: Sequence[Held], n_shards: int, limit_bytes: int = MAX_PART_BYTES) -> list[list[list[Held]]]:
+def route_prefetched(held: Sequence[PrefetchedRows], n_shards: int, limit_bytes: int = MAX_PART_BYTES) -> list[list[list[PrefetchedRows]]]:
     """Distribute held rows over shards, and each shard's over as few messages as question and answer allow.
 
     Args:
@@ -98,7 +98,7 @@ def route_held(held: Sequence[Held], n_shards: int, limit_bytes: int = MAX_PART_
     Returns:
         For each shard its messages, each a list of rows per table; none for a shard without rows.
     """
-    shares: list[list[Held]] = [[] for _ in range(n_shards)]
+    shares: list[list[PrefetchedRows]] = [[] for _ in range(n_shards)]
     for rows in held:
         owners = shard_of(rows.ids, n_shards) if n_shards > 1 else None
         for shard, share in enumerate(shares):
@@ -108,7 +108,7 @@ def route_held(held: Sequence[Held], n_shards: int, limit_bytes: int = MAX_PART_
     return [list(_messages(share, limit_bytes)) for share in shares]
 
 
-def check_fresh(held: Sequence[Held], fresh: Sequence[FreshRows]) -> None:
+def check_changed_rows(held: Sequence[PrefetchedRows], fresh: Sequence[ChangedRowsBlock]) -> None:
     """Refuse an answer that does not fit what was asked.
 
     Args:
@@ -129,28 +129,28 @@ def check_fresh(held: Sequence[Held], fresh: Sequence[FreshRows]) -> None:
             )
 
 
-def fresh_rows(held: Held, got: FreshRows) -> Fresh:
+def changed_rows_of(held: PrefetchedRows, got: ChangedRowsBlock) -> ChangedRows:
     """Turn the (checked) answer about held rows into rows."""
     definition, ids = held.definition, held.ids.take(got.at)
     exists = got.versions != 0
     stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)
     if exists.all():
-        return Fresh(ids, to_float32(stored, definition.dtype), got.versions)
+        return ChangedRows(ids, to_float32(stored, definition.dtype), got.versions)
     rows = np.empty((len(ids), definition.dim), np.float32)
     rows[exists], rows[~exists] = to_float32(stored, definition.dtype), initial_rows(definition, ids[~exists])
-    return Fresh(ids, rows, got.versions)
+    return ChangedRows(ids, rows, got.versions)
 
 
-def join(parts: Sequence[Fresh]) -> Fresh:
+def join_changed_rows(parts: Sequence[ChangedRows]) -> ChangedRows:
     """Put the answers about one table together; at least one."""
     if len(parts) == 1:
         return parts[0]
     ids, rows, versions = zip(*parts, strict=True)
-    return Fresh(np.concatenate(ids), np.concatenate(rows), np.concatenate(versions))
+    return ChangedRows(np.concatenate(ids), np.concatenate(rows), np.concatenate(versions))
 
 
-def _messages(share: Sequence[Held], limit_bytes: int) -> Iterator[list[Held]]:
-    message: list[Held] = []
+def _messages(share: Sequence[PrefetchedRows], limit_bytes: int) -> Iterator[list[PrefetchedRows]]:
+    message: list[PrefetchedRows] = []
     room = limit_bytes
     for rows in share:
         each = _ROW_BYTES + rows.row_bytes

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize
-from kvemb.arrays.unique import Distinct, distinct
-from kvemb.datapath.multi_table_read import Missing, Share, Wanted, initial_rows, items
-from kvemb.datapath.piecewise_read import Patience, read_piecewise
-from kvemb.datapath.row_cache import Kept, RowCache
-from kvemb.datapath.thread_arena import ThreadMemory
+from kvemb.arrays.unique import Unique, unique
+from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, initial_rows, items
+from kvemb.datapath.piecewise_read import ReadTimeout, read_piecewise
+from kvemb.datapath.row_cache import CacheHits, RowCache
+from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
@@ -27,7 +27,7 @@ from kvemb.stores.store import Store
 
 __all__ = ["PullRequest", "Pulled", "initial_rows", "prepare_pull", "pull"]
 
-_memory = ThreadMemory()
+_memory = ThreadArena()
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class PullRequest:
     """A validated pull of one table; make it with `prepare_pull`."""
 
     definition: TableDef
-    wanted: Distinct
+    wanted: Unique
     shape: tuple[int, ...]
     out: NDArray[np.float32] | None
 
@@ -67,7 +67,7 @@ class _Lookup:
 
     request: PullRequest
     ids: NDArray[np.uint64]
-    kept: Kept | None = None
+    kept: CacheHits | None = None
     rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 1), np.float32))
     at: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
 
@@ -87,7 +87,7 @@ def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[np.float32] 
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     if out is not None:
         _check_out(definition, out, (*shape, definition.dim))
-    return PullRequest(definition, distinct(flat), shape, out)
+    return PullRequest(definition, unique(flat), shape, out)
 
 
 def pull(
@@ -116,8 +116,8 @@ def pull(
     """
     _memory.reset(sum(len(request.wanted.ids) * 2 * request.definition.record.prefix_bytes for request in requests))
     lookups = [_look_up(request, cache) for request in requests]
-    wanted = [Wanted(lookup.request.definition, lookup.ids) for lookup in lookups if len(lookup.ids)]
-    patience = Patience(deadline, renewed)
+    wanted = [WantedRows(lookup.request.definition, lookup.ids) for lookup in lookups if len(lookup.ids)]
+    patience = ReadTimeout(deadline, renewed)
     shares = iter(read_piecewise(store, wanted, patience, _memory, versions=versions, missing=missing) if wanted else [])
     return [_gather(lookup, next(shares) if len(lookup.ids) else None, versions) for lookup in lookups]
 
@@ -135,7 +135,7 @@ def _look_up(request: PullRequest, cache: RowCache | None) -> _Lookup:
     return _Lookup(request, ids.take(at), kept, rows, at)
 
 
-def _gather(lookup: _Lookup, share: Share | None, with_versions: bool) -> Pulled:
+def _gather(lookup: _Lookup, share: TableShare | None, with_versions: bool) -> Pulled:
     if lookup.kept is not None:
         return _merge(lookup, lookup.kept, share, with_versions)
     request = lookup.request
@@ -146,14 +146,14 @@ def _gather(lookup: _Lookup, share: Share | None, with_versions: bool) -> Pulled
     return Pulled(_deliver(request, share), versions)
 
 
-def _merge(lookup: _Lookup, kept: Kept, share: Share | None, with_versions: bool) -> Pulled:
+def _merge(lookup: _Lookup, kept: CacheHits, share: TableShare | None, with_versions: bool) -> Pulled:
     """The same where the cache had rows: put what was read between them."""
     request, rows, versions = lookup.request, lookup.rows, kept.versions
     if share is not None:
         items(rows)[lookup.at] = share.rows(None)
         if with_versions:
             versions[lookup.at] = share.versions(None)
-    every = Share(items(rows), versions, None)
+    every = TableShare(items(rows), versions, None)
     found = versions[:0]
     if with_versions:
         found = every.versions(request.wanted.inverse).reshape(request.shape)
@@ -165,7 +165,7 @@ def _is_ours(request: PullRequest) -> bool:
     return request.wanted.inverse is None and request.out is None
 
 
-def _deliver(request: PullRequest, share: Share) -> NDArray[np.float32]:
+def _deliver(request: PullRequest, share: TableShare) -> NDArray[np.float32]:
     """Put rows where the ids stand that were asked for: in the caller's array, or a new one."""
     inverse, out, dim = request.wanted.inverse, request.out, request.definition.dim
     if out is None:

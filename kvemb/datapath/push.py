@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize, refuse_masked, to_caller
 from kvemb.arrays.rounding import LARGEST, round_nearest
-from kvemb.arrays.segment_sum import Groups, group
+from kvemb.arrays.segment_sum import Groups, group_by_id
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.table_def import TableDef
@@ -48,7 +48,7 @@ def prepare_push(
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     rows = _float_rows(definition, grads, shape, "grads")
-    groups = group(flat)
+    groups = group_by_id(flat)
     with np.errstate(over="ignore", invalid="ignore"):  # found below, and refused by name
         sums = groups.sum(rows)
     if not np.isfinite(sums).all():
@@ -67,7 +67,7 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> Tab
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     values = _float_rows(definition, rows, shape, "rows")
-    groups = group(flat)
+    groups = group_by_id(flat)
     if len(groups.ids) < len(flat):
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         raise InvalidInputError(f"table {definition.name!r}: assign: id {_shown(definition, twice)} stands twice; give each id one row")
@@ -84,7 +84,7 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
         InvalidInputError: wrong ids.
     """
     flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
-    distinct = group(flat).ids
+    distinct = group_by_id(flat).ids
     return TableRows(definition.name, definition.schema, distinct, np.empty((len(distinct), 0), np.float32))
 
 

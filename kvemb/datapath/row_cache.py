@@ -54,7 +54,7 @@ class RowCacheStats:
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class ExpectedRows:
     """What one part of a push will bring back: the ids of each of its tables, and the time of the cache when it was sent."""
 
     shard: int
@@ -63,7 +63,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CacheHits:
     """What a look-up found: which rows were filled in (bool [n]), and their versions (uint64 [n], 0 elsewhere)."""
 
     rows: NDArray[np.bool_]
@@ -145,12 +145,12 @@ class RowCache:
             self._tables.pop(name, None)
             self._row_bytes.pop(name, None)
 
-    def want(self, shard: int, tables: Sequence[TableRows]) -> Wanted:
+    def want(self, shard: int, tables: Sequence[TableRows]) -> ExpectedRows:
         """Note what a part that is about to be sent will bring back; the ids are copied."""
         with self._lock:
-            return Wanted(shard, tuple((rows.table, rows.ids.copy()) for rows in tables), self._generation)
+            return ExpectedRows(shard, tuple((rows.table, rows.ids.copy()) for rows in tables), self._generation)
 
-    def applied(self, wanted: Wanted, reply: PushReply) -> None:
+    def applied(self, wanted: ExpectedRows, reply: PushReply) -> None:
         """Take over what an applied part brought back. Replies of one shard must come in the order in which it applied the parts.
 
         Raises:
@@ -173,7 +173,7 @@ class RowCache:
                 else:
                     table.forget(ids)  # they changed, and how is not known here
 
-    def fill(self, definition: TableDef, ids: Ids, out: NDArray[np.float32]) -> Kept | None:
+    def fill(self, definition: TableDef, ids: Ids, out: NDArray[np.float32]) -> CacheHits | None:
         """Look up n distinct ids; fill in the rows that may be used.
 
         Args:
@@ -202,7 +202,7 @@ class RowCache:
             _copy_out(table.records, definition, at, out)
             epochs = np.array([make_version(shard.epoch, 0) for shard in self._shards], np.uint64)
         versions = np.where(usable, epochs[shards] | (tokens & np.uint64(MAX_K)), np.uint64(0))
-        return Kept(usable, versions)
+        return CacheHits(usable, versions)
 
     def invalidate(self) -> None:
         """Drop every entry, and what parts that are on their way would bring back."""
@@ -217,7 +217,7 @@ class RowCache:
 
     # --- inside the lock
 
-    def _records(self, wanted: Wanted, reply: PushReply) -> list[NDArray[np.uint8] | None]:
+    def _records(self, wanted: ExpectedRows, reply: PushReply) -> list[NDArray[np.uint8] | None]:
         """The rows of each table as bytes [n, row bytes]; None for tables that are not kept, or all of them without rows."""
         if not reply.rows:
             return [None] * len(wanted.ids)

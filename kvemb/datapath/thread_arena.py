@@ -13,7 +13,7 @@ _KEPT_BYTES = 64 << 20  # per thread; what a larger call needs on top is given b
 _ALIGN_BYTES = 64
 
 
-class ThreadMemory(threading.local):
+class ThreadArena(threading.local):
     """Memory of the calling thread, taken piece by piece and good until its next `reset`."""
 
     def __init__(self) -> None:

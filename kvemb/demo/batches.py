@@ -43,7 +43,7 @@ DEFAULTS = Settings()
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TrainingBatch:
     """One step's work: `b` blocks of `l` words with `k` negatives each.
 
     Attributes:
@@ -152,7 +152,7 @@ def n_batches(text: PassText, settings: Settings, *, trainer: int, n_trainers: i
 
 def batches(
     corpus: Corpus, text: PassText, settings: Settings, *, pass_index: int, trainer: int, n_trainers: int, seed: int
-) -> Iterator[Batch]:
+) -> Iterator[TrainingBatch]:
     """Yield this trainer's batches of a pass: every n_trainers-th, so that the shares are disjoint and cover the pass.
 
     Args:
@@ -205,8 +205,8 @@ def _batch(
     settings: Settings,
     sampler: NegativeSampler,
     rng: np.random.Generator,
-) -> Batch:
+) -> TrainingBatch:
     """Draw the windows and negatives of some blocks."""
     reach = rng.integers(1, settings.window + 1, tokens.shape)
     negatives = sampler.draw(rng, (tokens.shape[0], settings.block_negatives))
-    return Batch(tokens, negatives, windows(runs, reach))
+    return TrainingBatch(tokens, negatives, windows(runs, reach))

@@ -15,7 +15,7 @@ from kvemb.demo.corpus import Corpus, load
 from kvemb.demo.evaluate import HeldOut, held_out_loss, held_out_sample, neighbours
 from kvemb.demo.local_run import LocalResult, run_local
 from kvemb.demo.progress import Display, Rate, short
-from kvemb.demo.skipgram import N_PASSES, Progress
+from kvemb.demo.skipgram import N_PASSES, TrainingProgress
 from kvemb.demo.trainers import Trainers
 from kvemb.local_cluster.launcher import LocalCluster
 
@@ -26,7 +26,7 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """What `kvemb demo` was asked for.
 
     Args:
@@ -44,7 +44,7 @@ class Options:
     config: str = ""
 
 
-def run_demo(options: Options, display: Display) -> bool:
+def run_demo(options: DemoOptions, display: Display) -> bool:
     """Run the demo; return whether the cluster learnt as well as the local run (within TOLERANCE of its held-out loss).
 
     Raises:
@@ -77,7 +77,7 @@ def run_demo(options: Options, display: Display) -> bool:
 
 
 @contextmanager
-def _cluster(options: Options, display: Display) -> Iterator[str]:
+def _cluster(options: DemoOptions, display: Display) -> Iterator[str]:
     if options.config:
         display.say(f"  cluster: {options.config}")
         yield options.config
@@ -93,7 +93,7 @@ def _cluster(options: Options, display: Display) -> Iterator[str]:
 
 
 def _train(
-    cluster: kvemb.Cluster, url: str, corpus: Corpus, sample: HeldOut, options: Options, display: Display
+    cluster: kvemb.Cluster, url: str, corpus: Corpus, sample: HeldOut, options: DemoOptions, display: Display
 ) -> tuple[list[float], float, int]:
     """Run all passes; return the held-out loss before and after each, the seconds spent training, and the rows trained."""
     watch = _Watch(cluster, options.trainers, display)
@@ -119,7 +119,7 @@ class _Watch:
 
     def __init__(self, cluster: kvemb.Cluster, n_trainers: int, display: Display) -> None:
         self._cluster, self._display = cluster, display
-        self._latest: list[Progress | None] = [None] * n_trainers
+        self._latest: list[TrainingProgress | None] = [None] * n_trainers
         self._pulled, self._applied = Rate(), Rate()
         for rate in (self._pulled, self._applied):
             rate.update(0)
@@ -128,7 +128,7 @@ class _Watch:
     def take(self, event: tuple[int, dict[str, object]] | None) -> None:
         """Take a trainer's message, or the passing of time."""
         if event is not None and "progress" in event[1]:
-            progress = Progress(**event[1]["progress"])  # type: ignore[arg-type]
+            progress = TrainingProgress(**event[1]["progress"])  # type: ignore[arg-type]
             self._latest[event[0]] = progress
             self.n_rows += progress.n_rows
         if self._display.due():
@@ -153,7 +153,7 @@ class _Watch:
 def _run_local(corpus: Corpus, seed: int, display: Display) -> LocalResult:
     display.say("The same training in one process, on local NumPy arrays:")
 
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if display.due():
             where = f"pass {progress.pass_index + 1}/{N_PASSES} {progress.step:4}/{progress.n_steps} steps"
             display.progress(f"  {where}  loss {progress.loss:.3f}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvemb.demo.batches import DEFAULTS, Settings
 from kvemb.demo.corpus import Corpus
 from kvemb.demo.evaluate import held_out_loss, held_out_sample
-from kvemb.demo.skipgram import DIM, INITIALIZER, N_PASSES, OPTIMIZER, WORD_IN, WORD_OUT, Progress, train_pass
+from kvemb.demo.skipgram import DIM, INITIALIZER, N_PASSES, OPTIMIZER, WORD_IN, WORD_OUT, TrainingProgress, train_pass
 
 
 class LocalRows:
@@ -79,7 +79,7 @@ def run_local(
     corpus: Corpus,
     *,
     seed: int,
-    report: Callable[[Progress], None],
+    report: Callable[[TrainingProgress], None],
     n_passes: int = N_PASSES,
     settings: Settings = DEFAULTS,
 ) -> LocalResult:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb import init, optim
-from kvemb.demo.batches import DEFAULTS, Batch, Settings, batches, n_batches, pass_text
+from kvemb.demo.batches import DEFAULTS, Settings, TrainingBatch, batches, n_batches, pass_text
 from kvemb.demo.corpus import Corpus
 
 WORD_IN = "word_in"
@@ -37,7 +37,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What a trainer has done when a step is over.
 
     Attributes:
@@ -117,7 +117,7 @@ def loss_and_grads(
     )
 
 
-def train_step(rows: Rows, batch: Batch, settings: Settings = DEFAULTS) -> tuple[float, int]:
+def train_step(rows: Rows, batch: TrainingBatch, settings: Settings = DEFAULTS) -> tuple[float, int]:
     """Train on one batch: pull, compute, push.
 
     Returns:
@@ -150,7 +150,7 @@ def train_pass(
     trainer: int,
     n_trainers: int,
     seed: int,
-    report: Callable[[Progress], None],
+    report: Callable[[TrainingProgress], None],
     settings: Settings = DEFAULTS,
 ) -> float:
     """Train this trainer's share of one pass over the corpus.
@@ -176,7 +176,7 @@ def train_pass(
     for step, batch in enumerate(work, start=1):
         loss, n_rows = train_step(rows, batch, settings)
         n_pairs = int(batch.positives.sum())
-        report(Progress(pass_index, trainer, step, n_steps, n_rows, batch.tokens.size, loss / max(n_pairs, 1)))
+        report(TrainingProgress(pass_index, trainer, step, n_steps, n_rows, batch.tokens.size, loss / max(n_pairs, 1)))
         total_loss, total_pairs = total_loss + loss, total_pairs + n_pairs
     return total_loss / total_pairs if total_pairs else float("nan")
 

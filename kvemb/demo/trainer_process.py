@@ -12,7 +12,7 @@ from dataclasses import asdict
 from kvemb.cluster import connect
 from kvemb.demo.cluster_rows import ClusterRows
 from kvemb.demo.corpus import load
-from kvemb.demo.skipgram import Progress, train_pass
+from kvemb.demo.skipgram import TrainingProgress, train_pass
 from kvemb.errors import KvembError
 
 
@@ -51,7 +51,7 @@ def _train(args: argparse.Namespace) -> None:
             _say({"pass_done": pass_index})
 
 
-def _report(progress: Progress) -> None:
+def _report(progress: TrainingProgress) -> None:
     _say({"progress": asdict(progress)})
 
 

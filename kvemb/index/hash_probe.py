@@ -36,7 +36,7 @@ def home(ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
     return hashes.view(np.int64), tags
 
 
-def find(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
+def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
     """Look for n distinct ids.
 
     Args:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.index.hash_probe import WIDTH, Ids, Places, find, home, zero_bytes
+from kvemb.index.hash_probe import WIDTH, Ids, Places, home, probe, zero_bytes
 
 Versions = NDArray[np.uint64]
 
@@ -39,7 +39,7 @@ _WINDOW_BUCKETS = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class IndexLookup:
     """Where an index has some ids: made by `RowIndex.find`, so that what is done to them next need not look for them again.
 
     It stays good whatever happens to the index: when ids have come or moved since, they are looked up again.
@@ -102,18 +102,18 @@ class RowIndex:
         for block in _blocks(len(ids)):
             self._put(self.find(ids[block]), versions[block], ids[block.start :])
 
-    def find(self, ids: Ids) -> Found:
+    def find(self, ids: Ids) -> IndexLookup:
         """Look n distinct ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
         if len(ids) <= _BLOCK_ROWS:
-            return Found(ids, *self._find(ids), self._layout)
+            return IndexLookup(ids, *self._find(ids), self._layout)
         places, buckets = zip(*(self._find(ids[block]) for block in _blocks(len(ids))), strict=True)
-        return Found(ids, np.concatenate(places), np.concatenate(buckets), self._layout)
+        return IndexLookup(ids, np.concatenate(places), np.concatenate(buckets), self._layout)
 
-    def at(self, found: Found) -> Versions:
+    def at(self, found: IndexLookup) -> Versions:
         """Return the versions that ids have now, 0 where one does not exist: uint64 [n]."""
         return self._versions(self._still(found).places)
 
-    def set_at(self, found: Found, version: int) -> None:
+    def set_at(self, found: IndexLookup, version: int) -> None:
         """Set the version of n ids, known or new, to this one, neither 0 nor 2**64 - 1."""
         assert 0 < version < int(_ERASED)
         self._put(self._still(found), np.full(len(found.ids), version, np.uint64), found.ids)
@@ -164,12 +164,12 @@ class RowIndex:
 
     # --- looking ----------------------------------------------------------------------------------------------------------------
 
-    def _still(self, found: Found) -> Found:
+    def _still(self, found: IndexLookup) -> IndexLookup:
         """What was found, looked up again if the index has another layout by now. Erased ids are no new layout: they keep their places."""
         return found if found.layout == self._layout else self.find(found.ids)
 
     def _find(self, ids: Ids) -> tuple[Places, Places]:
-        return find(self._tags, self._pairs, ids)
+        return probe(self._tags, self._pairs, ids)
 
     def _versions(self, places: Places) -> Versions:
         held = self._pairs.take(2 * places + 1, mode="clip")
@@ -187,7 +187,7 @@ class RowIndex:
 
     # --- changing ---------------------------------------------------------------------------------------------------------------
 
-    def _put(self, found: Found, versions: Versions, all_ids: Ids) -> None:
+    def _put(self, found: IndexLookup, versions: Versions, all_ids: Ids) -> None:
         """Set versions; `all_ids` are these and others that will be put next, for which a rebuild makes room as well."""
         new = np.flatnonzero(found.places < 0)
         if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags):

@@ -39,7 +39,7 @@ class Deliverable(Protocol):
         ...
 
 
-class Leaving(Protocol):
+class ClosingClient(Protocol):
     """What is needed of a client of the shards."""
 
     @property
@@ -67,12 +67,12 @@ class Leaving(Protocol):
 
 
 _LAST = -100  # behind multiprocessing's own, which send what is in its queues
-_clients: dict[int, Leaving] = {}
+_clients: dict[int, ClosingClient] = {}
 _stuck = False
 _prepared_in = 0  # the process whose end is watched
 
 
-def remember(client: Leaving) -> None:
+def remember(client: ClosingClient) -> None:
     """Deliver what this client pushes at the latest when the program ends."""
     _clients[id(client)] = client
 
@@ -95,7 +95,7 @@ def prepare() -> None:
         atexit.register(_leave)
 
 
-def forget(client: Leaving) -> None:
+def forget(client: ClosingClient) -> None:
     """It was closed."""
     _clients.pop(id(client), None)
 
@@ -115,7 +115,7 @@ def deliver_to(addresses: Sequence[str]) -> str:
     return " ".join(filter(None, (_told(client.trainer, client.undelivered(), None) for client in clients)))
 
 
-def _own() -> list[Leaving]:
+def _own() -> list[ClosingClient]:
     return [client for client in list(_clients.values()) if not client.forked]
 
 
@@ -177,7 +177,7 @@ def _wait_all() -> None:
             _wait(client, deadline)
 
 
-def _wait(client: Leaving, deadline: Deadline) -> None:
+def _wait(client: ClosingClient, deadline: Deadline) -> None:
     for push in client.undelivered():
         push.wait_answered(deadline.remaining_s())
 

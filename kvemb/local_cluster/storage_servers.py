@@ -105,7 +105,7 @@ def start_servers(kind: str, n: int, folder: Path, memory_mb: int) -> list[Stora
         for server in servers:
             server.process.wait_until(lambda port=server.port: accepts(port), deadline)  # type: ignore[misc]
         if kind == "redis-cluster":
-            join_cluster([server.port for server in servers], deadline)
+            create_redis_cluster([server.port for server in servers], deadline)
     except BaseException:
         for server in servers:
             server.process.kill()
@@ -113,7 +113,7 @@ def start_servers(kind: str, n: int, folder: Path, memory_mb: int) -> list[Stora
     return servers
 
 
-def join_cluster(ports: list[int], deadline: Deadline) -> None:
+def create_redis_cluster(ports: list[int], deadline: Deadline) -> None:
     """Make one Redis Cluster of empty primaries, the slots dealt out evenly, and wait until every node agrees."""
     clients = [redis.Redis(port=port, protocol=2, decode_responses=True) for port in ports]
     try:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
-from kvemb.wire.replies import RepliesInOrder, Reply, Step
+from kvemb.wire.replies import RepliesInOrder, ReplyReader, Step
 
 WINDOW_STEPS = 6
 LOW_WATER_BYTES = 128 << 10
@@ -135,7 +135,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
             raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")
 
 
-def round_trip(link: Link, request: bytes, replies: Sequence[Reply], deadline: Deadline) -> None:
+def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadline: Deadline) -> None:
     """Send a few commands to one node, as when connecting or looking after it, and read their replies.
 
     Raises:

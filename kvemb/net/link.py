@@ -105,7 +105,7 @@ class Link:
         return NodeUnavailableError(f"node {self.address}: {error.strerror or error}. Is the server still running?")
 
 
-def connect(address: str, deadline: Deadline) -> socket.socket:
+def connect_link(address: str, deadline: Deadline) -> socket.socket:
     """Open a TCP connection.
 
     Raises:

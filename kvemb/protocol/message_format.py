@@ -72,7 +72,7 @@ class TableRows:
 
 
 @dataclass(frozen=True, eq=False)
-class FreshRows:
+class ChangedRowsBlock:
     """Of n rows that a trainer holds, those that are no longer what it holds, as they are now.
 
     Args:
@@ -89,14 +89,14 @@ class FreshRows:
         return [_raw(self.at, "<u4"), _raw(self.versions, "<u8"), self.rows]
 
     @staticmethod
-    def from_list(items: object) -> "FreshRows":
+    def from_list(items: object) -> "ChangedRowsBlock":
         if not isinstance(items, list) or len(items) != 3:
             raise MessageError("fresh rows: expected a list of 3 fields")
         at, versions = _array(items[0], "<u4"), _array(items[1], "<u8")
         _expect(len(at) == len(versions), f"{len(at)} fresh rows with {len(versions)} versions")
         _expect(bool((at[1:] > at[:-1]).all()), "fresh rows that do not ascend")
         _expect(isinstance(items[2], bytes), "fresh rows as bytes")
-        return FreshRows(at, versions, items[2])
+        return ChangedRowsBlock(at, versions, items[2])
 
     @property
     def size_bytes(self) -> int:
@@ -199,7 +199,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], TableRows | FreshRows):
+    if isinstance(value, list) and value and isinstance(value[0], TableRows | ChangedRowsBlock):
         return [rows.to_list() for rows in value]
     return value.to_list() if isinstance(value, TableRows) else value
 
@@ -208,7 +208,7 @@ def _checked(at: str, annotation: Any, value: Any) -> Any:
     """Check a field against its annotation (the few forms used above)."""
     if annotation is TableRows:
         return TableRows.from_list(value)
-    if annotation in (list[TableRows], list[FreshRows]):
+    if annotation in (list[TableRows], list[ChangedRowsBlock]):
         _expect(isinstance(value, list), f"{at}: expected a list")
         return [annotation.__args__[0].from_list(item) for item in value]
     if annotation == list[bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvemb.protocol.message_format import FreshRows, Message, TableRows
+from kvemb.protocol.message_format import ChangedRowsBlock, Message, TableRows
 
 SERVICE = "kvemb.ParameterServer"
 MAX_PART_BYTES = 16 << 20
@@ -103,7 +103,7 @@ class PushReply(Message):
     epoch: int = 0
     others: int = 0
     rows: list[bytes] = field(default_factory=list)
-    fresh: list[FreshRows] = field(default_factory=list)
+    fresh: list[ChangedRowsBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

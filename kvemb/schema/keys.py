@@ -61,7 +61,7 @@ class RowTags:
 
 @dataclass(frozen=True, eq=False)
 class RowKeys:
-    """The keys of n rows of one table, or of several (`join`).
+    """The keys of n rows of one table, or of several (`join_keys`).
 
     Args:
         tag: the table's 3 characters; b"" of several.
@@ -92,7 +92,7 @@ class RowKeys:
         return None
 
     def joined(self, keys: "Sequence[RowKeys]", ids: NDArray[np.uint64], tables: RowTags) -> "RowKeys":
-        """Return keys like these of the rows of all tables; see `join`."""
+        """Return keys like these of the rows of all tables; see `join_keys`."""
         return RowKeys(b"", ids, tables=tables)
 
     def described(self, row: int) -> str:
@@ -146,7 +146,7 @@ class RowKeys:
         return _tag_tables(self.tables.tags), self.tables.which, top + (self.tables.which.astype(np.intp) << 4)
 
 
-def join(keys: Sequence[RowKeys]) -> RowKeys:
+def join_keys(keys: Sequence[RowKeys]) -> RowKeys:
     """Return the keys of several tables' rows as those of one batch, one table's after the other's.
 
     Args:

@@ -56,16 +56,16 @@ def refuse_unknown(where: str, given: Iterable[object], known: Iterable[str]) ->
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _TransformKind:
     param: str  # its name in the constructor and in YAML
     runtime: str  # its name among a table's run-time values, where it stands beside the optimizer's own
     value: Value
 
 
-_KINDS: Mapping[str, _Kind] = {
-    "clip_by_value": _Kind("v", "clip_value", Value(None, open_low=True)),
-    "clip_by_norm": _Kind("max_norm", "clip_norm", Value(None, open_low=True)),
-    "l2": _Kind("weight", "l2_weight", Value(None)),
+_KINDS: Mapping[str, _TransformKind] = {
+    "clip_by_value": _TransformKind("v", "clip_value", Value(None, open_low=True)),
+    "clip_by_norm": _TransformKind("max_norm", "clip_norm", Value(None, open_low=True)),
+    "l2": _TransformKind("weight", "l2_weight", Value(None)),
 }
 
 

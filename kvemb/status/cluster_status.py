@@ -11,7 +11,7 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
 if TYPE_CHECKING:  # they import gRPC
-    from kvemb.client.all_shards import Servers
+    from kvemb.client.all_shards import AllShards
     from kvemb.client.shard_client import ShardClient
 
 
@@ -45,10 +45,10 @@ def survey(config: Config) -> ClusterStatus:
     Args:
         config: of the cluster.
     """
-    from kvemb.client.all_shards import Servers
+    from kvemb.client.all_shards import AllShards
 
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers = Servers(config.servers.shards, config.servers.last_words)
+    servers = AllShards(config.servers.shards, config.servers.last_words)
     try:
         deadline = Deadline.after(config.storage.timeout_s)
         replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)
@@ -64,7 +64,7 @@ def survey(config: Config) -> ClusterStatus:
         store.close()
 
 
-def _strangers(config: Config, store: Store, servers: "Servers") -> str:
+def _strangers(config: Config, store: Store, servers: "AllShards") -> str:
     """Return what connecting would find: markers, node map, shards' numbers or names that are not those of this kvemb.yaml."""
     from kvemb.client.all_shards import require_one_cluster
 

@@ -11,14 +11,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import RowKeys, join
+from kvemb.schema.keys import RowKeys, join_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 _SMALL_ROWS = 4096
-_MOST_PARTS = 1 << 16  # of one `join`
+_MOST_PARTS = 1 << 16  # of one `join_keys`
 
 
-def read_joined(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], list[ReadResult]]) -> list[ReadResult]:
+def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], list[ReadResult]]) -> list[ReadResult]:
     """Read parts as fewer ones; a result that was cut out of a larger one is in the order of its keys.
 
     Args:
@@ -36,7 +36,7 @@ def read_joined(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], 
     return [results[i] for i in range(len(parts))]
 
 
-def write_joined(
+def write_coalesced(
     parts: Sequence[WritePart], write: Callable[[Sequence[WritePart]], list[WriteResult]], *, one_node: bool = False
 ) -> list[WriteResult]:
     """Write parts as fewer ones.
@@ -82,7 +82,7 @@ def _joined_read(parts: Sequence[ReadPart]) -> ReadPart:
     first = parts[0]
     if len(parts) == 1:
         return first
-    keys = join([part.keys for part in parts])
+    keys = join_keys([part.keys for part in parts])
     return ReadPart(keys, first.record_bytes, first.prefix_bytes, first.tokens, foreign=first.foreign)
 
 
@@ -91,7 +91,7 @@ def _joined_write(parts: Sequence[WritePart]) -> WritePart:
         return parts[0]
     tokens = [part.tokens for part in parts if part.tokens is not None]
     records = np.concatenate([part.records for part in parts])
-    return WritePart(join([part.keys for part in parts]), records, np.concatenate(tokens) if tokens else None)
+    return WritePart(join_keys([part.keys for part in parts]), records, np.concatenate(tokens) if tokens else None)
 
 
 def _bounds(parts: Sequence[ReadPart] | Sequence[WritePart]) -> list[slice]:

@@ -23,8 +23,8 @@ from kvemb.errors import (
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.wire.buffer_scan import WRONG_TYPE
-from kvemb.wire.fixed_size_values import StrideReply
-from kvemb.wire.memcached.cas_values_reply import TokenReply
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.memcached.cas_values_reply import CasValuesReply
 from kvemb.wire.replies import Step, UnexpectedValueError
 
 # What passes by itself, or once somebody has mended it: what to look at.
@@ -58,7 +58,7 @@ class Grouped:
     shares: list[tuple[int, slice]]
 
 
-def group(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
+def group_by_node(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
     """Put keys in the order of their nodes; within a node and a kind, rows of one page one after another, where rows lie in pages.
 
     Args:
@@ -113,7 +113,7 @@ def tell_foreign(steps: list[Step], foreign: NDArray[np.bool_] | None) -> list[S
         return steps
     start = 0
     for step in steps:
-        assert isinstance(step.reply, StrideReply | TokenReply)
+        assert isinstance(step.reply, FixedSizeValuesReply | CasValuesReply)
         step.reply.foreign = foreign[start : start + len(step.reply.found)]
         start += len(step.reply.found)
     return steps

@@ -21,7 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
 
 
-def waits(role: str, on_lost_node: str) -> bool:
+def retries(role: str, on_lost_node: str) -> bool:
     """Whether a store of this role waits; shards never do, because it is they who repair.
 
     Example:
@@ -31,7 +31,7 @@ def waits(role: str, on_lost_node: str) -> bool:
     return role == "trainer" and on_lost_node == WAIT
 
 
-def waiting(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
+def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
     """Call until it succeeds.
 
     Args:

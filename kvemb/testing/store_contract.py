@@ -34,12 +34,12 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys, join
+from kvemb.schema.keys import RowKeys, join_keys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
-from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 
 CLUSTER, GENERATION = b"contract-cluster", b"lifetime"
 SIZE = 76
@@ -257,7 +257,7 @@ class StoreContract:
         given = [(keys.take(np.flatnonzero(here)), rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
         written = store.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
         assert all(result.stored.all() and len(result.stored) == len(keys) for result, (keys, _) in zip(written, given, strict=True))
-        together = join([keys[:500] for keys in parts])
+        together = join_keys([keys[:500] for keys in parts])
         asked = [ReadPart(keys, SIZE, SIZE, tokens=cas, foreign=True) for keys in parts]
         *each, last = [result.in_key_order() for result in store.read([*asked, ReadPart(together, SIZE, SIZE)], within())]
         for result, rows, here in zip(each, records, there, strict=True):
@@ -537,14 +537,14 @@ class StoreContract:
             pytest.skip("no replies to interrupt")
         keys = self.keys(3000)
         write(store, keys, records_of(keys))
-        feed = StrideReply.feed
+        feed = FixedSizeValuesReply.feed
 
-        def interrupted(self: StrideReply, data: NDArray[np.uint8]) -> int:
+        def interrupted(self: FixedSizeValuesReply, data: NDArray[np.uint8]) -> int:
             feed(self, data[: len(data) // 2])
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(StrideReply, "feed", interrupted)
+            patch.setattr(FixedSizeValuesReply, "feed", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 read(store, keys)
         for first in (1500, 1):

@@ -13,7 +13,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
+class RecordsToWrite:
     """Records to write, put in order only as their requests are built.
 
     Args:
@@ -29,9 +29,9 @@ class Records:
         """Of one record."""
         return int(self.values.shape[1])
 
-    def __getitem__(self, rows: slice) -> "Records":
+    def __getitem__(self, rows: slice) -> "RecordsToWrite":
         """Return some of the n records."""
-        return Records(self.values[rows]) if self.order is None else Records(self.values, self.order[rows])
+        return RecordsToWrite(self.values[rows]) if self.order is None else RecordsToWrite(self.values, self.order[rows])
 
     def bytes(self) -> Bytes:
         """The records in order: uint8 [n, size_bytes]."""
@@ -49,7 +49,7 @@ class Codec(Protocol):
     ) -> list[Step]:
         """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them."""
 
-    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """Write n records; out [n] gets 0 for stored, 1 for a conflict; tokens [n] of rows stored are replaced by the new ones."""
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:

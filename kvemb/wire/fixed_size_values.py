@@ -16,7 +16,7 @@ from kvemb.wire.replies import UnexpectedValueError
 
 
 @dataclass(eq=False)
-class StrideReply:
+class FixedSizeValuesReply:
     """n values of one size, each of which may be missing.
 
     Args:

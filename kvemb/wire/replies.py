@@ -24,7 +24,7 @@ class UnexpectedValueError(Exception):
         self.reply, self.row, self.size_bytes, self.expected_bytes = reply, row, size_bytes, expected_bytes
 
 
-class Reply(Protocol):
+class ReplyReader(Protocol):
     """What the exchange needs of a reply."""
 
     @property
@@ -48,7 +48,7 @@ class Step:
     """
 
     source: memoryview | Callable[[], memoryview]
-    reply: Reply
+    reply: ReplyReader
     reply_bytes: int = 0
 
     @property
@@ -165,7 +165,7 @@ class BlobReply:
 class RepliesInOrder:
     """Several small replies to one request that holds several commands: one step per command would wait for the window."""
 
-    replies: Sequence[Reply]
+    replies: Sequence[ReplyReader]
     _at: int = 0
 
     @property

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvemb.errors import KvembError, StorageError
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import split_version
 
 from ..engine.engine import Engine
-from ..ingest.ingest import Intake
+from ..ingest.ingest import Ingest
 from ..journal import START, Position
-from ..model.batch import Part, RefusedStep, RowsWork
-from ..model.prepared_rows import Prepared
+from ..model.batch import ReceivedPart, RefusedStep, RowsWork
+from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
-from .background import Chores
-from .changed_rows import HeldRows
+from .background import BackgroundWork
+from .changed_rows import ChangedRowsFinder
 from .committer import AbandonedError, Committed, Handover
 from .returned_rows import OthersCount, returned_rows
 from .staleness import staleness
@@ -40,12 +40,12 @@ class Applier:
 
     def __init__(
         self,
-        intake: Intake,
+        intake: Ingest,
         engine: Engine,
         tables: Tables,
         handover: Handover,
         *,
-        held: HeldRows | None = None,
+        held: ChangedRowsFinder | None = None,
         applied: Position = START,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
@@ -55,7 +55,7 @@ class Applier:
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
         self.applied = applied
-        self.chores: Chores | None = None  # what is done between batches
+        self.chores: BackgroundWork | None = None  # what is done between batches
 
     def start(self) -> None:
         """Start applying."""
@@ -121,7 +121,7 @@ class Applier:
         holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
 
-        def release(computed: Sequence[Prepared]) -> None:
+        def release(computed: Sequence[PreparedRows]) -> None:
             replies = [_reply(part, "released", of, k_and_epoch, self._fresh(part, computed)) for part, of in asked]
             self._intake.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
@@ -138,11 +138,11 @@ class Applier:
             replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
         return replies
 
-    def _fresh(self, part: Part, batch: Sequence[Prepared]) -> list[FreshRows]:
+    def _fresh(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Which of the rows that a part holds are others after this batch."""
         return [] if self._held is None or not part.held else self._held.answer(part.held, batch)
 
-    def _staleness(self, part: Part) -> tuple[float, int]:
+    def _staleness(self, part: ReceivedPart) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]
         return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids, keep=True)) for rows in seen)
 
@@ -166,6 +166,8 @@ class Applier:
             raise AbandonedError from error
 
 
-def _reply(part: Part, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], fresh: list[FreshRows]) -> PushReply:
+def _reply(
+    part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], fresh: list[ChangedRowsBlock]
+) -> PushReply:
     (changed, elapsed), (k, epoch) = stale, k_and_epoch
     return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, fresh=fresh)

@@ -37,7 +37,7 @@ log = logging.getLogger("paramserver")
 
 
 @dataclass(eq=False)
-class Ticket:
+class BackgroundTicket:
     """Something that was asked for; `rows` that were restored when it is done."""
 
     rows: int = 0
@@ -65,7 +65,7 @@ class Ticket:
 
 
 @dataclass(eq=False, kw_only=True)
-class RepairTicket(Ticket):
+class RepairTicket(BackgroundTicket):
     """A repair of nodes.
 
     Args:
@@ -77,14 +77,14 @@ class RepairTicket(Ticket):
 
 
 @dataclass(eq=False, kw_only=True)
-class CompareTicket(Ticket):
+class CompareTicket(BackgroundTicket):
     """A comparison of some rows of a table."""
 
     table: TableState
     ids: NDArray[np.uint64]
 
 
-class Chores:
+class BackgroundWork:
     """One shard's. `step` is for the apply thread, the rest for any.
 
     Args:

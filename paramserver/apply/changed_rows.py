@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from kvemb.errors import KvembError, LostRowError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
 from ..model.batch import CheckedRows
-from ..model.prepared_rows import Prepared
+from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 
 Ids = NDArray[np.uint64]
@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 log = logging.getLogger("paramserver")
 
 
-class HeldRows:
+class ChangedRowsFinder:
     """Answers for one shard.
 
     Args:
@@ -42,7 +42,7 @@ class HeldRows:
     def __init__(self, store: Store, tables: Tables, timeout_s: float) -> None:
         self._store, self._tables, self._timeout_s = store, tables, timeout_s
 
-    def answer(self, held: Sequence[CheckedRows], batch: Sequence[Prepared]) -> list[FreshRows]:
+    def answer(self, held: Sequence[CheckedRows], batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Say what changed.
 
         Args:
@@ -59,7 +59,7 @@ class HeldRows:
             log.warning("a trainer has to pull rows that it holds again: %s: %s", type(error).__name__, error)
             return []
 
-    def _fresh(self, held: CheckedRows, changed: Prepared | None) -> FreshRows:
+    def _fresh(self, held: CheckedRows, changed: PreparedRows | None) -> ChangedRowsBlock:
         definition = held.definition
         versions = self._tables.state(definition).versions(held.ids)
         places = np.full(len(held.ids), -1, np.intp) if changed is None else _places(held.ids, changed.rows.ids)
@@ -77,7 +77,7 @@ class HeldRows:
         if len(new) < len(there):
             left = np.flatnonzero(places < 0)
             rows[left] = self._weights(definition, held.ids[there[left]], versions[versions != 0][left])
-        return FreshRows(at.astype(np.uint32), versions, rows.tobytes())
+        return ChangedRowsBlock(at.astype(np.uint32), versions, rows.tobytes())
 
     def _weights(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:
         """The weights of n existing rows, which the batch does not change, as they are stored: uint8 [n, row bytes]."""

@@ -16,10 +16,10 @@ from typing import TypeVar
 from kvemb.errors import JournalFullError, KvembError
 from kvemb.schema.record import make_version
 
-from ..ingest.aggregate import merge
-from ..ingest.ingest import Intake
+from ..ingest.aggregate import merge_pushes
+from ..ingest.ingest import Ingest
 from ..journal import BatchEntry, Position, Watermark
-from ..journal.fenced_log import Ledger
+from ..journal.fenced_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
 from ..model.tables import Tables
 
@@ -115,9 +115,9 @@ class Committer:
 
     def __init__(
         self,
-        intake: Intake,
+        intake: Ingest,
         tables: Tables,
-        ledger: Ledger,
+        ledger: FencedLog,
         handover: Handover,
         *,
         sync: bool,
@@ -186,7 +186,7 @@ class Committer:
         if isinstance(work, RowsWork):
             return Batch(work.kind, (work.rows,))
         # A batch without tables changes nothing: it is there for its watermarks.
-        return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge(work, sync=self._sync)
+        return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge_pushes(work, sync=self._sync)
 
     def _step(self, key: str, batch: Batch) -> int:
         if key not in self._steps:  # no batch of it is on its way, so the apply thread does not change its step now

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.batch import Batch, Part, Push
+from ..model.batch import Batch, Push, ReceivedPart
 
 MAX_TRAINERS = 65536
 
@@ -45,7 +45,7 @@ class OthersCount:
         return self._n_batches - self._alone.get((push.trainer, push.incarnation), 0)
 
 
-def returned_rows(part: Part, batch: Batch, weights: Mapping[str, NDArray[np.uint8]]) -> list[bytes]:
+def returned_rows(part: ReceivedPart, batch: Batch, weights: Mapping[str, NDArray[np.uint8]]) -> list[bytes]:
     """Pick a part's updated weights out of its batch's.
 
     Args:

@@ -18,7 +18,7 @@ Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 
 
-class PreImages:
+class CopyOnWriteRecords:
     """Of one table.
 
     Args:

@@ -36,7 +36,7 @@ class LoadPlan:
     erase: dict[str, NDArray[np.uint64]]
 
 
-def encode(plan: LoadPlan) -> Iterator[bytes | memoryview]:
+def encode_load_plan(plan: LoadPlan) -> Iterator[bytes | memoryview]:
     """Yield the file's bytes."""
     sizes = {name: len(ids) for name, ids in plan.erase.items()}
     header: bytes = msgpack.packb([plan.serial, plan.load_id, plan.version, plan.steps, sizes])
@@ -48,7 +48,7 @@ def encode(plan: LoadPlan) -> Iterator[bytes | memoryview]:
     yield struct.pack("<Q", checksum.intdigest())
 
 
-def decode(data: bytes, where: str) -> LoadPlan:
+def decode_load_plan(data: bytes, where: str) -> LoadPlan:
     """Read the file.
 
     Raises:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import SavedTable
-from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
@@ -46,8 +46,8 @@ from ..recovery.state_image import image
 from ..snapshot.run_set import Runs
 from ..snapshot.sorted_run import ROWS
 from . import unconditional_writer
-from .load_plan import LoadPlan, decode, encode
-from .unconditional_writer import RowsOut
+from .load_plan import LoadPlan, decode_load_plan, encode_load_plan
+from .unconditional_writer import UnconditionalWriter
 
 PLAN, SWITCHED, LOADED = "load", "load.switched", "loaded"
 SNAPSHOT, STAGED = "snapshot", "staged"
@@ -68,7 +68,7 @@ def check(url: str, save_id: str, registry: Registry) -> Chain:
         TableMismatchError: a table exists with another identity.
         ConfigError: pyarrow or fsspec is missing on this machine.
     """
-    require("pyarrow.parquet")
+    require_extra("pyarrow.parquet")
     chain = open_chain(url)
     if chain.newest.save_id != save_id:
         raise CheckpointError(f"{url}: holds save {chain.newest.save_id} by now, the load is of {save_id}")
@@ -92,7 +92,7 @@ class Loader:
     def __init__(self, parts: ShardParts, store: Store, data: DataDir, pause: Pause) -> None:
         self._parts, self._store, self._data = parts, store, data
         self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
-        self._rows_out = RowsOut(store, self._timeout_s, pause, parts.repairer)
+        self._rows_out = UnconditionalWriter(store, self._timeout_s, pause, parts.repairer)
         self._still_ours = partial(require_owner, data, parts.engine.epoch)
         self._reported = 0.0
         self._done = self._rows = 0
@@ -143,7 +143,7 @@ class Loader:
 
     def _plan(self) -> LoadPlan | None:
         raw = self._data.read(PLAN)
-        return None if raw is None else decode(raw, str(self._data.path / PLAN))
+        return None if raw is None else decode_load_plan(raw, str(self._data.path / PLAN))
 
     def _read(self, decision: Decision, erase_too: dict[str, Ids]) -> LoadPlan:
         """Bring the rows that this shard owns from the checkpoint to its own disk.
@@ -176,7 +176,7 @@ class Loader:
         runs.close()
         steps = {self._parts.registry.find_last(saved.definition.name).key: self._step(saved) for saved in chain.newest.tables}
         plan = LoadPlan(decision.serial, decision.load_id, version, steps, erase)
-        self._data.write(PLAN, encode(plan), self._still_ours)
+        self._data.write(PLAN, encode_load_plan(plan), self._still_ours)
         return plan
 
     def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[tuple[Ids, NDArray[np.uint8]]]:

@@ -1,8 +1,8 @@
 """One save of one shard: the cut, and the thread that streams the rows as they were at the cut while training goes on.
 
 Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before it was its turn
-is handed to `PreImages` first (by the engine, which has the old record anyway), and taken from there. So the checkpoint is exact: it holds
-every batch up to the cut and none after it, and needs no journal to be loaded.
+is handed to `CopyOnWriteRecords` first (by the engine, which has the old record anyway), and taken from there. So the checkpoint is exact:
+it holds every batch up to the cut and none after it, and needs no journal to be loaded.
 """
 
 import logging
@@ -28,7 +28,7 @@ from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
 from ..engine.storage_retry import RETRYABLE
-from .copy_on_write import PreImages
+from .copy_on_write import CopyOnWriteRecords
 
 Ids = NDArray[np.uint64]
 _SLICE_BYTES = 8 << 20
@@ -98,7 +98,7 @@ class SaveJob:
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
         self._tables, self._store, self._timeout_s, self._restore = tables, store, timeout_s, restore
-        self._kept = {table.definition.key: PreImages(folder, table.definition.record.size_bytes) for table in tables}
+        self._kept = {table.definition.key: CopyOnWriteRecords(folder, table.definition.record.size_bytes) for table in tables}
         self._reached = {table.definition.key: -1 for table in tables}  # the last id that needs no record kept any more
         self._lock = threading.Lock()
         self._stopping = threading.Event()

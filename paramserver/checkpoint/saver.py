@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import Cut
-from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
@@ -103,7 +103,7 @@ class Saver:
             return
         if self._job is not None and self._job.running:
             raise CheckpointError(f"shard {self._shard}: a save to {self._job.order.url} is under way; wait for its end")
-        require("pyarrow.parquet")
+        require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
         self._job, self._finished = None, _finished(storage, order, self._shard)
         if self._finished is not None:

@@ -17,7 +17,7 @@ from kvemb.stores.store import Store
 
 from ..engine.batch_pieces import Pace
 from ..engine.conditional_erase import erase_as_read
-from ..engine.repair_port import NO_BATCH, Pause, Rescue
+from ..engine.repair_port import NO_BATCH, Pause, RepairPort
 from ..engine.storage_retry import RETRYABLE
 
 BLOCK_BYTES = 8 << 20
@@ -29,7 +29,7 @@ Ids = NDArray[np.uint64]
 T = TypeVar("T", bound=np.generic)
 
 
-class RowsOut:
+class UnconditionalWriter:
     """A way into storage that asks for no versions.
 
     Args:
@@ -39,7 +39,7 @@ class RowsOut:
         rescue: brings back nodes that have lost rows, or whose pages another program has replaced; None: they are errors.
     """
 
-    def __init__(self, store: Store, timeout_s: float, pause: Pause, rescue: Rescue | None = None) -> None:
+    def __init__(self, store: Store, timeout_s: float, pause: Pause, rescue: RepairPort | None = None) -> None:
         self._store, self._timeout_s, self._pause, self._rescue = store, timeout_s, pause, rescue
         self._pace = Pace(timeout_s)
 

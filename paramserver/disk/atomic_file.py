@@ -15,7 +15,7 @@ from .private_files import opener
 _SUFFIX = ".tmp"
 
 
-def replace_whole(path: Path, chunks: Iterable[bytes | memoryview], check: Callable[[], None] = lambda: None) -> None:
+def replace_atomically(path: Path, chunks: Iterable[bytes | memoryview], check: Callable[[], None] = lambda: None) -> None:
     """Put a new file in the place of an old one, if there is one. The folder is still to be synced.
 
     Args:

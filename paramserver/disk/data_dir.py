@@ -8,7 +8,7 @@ from typing import IO
 
 from kvemb.errors import ParameterServerError
 
-from .atomic_file import replace_whole, sweep
+from .atomic_file import replace_atomically, sweep
 from .disk_errors import mend
 from .private_files import make_folder, opener
 
@@ -68,7 +68,7 @@ class DataDir:
         Raises:
             OSError: the old file is untouched.
         """
-        replace_whole(self.path / name, chunks, check)
+        replace_atomically(self.path / name, chunks, check)
         self._sync()
 
     def sweep(self) -> None:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 _KEPT_BYTES = 128 << 20
 
 
-class Scratch:
+class RecordArena:
     """Hands out arrays that are good until the next `reset`. One thread.
 
     Example:

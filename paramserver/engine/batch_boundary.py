@@ -8,7 +8,7 @@ from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 
 
-class Gate:
+class BatchBoundary:
     """One shard's. The apply thread passes it batch by batch; whoever needs rows and index at rest steps in between."""
 
     def __init__(self) -> None:

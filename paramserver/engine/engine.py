@@ -25,19 +25,19 @@ from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows
-from ..model.prepared_rows import Prepared
+from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..model.transition import Replay, new_records, rows_to_write
-from .arena import Scratch
-from .batch_boundary import Gate
+from ..model.transition import Replay, new_records, records_to_write
+from .arena import RecordArena
+from .batch_boundary import BatchBoundary
 from .batch_pieces import Pace, cut, size_bytes
 from .conditional_erase import erase_as_read, not_newer
-from .fetched_rows import Fetched, Records
-from .repair_port import Ahead, Pause, Rescue
-from .storage_retry import MAX_CONFLICT_ROUNDS, MEDDLED, RETRYABLE, pauses
+from .fetched_rows import Fetched, FetchedRecords
+from .repair_port import AheadOfIndex, Pause, RepairPort
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
 from .write_behind import WriteBehind
-from .write_observer import Witness
+from .write_observer import WriteObserver
 
 _MAX_MENDED = 8  # times in a row that rows of one piece may be found lost
 # Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
@@ -46,7 +46,7 @@ _BLOCK_WEIGHTS = 1 << 17
 
 log = logging.getLogger("paramserver")
 
-Computed = Callable[[Sequence[Prepared]], None]
+Computed = Callable[[Sequence[PreparedRows]], None]
 """Takes a whole batch's rows and new records, none of which is stored yet; good until the next batch."""
 
 
@@ -66,7 +66,7 @@ class Applied:
     k: int
     n_existed: int
     rows: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-    written: Sequence[Prepared] = ()
+    written: Sequence[PreparedRows] = ()
 
 
 class Engine:
@@ -86,16 +86,16 @@ class Engine:
         self._tables = tables
         self._timeout_s = timeout_s
         self._pace = Pace(timeout_s)
-        self._scratch = Scratch()
-        self._prepared: list[Prepared] = []  # in the last round
+        self._scratch = RecordArena()
+        self._prepared: list[PreparedRows] = []  # in the last round
         self._computed: Computed | None = None  # still to be called for the batch at work
         self.epoch = epoch
         self._timeline = timeline or Timeline(epoch)
         self.k = k
         self.rows_applied = 0
-        self.gate = Gate()
-        self.witness: Witness | None = None
-        self.rescue: Rescue | None = None
+        self.gate = BatchBoundary()
+        self.witness: WriteObserver | None = None
+        self.rescue: RepairPort | None = None
         self.behind: WriteBehind | None = None  # None: every row is written at every apply
 
     def run(
@@ -177,7 +177,7 @@ class Engine:
 
         What is found lost meanwhile is restored first.
         """
-        waits, ahead = pauses(), Ahead(version, version) if replay is None else Ahead(version, replay.newest, replay)
+        waits, ahead = retry_pauses(), AheadOfIndex(version, version) if replay is None else AheadOfIndex(version, replay.newest, replay)
         rows_lost, n_lost = False, 0
         while True:
             piece, rest = cut(left, self._pace.n_bytes)
@@ -236,7 +236,7 @@ class Engine:
                 return
             todo = self._round(kind, todo, version, newest, behind)
         rows = todo[0]
-        raise StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {MEDDLED}")
+        raise StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
 
     def _round(self, kind: str, todo: Sequence[CheckedRows], version: int, newest: int, behind: WriteBehind | None) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
@@ -252,7 +252,7 @@ class Engine:
         self._prepared = prepared
         return [rows for rows in conflicts if len(rows.ids)]
 
-    def _tell_computed(self, todo: Sequence[CheckedRows], prepared: Sequence[Prepared]) -> None:
+    def _tell_computed(self, todo: Sequence[CheckedRows], prepared: Sequence[PreparedRows]) -> None:
         """Say once what will be written, if that is every row of the batch: only its first round begins with all of them."""
         computed, self._computed = self._computed, None
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
@@ -275,12 +275,12 @@ class Engine:
         read = iter([self._checked(rows, result) for rows, result in zip(missing, results, strict=True)])
         return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
 
-    def _checked(self, rows: CheckedRows, read: ReadResult) -> Records:
+    def _checked(self, rows: CheckedRows, read: ReadResult) -> FetchedRecords:
         got, record = read.in_key_order(), rows.definition.record
         record.check(got.records, rows.ids, got.found, self._store.whereabouts(self._keys(rows)))
-        return Records(got.records, got.found, got.tokens)
+        return FetchedRecords(got.records, got.found, got.tokens)
 
-    def _settle(self, prepared: Prepared, result: WriteResult) -> CheckedRows:
+    def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
         """Keep what was stored; return the rows that met a conflict."""
         rows, part = prepared.rows, prepared.part
         cache = self._tables.state(rows.definition).cache
@@ -303,7 +303,7 @@ class Engine:
             tokens = None if read.tokens is None else read.tokens[done]
             self._tables.state(rows.definition).cache.put(ids[done], read.records[done], tokens)
 
-    def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int, newest: int) -> Prepared:
+    def _prepare(self, kind: str, rows: CheckedRows, got: Fetched, version: int, newest: int) -> PreparedRows:
         """Compare versions with the index; return the rows still to write and their new records."""
         definition, state, n = rows.definition, self._tables.state(rows.definition), len(rows.ids)
         records = self._scratch.take(n, definition.record.size_bytes)
@@ -313,7 +313,7 @@ class Engine:
         for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
             these = rows if len(old.found) == n else rows.take(block)
             stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
-            todo = rows_to_write(definition, these.ids, known[block], stored, version=version, newest=newest, timeline=self._timeline)
+            todo = records_to_write(definition, these.ids, known[block], stored, version=version, newest=newest, timeline=self._timeline)
             if not todo.all():
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)
@@ -327,9 +327,9 @@ class Engine:
         at = got.at
         if stop < len(write):
             rows, at = rows.take(write), at[write]
-        return Prepared(rows, WritePart(self._keys(rows, new[:stop]), records[:stop], tokens[:stop]), at)
+        return PreparedRows(rows, WritePart(self._keys(rows, new[:stop]), records[:stop], tokens[:stop]), at)
 
-    def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: Records) -> None:
+    def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
         """Let the witness hear of rows about to change, those that exist."""
         assert self.witness is not None
         if not old.found.all():
@@ -363,7 +363,7 @@ class Engine:
             ids = erase_as_read(rows.definition, ids, deadline, read=store.read, erase=store.erase, pages=pages, may=may)
             if not len(ids):
                 return
-        raise StorageError(f"table {rows.definition.name!r}: {len(ids)} rows {MEDDLED}")
+        raise StorageError(f"table {rows.definition.name!r}: {len(ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
 
     def _keys(self, rows: CheckedRows, new: NDArray[np.bool_] | None = None) -> RowKeys:
         return rows.definition.keys(rows.ids, pages=self._store.capabilities.pages, new=new)

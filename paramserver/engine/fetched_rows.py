@@ -15,7 +15,7 @@ from kvemb.index.record_cache import RecordCache
 
 
 @dataclass(frozen=True, eq=False)
-class Records:
+class FetchedRecords:
     """Records of n rows, in the rows' order.
 
     Args:
@@ -28,9 +28,9 @@ class Records:
     found: NDArray[np.bool_]
     tokens: NDArray[np.uint64] | None
 
-    def take(self, which: NDArray[np.bool_] | slice) -> "Records":
+    def take(self, which: NDArray[np.bool_] | slice) -> "FetchedRecords":
         """Return the rows where `which` (bool [n], or a slice) selects."""
-        return Records(self.records[which], self.found[which], None if self.tokens is None else self.tokens[which])
+        return FetchedRecords(self.records[which], self.found[which], None if self.tokens is None else self.tokens[which])
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,18 +45,18 @@ class Fetched:
 
     cache: RecordCache
     at: NDArray[np.int64]
-    read: Records | None
+    read: FetchedRecords | None
 
-    def blocks(self, n_rows: int) -> Iterator[tuple[slice, Records]]:
+    def blocks(self, n_rows: int) -> Iterator[tuple[slice, FetchedRecords]]:
         """Yield all rows, at most n_rows at a time."""
         for low in range(0, len(self.at), n_rows):
             block = slice(low, min(low + n_rows, len(self.at)))
             yield block, self._block(block)
 
-    def _block(self, block: slice) -> Records:
+    def _block(self, block: slice) -> FetchedRecords:
         at = self.at[block]
         if self.read is None:
-            return Records(np.take(self.cache.records, at, axis=0), np.ones(len(at), bool), self.cache.tokens[at])
+            return FetchedRecords(np.take(self.cache.records, at, axis=0), np.ones(len(at), bool), self.cache.tokens[at])
         read = self.read.take(slice(int(self._n_read[block.start]), int(self._n_read[block.stop])))
         if len(read.found) == len(at):
             return read
@@ -70,7 +70,7 @@ class Fetched:
         if read.tokens is not None:
             tokens = self.cache.tokens.take(at, mode="clip")
             tokens[lacking] = read.tokens
-        return Records(items.view(np.uint8).reshape(len(at), size), found, tokens)
+        return FetchedRecords(items.view(np.uint8).reshape(len(at), size), found, tokens)
 
     @cached_property
     def _n_read(self) -> NDArray[np.int64]:

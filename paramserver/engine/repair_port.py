@@ -16,7 +16,7 @@ Pause = Callable[[StorageError, float], None]
 """Called with an error that may pass before the next try: waits so many seconds, or raises to give up."""
 
 
-class Tail(Protocol):
+class JournalTail(Protocol):
     """The part of the journal that is being replayed."""
 
     def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -27,7 +27,7 @@ class Tail(Protocol):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AheadOfIndex:
     """What storage may hold, or is to hold, although the index does not know of it yet.
 
     Args:
@@ -38,17 +38,17 @@ class Ahead:
 
     first: int
     newest: int
-    tail: Tail | None = None
+    tail: JournalTail | None = None
 
 
-NO_BATCH = Ahead(1, 0)
+NO_BATCH = AheadOfIndex(1, 0)
 
 
-class Rescue(Protocol):
+class RepairPort(Protocol):
     """Brings rows back."""
 
-    def nodes(self, ahead: Ahead, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+    def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """Restore every lost node, and compare these with the index; return how many nodes that were."""
 
-    def rows(self, batch: Batch, ahead: Ahead) -> int:
+    def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
         """Restore rows of a batch on nodes that are in order; return how many rows that were."""

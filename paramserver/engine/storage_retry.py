@@ -7,11 +7,13 @@ from kvemb.errors import DeadlineExceededError, NodeFullError, NodeUnavailableEr
 RETRYABLE = (NodeUnavailableError, DeadlineExceededError, NodeFullError, WrongNodeError)
 """A wrong node was not written to: every new connection reads the marker first. Its address may lead to the right one again."""
 MAX_CONFLICT_ROUNDS = 16
-MEDDLED = f"were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
+CHANGED_BY_ANOTHER_WRITER = (
+    f"were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program writing to these nodes?"
+)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
-def pauses() -> Iterator[float]:
+def retry_pauses() -> Iterator[float]:
     """Yield the pauses between tries, in seconds.
 
     Example:

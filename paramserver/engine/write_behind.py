@@ -29,12 +29,12 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..model.prepared_rows import Prepared
+from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
-from .arena import Scratch
+from .arena import RecordArena
 from .batch_pieces import Pace
-from .repair_port import NO_BATCH, Pause, Rescue
-from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, pauses
+from .repair_port import NO_BATCH, Pause, RepairPort
+from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
 
 Ids = NDArray[np.uint64]
 _WRITE_BYTES = 64 << 20  # of one write, at most
@@ -55,11 +55,11 @@ class Bound:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _UnwrittenRecords:
     """Hot rows of the batch under way, and which of their places it pinned itself."""
 
     cache: RecordCache
-    prepared: Prepared
+    prepared: PreparedRows
     pinned: NDArray[np.int64]
 
 
@@ -99,8 +99,8 @@ class WriteBehind:
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound
         self._epoch, self._timeout_s, self._wake, self._clock_s = epoch, timeout_s, wake, clock_s
-        self._scratch, self._pace = Scratch(), Pace(timeout_s)
-        self._held: list[_Held] = []
+        self._scratch, self._pace = RecordArena(), Pace(timeout_s)
+        self._held: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
         self._asked = False
         self.newest_k = 0
@@ -120,14 +120,14 @@ class WriteBehind:
         finally:
             self._held = []
 
-    def hold(self, prepared: Prepared) -> Prepared:
+    def hold(self, prepared: PreparedRows) -> PreparedRows:
         """Hold back the rows that the cache has; return the others, which are to be written now."""
         hot = prepared.at >= 0
         if not hot.any():
             return prepared
         cache = self._tables.state(prepared.rows.definition).cache
         mine = prepared if hot.all() else prepared.take(hot)
-        self._held.append(_Held(cache, mine, cache.pin(mine.at)))
+        self._held.append(_UnwrittenRecords(cache, mine, cache.pin(mine.at)))
         return prepared.take(~hot)
 
     def _keep(self, k: int) -> None:
@@ -172,7 +172,7 @@ class WriteBehind:
 
     # --- writing ---------------------------------------------------------------------------------------------------------------
 
-    def write(self, pause: Pause, rescue: Rescue | None = None) -> None:
+    def write(self, pause: Pause, rescue: RepairPort | None = None) -> None:
         """Write every dirty row; between batches.
 
         Args:
@@ -183,7 +183,7 @@ class WriteBehind:
             FencedError: another process owns the shard by now.
             StorageError: not retryable, or `pause` raised; what is not written is still dirty.
         """
-        waits, n_conflicts = pauses(), 0
+        waits, n_conflicts = retry_pauses(), 0
         while self.n_rows:
             try:
                 n_conflicts = n_conflicts + 1 if self._write_some() else 0
@@ -207,7 +207,7 @@ class WriteBehind:
                 )
         self._asked, self._oldest_k = False, 0
 
-    def _make_way(self, error: RecordError, rescue: Rescue, pause: Pause) -> None:
+    def _make_way(self, error: RecordError, rescue: RepairPort, pause: Pause) -> None:
         """Pages are in the way that another program has written: only its rows can be, since no other write fails on what is there."""
         if isinstance(error, ForeignPageError):
             rescue.nodes(NO_BATCH, pause, suspects=[error.address])

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kvemb.schema.table_def import TableDef
 
 
-class Witness(Protocol):
+class WriteObserver(Protocol):
     """Told by the engine, on the apply thread."""
 
     @property

@@ -10,13 +10,13 @@ import numpy as np
 from kvemb.arrays.segment_sum import segment_sum
 from kvemb.errors import PushRejectedError
 
-from ..model.batch import APPLY, Batch, CheckedRows, Part, Push
+from ..model.batch import APPLY, Batch, CheckedRows, Push, ReceivedPart
 
 MAX_MERGED_BYTES = 64 << 20
 """Of the pushes that are merged into one batch, unless it is one push that is larger."""
 
 
-def hyper_by_table(parts: Iterable[Part]) -> dict[str, Mapping[str, float]]:
+def hyper_by_table(parts: Iterable[ReceivedPart]) -> dict[str, Mapping[str, float]]:
     """Return the run-time values in force for each table that the parts name.
 
     Raises:
@@ -54,7 +54,7 @@ def n_mergeable(pushes: Sequence[Push]) -> int:
     return len(pushes)
 
 
-def merge(pushes: Sequence[Push], *, sync: bool) -> Batch:
+def merge_pushes(pushes: Sequence[Push], *, sync: bool) -> Batch:
     """Make one batch of pushes: gradients of equal ids are summed in (incarnation, sequence) order.
 
     Args:

@@ -6,9 +6,9 @@ then a member that says goodbye is not waited for any more, and what it sent bef
 After a restart of the shard the seats are free, so that a job may be started anew under other names; but when exactly the members that it
 had then are back, the job goes on without waiting for those who had left before (`Membership`).
 
-A member whose lease runs out (`Seat`) stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on without it.
-A trainer that is started again begins with the step that is due; what its predecessor sent for a step that is not whole is given up, so
-that a step has one push of each trainer.
+A member whose lease runs out (`TrainerLease`) stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on
+without it. A trainer that is started again begins with the step that is due; what its predecessor sent for a step that is not whole is
+given up, so that a step has one push of each trainer.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from kvemb.errors import BarrierError
 
 from ..model.batch import Push
-from .lease import Seat
+from .lease import TrainerLease
 
 ABORT, WAIT, DROP = "abort", "wait", "drop"
 
@@ -70,7 +70,7 @@ class Barrier:
         self.membership = membership or Membership(n_trainers)
         self._awaited = set(self.membership.members) if self.membership.complete else set()
         self._members_before = {name for name, _ in self._awaited}
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, TrainerLease] = {}
         self._complete = False  # all seats have been taken once in this job
         self._released = 0  # number of the last step handed out; 0: not known
 
@@ -110,7 +110,7 @@ class Barrier:
             return []
         kept = old.waiting if old is not None and old.leaving else deque()  # what it sent before its goodbye still counts
         going_on = self._complete or bool(self._members_before)
-        self._seats[trainer] = Seat(incarnation, aligned=not going_on, heard_s=now_s, waiting=kept)
+        self._seats[trainer] = TrainerLease(incarnation, aligned=not going_on, heard_s=now_s, waiting=kept)
         return list(old.waiting) if old is not None and not old.leaving else []
 
     def first_step(self, trainer: str) -> int:

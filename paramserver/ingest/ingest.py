@@ -26,12 +26,12 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 
 from ..engine.write_behind import WriteBehind
-from ..model.batch import ERASE, CheckedRows, Part, Push, RowsWork, Sink, Ticket, Work, items_of
+from ..model.batch import ERASE, CheckedRows, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work, items_of
 from ..model.table_registry import AFTER_A_DROP
 from .aggregate import hyper_by_table
 from .barrier import Barrier
 from .sessions import Session, Sessions
-from .unapplied_parts import Limits, Pending
+from .unapplied_parts import Limits, UnappliedParts
 from .work_queue import WorkQueue
 
 _POLL_S = 1.0  # of waits that have nothing to wake them but a notification that cannot be missed: only a belt to the braces
@@ -42,7 +42,7 @@ Record = Callable[[str, int], None]
 """(trainer, incarnation, or 0 for a goodbye): makes it durable. Raises JournalFullError, FencedError."""
 
 
-class Intake:
+class Ingest:
     """The queue of a shard.
 
     Args:
@@ -68,7 +68,7 @@ class Intake:
         self._tables_gone: set[str] = set()  # keys
         self._changed = threading.Condition()
         self._queue = WorkQueue(barrier)
-        self._pending = Pending(limits or Limits(), sync=barrier is not None)
+        self._pending = UnappliedParts(limits or Limits(), sync=barrier is not None)
         self._draining = self._stopped = False
         self._failure: ShardFailedError | ShardUnavailableError | None = None
         self._lost: KvembError | None = None
@@ -150,7 +150,7 @@ class Intake:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = Part(tables, Ticket(part.sequence, part.digest, size, return_rows=part.return_rows), held)
+            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size, return_rows=part.return_rows), held)
             self._pending.check_size(session, new)
             together = [*(session.held if session.held_step == part.step else ()), new]
             self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.held)])
@@ -290,7 +290,7 @@ class Intake:
             self._lost = error
             self._changed.notify_all()
 
-    def release(self, replies: Sequence[tuple[Ticket, PushReply]]) -> None:
+    def release(self, replies: Sequence[tuple[PartTicket, PushReply]]) -> None:
         """Tell trainers of parts of a batch that is computed what they need to go on; its outcome follows."""
         with self._changed:
             if self._failure is None:
@@ -448,7 +448,7 @@ class Intake:
     def _give_up(self, push: Push, error: KvembError) -> None:
         self._forget(push, lambda ticket: PushReply(ticket.sequence, "failed", error=to_wire(error)))
 
-    def _forget(self, item: Push | RowsWork, reply: Callable[[Ticket], PushReply]) -> None:
+    def _forget(self, item: Push | RowsWork, reply: Callable[[PartTicket], PushReply]) -> None:
         self._pending.remove(item)
         if isinstance(item, Push):
             self.sessions.settled(item)

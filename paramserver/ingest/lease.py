@@ -14,7 +14,7 @@ from ..model.batch import Push
 
 
 @dataclass(eq=False)
-class Seat:
+class TrainerLease:
     """One member.
 
     Args:

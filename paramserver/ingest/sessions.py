@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvemb.errors import FencedError, PushRejectedError, ShardUnavailableError, to_wire
 from kvemb.protocol.messages import PushReply
 
-from ..model.batch import Part, Push, Ticket
+from ..model.batch import PartTicket, Push, ReceivedPart
 
 KEPT_ANSWERS = 64
 MAX_SESSIONS = 16384
@@ -45,15 +45,15 @@ class Session:
     live: bool = True
     restored: bool = False
     recorded: bool = False
-    held: list[Part] = field(default_factory=list)
+    held: list[ReceivedPart] = field(default_factory=list)
     held_step: int = 0
-    answers: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
+    answers: OrderedDict[int, PartTicket] = field(default_factory=OrderedDict)
     n_waiting: int = 0
     bytes_waiting: int = 0
     refused: set[int] = field(default_factory=set)
     dropped: str = ""
 
-    def known(self, sequence: int, digest: int) -> Ticket | None:
+    def known(self, sequence: int, digest: int) -> PartTicket | None:
         """Return the ticket of a part that was taken before, or None for the next new one.
 
         Raises:
@@ -68,7 +68,7 @@ class Session:
             )
         ticket = self.answers.get(sequence)
         if ticket is None:  # long since applied, or applied before a restart
-            return Ticket(sequence, digest, 0, final=self._first_outcome(sequence), accepted=True)
+            return PartTicket(sequence, digest, 0, final=self._first_outcome(sequence), accepted=True)
         if ticket.digest != digest:
             raise PushRejectedError(
                 f"trainer {self.trainer!r}: other data under sequence {sequence}, which was taken before (digest {digest:016x}, "
@@ -82,7 +82,7 @@ class Session:
         text = f"trainer {self.trainer!r}: part {sequence} was in a step that was refused before the shard was restarted"
         return PushReply(sequence, "failed", error={"type": "PushRejectedError", "message": text})
 
-    def accept(self, part: Part, step: int) -> None:
+    def accept(self, part: ReceivedPart, step: int) -> None:
         """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
         if step != self.held_step:
             self.drop_held({"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvemb.errors import PushRejectedError
 
-from ..model.batch import Part, Push, RowsWork
+from ..model.batch import Push, ReceivedPart, RowsWork
 from .sessions import Session
 
 
@@ -25,7 +25,7 @@ class Limits:
     push_parts: int = 4096
 
 
-class Pending:
+class UnappliedParts:
     """Complete pushes and row changes in the order in which they came, numbered from 1.
 
     Args:
@@ -81,7 +81,7 @@ class Pending:
             return room or self._sync
         return room and session.bytes_waiting < limits.trainer_bytes
 
-    def check_size(self, session: Session, new: Part) -> None:
+    def check_size(self, session: Session, new: ReceivedPart) -> None:
         """Refuse the part that makes a push too large to hold."""
         parts = [*session.held, new]  # of an abandoned push too: they leave when this part is taken
         if len(parts) > self._limits.push_parts or sum(part.ticket.size_bytes for part in parts) > self._limits.push_bytes:

@@ -41,7 +41,7 @@ def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tu
     return tuple(check_rows(rows, find, shard, n_shards) for rows in part.tables)
 
 
-def check_held(part: PushPart, find: FindTable, shard: int, n_shards: int, *, sync: bool) -> tuple[CheckedRows, ...]:
+def check_prefetched(part: PushPart, find: FindTable, shard: int, n_shards: int, *, sync: bool) -> tuple[CheckedRows, ...]:
     """Check the rows that a part says its trainer holds; the other arguments as `check_part`.
 
     Raises:

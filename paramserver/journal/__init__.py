@@ -1,8 +1,8 @@
 """A shard's journal: what it has promised to apply, on local disk, before it says so."""
 
-from .entry import BatchEntry, Entry, SessionEntry, Watermark, decode, encode
+from .entry import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
 from .log_end import last_batch
 from .segment import START, Position
 from .write_ahead_log import Journal
 
-__all__ = ["START", "BatchEntry", "Entry", "Journal", "Position", "SessionEntry", "Watermark", "decode", "encode", "last_batch"]
+__all__ = ["START", "BatchEntry", "Entry", "Journal", "Position", "SessionEntry", "Watermark", "decode_entry", "encode_entry", "last_batch"]

@@ -74,7 +74,7 @@ class SessionEntry:
 Entry = BatchEntry | SessionEntry
 
 
-def encode(entry: Entry) -> list[bytes | memoryview]:
+def encode_entry(entry: Entry) -> list[bytes | memoryview]:
     """Return the entry's bytes in pieces. Arrays are not copied: they must not change while the pieces are in use.
 
     Raises:
@@ -95,7 +95,7 @@ def encode(entry: Entry) -> list[bytes | memoryview]:
     return [piece for piece in pieces if len(piece)]
 
 
-def decode(payload: bytes | memoryview, find_table: Find) -> Entry:
+def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
     """Read an entry.
 
     Args:
@@ -125,7 +125,7 @@ def decode(payload: bytes | memoryview, find_table: Find) -> Entry:
 
 
 def version_of(payload: bytes | memoryview) -> int:
-    """Return the version of a batch's entry, without its rows; 0 for any other entry, and for bytes that are none: `decode` says why."""
+    """Return the version of a batch's entry, without its rows; 0 for any other entry, and for bytes that are none: see `decode_entry`."""
     view = memoryview(payload).toreadonly()
     size = _SIZE.unpack_from(view)[0] if len(view) >= _SIZE.size else 0
     try:

@@ -7,13 +7,13 @@ acknowledged. No threads here; thread-safe.
 
 from collections.abc import Callable
 
-from . import Entry, Journal, Position, SessionEntry, encode
+from . import Entry, Journal, Position, SessionEntry, encode_entry
 
 NO_INCARNATION = 0
 """In a SessionEntry: the trainer said goodbye."""
 
 
-class Ledger:
+class FencedLog:
     """One shard's.
 
     Args:
@@ -40,7 +40,7 @@ class Ledger:
         Raises:
             JournalFullError: nothing of the entry is in the journal.
         """
-        return self._journal.append(encode(entry))
+        return self._journal.append(encode_entry(entry))
 
     def commit(self) -> None:
         """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.

@@ -15,8 +15,8 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
 from ..apply.applier import Applier
-from ..apply.background import Chores
-from ..apply.changed_rows import HeldRows
+from ..apply.background import BackgroundWork
+from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.checkpoint_handlers import ShardArchive
 from ..checkpoint.saver import Saver
@@ -25,12 +25,12 @@ from ..disk.disk_errors import mend
 from ..engine.write_behind import Bound, WriteBehind
 from ..journal import Position
 from ..recovery.claim_shard import require_owner, save
-from ..recovery.high_water_mark import Progress
+from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts
 from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
-from ..rpc.handlers import Verbs
+from ..rpc.handlers import Handlers
 from ..rpc.service import Server
 from ..snapshot import Snapshotter
 from ..snapshot.snapshot_schedule import LocalSnapshots
@@ -72,13 +72,13 @@ class Shard:
             folder=data.path,
             timeout_s=parts.config.storage.timeout_s,
         )
-        verbs = Verbs(parts, ShardArchive(self._saver, parts.registry, on_load))
+        verbs = Handlers(parts, ShardArchive(self._saver, parts.registry, on_load))
         self._server = Server(verbs, listen)
         handover, sync = Handover(), parts.config.servers.mode == "sync"
         versions = {"epoch": parts.engine.epoch, "k": parts.engine.k}
         self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
         self._saver.committed_k = lambda: self._committer.k
-        held = HeldRows(store, parts.tables, parts.config.storage.timeout_s)
+        held = ChangedRowsFinder(store, parts.tables, parts.config.storage.timeout_s)
         at = parts.ledger.end
         self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
         self._write_behind(handover.wake)
@@ -96,7 +96,7 @@ class Shard:
             fenced=self._lost_the_shard,
         )
         engine, timeout_s = parts.engine, parts.config.storage.timeout_s
-        self._progress = Progress(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
+        self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._chores.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
         self.address = self._server.address
         self.fenced = False
@@ -126,11 +126,11 @@ class Shard:
         self._data.close()
         return trouble
 
-    def _make_chores(self, wake: Callable[[], None]) -> Chores:
+    def _make_chores(self, wake: Callable[[], None]) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         n_shards = len(parts.config.servers.shards)
         scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
-        return Chores(parts.repairer, self._snapshots(), scrub, wake, timeout_s=timeout_s)
+        return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, timeout_s=timeout_s)
 
     def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
         self._chores.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)

@@ -21,10 +21,10 @@ from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause
 from ..ingest.barrier import Barrier, Membership
-from ..ingest.ingest import Intake
+from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions
 from ..journal import Journal, Position
-from ..journal.fenced_log import Ledger
+from ..journal.fenced_log import FencedLog
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
@@ -141,7 +141,7 @@ class _Start:
         members = Membership(servers.trainers, state.members, state.complete)
         journal = self._open_journal()
         still_ours = partial(require_owner, data, state.epoch)
-        ledger = Ledger(journal, still_ours)
+        ledger = FencedLog(journal, still_ours)
         try:
             recovery = self._scan(journal, state, registry)
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
@@ -156,7 +156,7 @@ class _Start:
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
-            intake = Intake(sessions, barrier, record=ledger.record)
+            intake = Ingest(sessions, barrier, record=ledger.record)
             parts = ShardParts(
                 self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, timeline, runs, repairer, due
             )

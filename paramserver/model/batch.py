@@ -45,7 +45,7 @@ class CheckedRows:
 
 
 @dataclass(eq=False)
-class Ticket:
+class PartTicket:
     """A part that was taken and what became of it. Used under the intake's lock only.
 
     Args:
@@ -96,11 +96,11 @@ class Ticket:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ReceivedPart:
     """One part of a push, with its ticket; `held` are rows (without weights) that its trainer asks about."""
 
     tables: tuple[CheckedRows, ...]
-    ticket: Ticket
+    ticket: PartTicket
     held: tuple[CheckedRows, ...] = ()
 
 
@@ -111,7 +111,7 @@ class Push:
     trainer: str
     incarnation: int
     step: int
-    parts: tuple[Part, ...]
+    parts: tuple[ReceivedPart, ...]
     arrived_s: float = field(default_factory=time.monotonic)
 
     @property

@@ -12,7 +12,7 @@ from .batch import CheckedRows
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedRows:
     """Rows to write, and what to write.
 
     Args:
@@ -30,10 +30,10 @@ class Prepared:
         """The new weights as they are stored, without the slots: a copy, uint8 [n, row bytes]."""
         return self.part.records[:, HEADER_SIZE : self.rows.definition.record.prefix_bytes].copy()
 
-    def take(self, which: NDArray[np.bool_]) -> "Prepared":
+    def take(self, which: NDArray[np.bool_]) -> "PreparedRows":
         """Return the rows where `which` (bool [n]) selects; copies."""
         part, chosen = self.part, np.flatnonzero(which)
         whole = part.records.view(f"V{part.records.shape[1]}")[:, 0]  # records as items, which are copied at once
         records = whole[chosen].view(np.uint8).reshape(len(chosen), part.records.shape[1])
         tokens = None if part.tokens is None else part.tokens[chosen]
-        return Prepared(self.rows.take(which), WritePart(part.keys.take(chosen), records, tokens), self.at[chosen])
+        return PreparedRows(self.rows.take(which), WritePart(part.keys.take(chosen), records, tokens), self.at[chosen])

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.index.record_cache import CacheBudget, RecordCache
-from kvemb.index.row_index import Found, RowIndex
+from kvemb.index.row_index import IndexLookup, RowIndex
 from kvemb.schema.table_def import TableDef
 
-from ..optim import build
+from ..optim import build_optimizer
 
 Ids = NDArray[np.uint64]
 
@@ -33,11 +33,11 @@ class TableState:
 
     def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
         self.definition = definition
-        self.optimizer = build(definition.optimizer)
+        self.optimizer = build_optimizer(definition.optimizer)
         self.step = step
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
-        self._kept: Found | None = None  # of the batch under way
+        self._kept: IndexLookup | None = None  # of the batch under way
         self._lock = threading.Lock()
         if rows is not None:
             self._index.put(*rows)
@@ -91,7 +91,7 @@ class TableState:
         with self._lock:
             return self._index.arrays()
 
-    def _find(self, ids: Ids) -> Found:
+    def _find(self, ids: Ids) -> IndexLookup:
         kept = self._kept
         return kept if kept is not None and kept.ids is ids else self._index.find(ids)
 

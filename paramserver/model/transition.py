@@ -49,14 +49,14 @@ class Replay:
             self._erased.setdefault(rows.definition.key, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
 
     def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """See `paramserver.engine.repair_port.Tail`."""
+        """See `paramserver.engine.repair_port.JournalTail`."""
         none = np.zeros(len(ids), np.uint64)
         written = self._written[definition.key][1].get(ids) if definition.key in self._written else none
         erased = self._erased[definition.key].get(ids) if definition.key in self._erased else none
         return np.where(erased > written, none, np.where(written > 0, written, known))
 
     def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
-        """See `paramserver.engine.repair_port.Tail`."""
+        """See `paramserver.engine.repair_port.JournalTail`."""
         for definition, index in self._written.values():
             yield definition, index.arrays()[0]
 
@@ -66,7 +66,7 @@ class Replay:
         return rows if erased is None else rows.take(erased.get(rows.ids) <= np.uint64(version))
 
 
-def rows_to_write(
+def records_to_write(
     definition: TableDef,
     ids: NDArray[np.uint64],
     known: NDArray[np.uint64],

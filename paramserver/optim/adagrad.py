@@ -5,7 +5,7 @@ import numpy as np
 from .update_rule import Array, Factors
 
 
-def adagrad(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of Adagrad in place.
 
         a <- a + g^2
@@ -34,7 +34,7 @@ def adagrad(weights: Array, slots: list[Array], grads: Array, factors: Factors) 
     weights -= grads
 
 
-def rowwise_adagrad(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def rowwise_adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of Adagrad with a single sum per row in place.
 
         a <- a + mean_i(g_i^2)

@@ -10,7 +10,7 @@ from kvemb.optim import OptimizerSpec
 from .update_rule import Array, Factors, Kernel
 
 
-def kernel(spec: OptimizerSpec) -> Kernel:
+def adam_kernel(spec: OptimizerSpec) -> Kernel:
     """Return the kernel for kind "adam" or "adamw" and the option "amsgrad".
 
         W <- W - lr * weight_decay * W              adamw

@@ -5,7 +5,7 @@ import numpy as np
 from .update_rule import Array, Factors
 
 
-def ftrl(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def ftrl_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of FTRL-Proximal in place.
 
         sigma <- (sqrt(n + g^2) - sqrt(n)) / lr

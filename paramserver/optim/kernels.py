@@ -10,17 +10,17 @@ from .gradient_transforms import compose
 from .update_rule import Kernel, Optimizer
 
 _KERNELS: Mapping[str, Callable[[OptimizerSpec], Kernel]] = {
-    "sgd": sgd.kernel,
-    "adagrad": lambda spec: Kernel(adagrad.adagrad),
-    "rowwise_adagrad": lambda spec: Kernel(adagrad.rowwise_adagrad),
-    "adam": adam.kernel,
-    "adamw": adam.kernel,
-    "ftrl": lambda spec: Kernel(ftrl.ftrl),
-    "rmsprop": rmsprop.kernel,
+    "sgd": sgd.sgd_kernel,
+    "adagrad": lambda spec: Kernel(adagrad.adagrad_kernel),
+    "rowwise_adagrad": lambda spec: Kernel(adagrad.rowwise_adagrad_kernel),
+    "adam": adam.adam_kernel,
+    "adamw": adam.adam_kernel,
+    "ftrl": lambda spec: Kernel(ftrl.ftrl_kernel),
+    "rmsprop": rmsprop.rmsprop_kernel,
 }
 
 
-def build(spec: OptimizerSpec) -> Optimizer:
+def build_optimizer(spec: OptimizerSpec) -> Optimizer:
     """Build the optimizer that a table's specification names.
 
     Args:

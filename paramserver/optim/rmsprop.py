@@ -9,7 +9,7 @@ from kvemb.optim import OptimizerSpec
 from .update_rule import Array, Factors, Kernel
 
 
-def kernel(spec: OptimizerSpec) -> Kernel:
+def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
     """Return the kernel for the options "momentum" (is there a slot) and "centered".
 
         v <- alpha * v + (1 - alpha) * g^2

@@ -7,7 +7,7 @@ from kvemb.optim import OptimizerSpec
 from .update_rule import Array, Factors, Kernel
 
 
-def kernel(spec: OptimizerSpec) -> Kernel:
+def sgd_kernel(spec: OptimizerSpec) -> Kernel:
     """Return the kernel for the options "momentum" (is there a slot) and "nesterov".
 
         g <- g + weight_decay * W

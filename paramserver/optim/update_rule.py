@@ -23,7 +23,7 @@ Factors = Mapping[str, float | Array]
 """The numbers that an update multiplies and adds, by name: Python floats, or float32 [n, 1] where rows differ in them. NumPy rounds a
 Python float to float32 before it meets a float32 array, so both give the same bits."""
 
-Step = Callable[[Array, list[Array], Array, Factors], None]
+KernelStep = Callable[[Array, list[Array], Array, Factors], None]
 """(weights [n, d], slots each [n, d] or [n, 1] in the spec's order, grads [n, d], factors): changes weights and slots, may use up
 grads. All arithmetic on single numbers is done before, in `Kernel.factors`: of arrays it would be rounded at other places."""
 
@@ -40,7 +40,7 @@ class Kernel:
         factors: (run-time values, step) -> what `step` needs of them, beside the values themselves.
     """
 
-    step: Step
+    step: KernelStep
     factors: Callable[[Mapping[str, float], int], dict[str, float]] = lambda hyper, step: {}
 
     def __call__(self, weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:

@@ -17,7 +17,7 @@ from kvemb.schema.record import MAX_EPOCH
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
-from .state_file import ShardState, decode, encode
+from .state_file import ShardState, decode_state, encode_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
 EPOCH = "epoch"
@@ -64,7 +64,7 @@ def claim(
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
     if state.journal is None:  # nobody has owned the shard yet, or its last owner kept none
         state = state.with_journal(JOURNAL_START)
-        data.write(STATE, encode(state))
+        data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
     data.sweep()  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
     store.put_meta(owner_name(shard), Owner(epoch, n_shards).encode(), Deadline.after(timeout_s))
@@ -80,7 +80,7 @@ def save(data: DataDir, state: ShardState) -> None:
         FencedError: another process owns the shard; nothing changed.
         OSError: nothing changed.
     """
-    data.write(STATE, encode(state), check=lambda: require_owner(data, state.epoch))
+    data.write(STATE, encode_state(state), check=lambda: require_owner(data, state.epoch))
 
 
 def read_epoch(data: DataDir) -> int:
@@ -142,7 +142,7 @@ def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, sto
                 "folders from one backup, or start a new cluster on emptied nodes with empty data folders."
             )
         return ShardState(cluster_id, shard, n_shards)
-    state = decode(raw, str(data.path / STATE))
+    state = decode_state(raw, str(data.path / STATE))
     if (state.cluster_id, state.shard, state.n_shards) != (cluster_id, shard, n_shards):
         raise ParameterServerError(
             f"{data.path / STATE}: of shard {state.shard} of {state.n_shards} in cluster {state.cluster_id.hex()}, expected "

@@ -77,7 +77,7 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
         )
 
 
-class Progress:
+class HighWaterMarkReporter:
     """Tells the nodes how far a shard has come, when that has changed. One thread.
 
     Args:

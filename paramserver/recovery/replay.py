@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.repair_port import Pause
 from ..ingest.barrier import Membership
 from ..ingest.sessions import Sessions
-from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode
+from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from ..journal.fenced_log import NO_INCARNATION
 from ..model.batch import APPLY, ERASE
 from ..model.tables import Tables
@@ -144,7 +144,7 @@ class Recovery:
     def _entries(self) -> Iterator[Entry]:
         for after, payload in self._journal.read(self._start):
             try:
-                yield decode(payload, self._find)
+                yield decode_entry(payload, self._find)
             except JournalDamagedError as error:
                 raise JournalDamagedError(f"{error} (ends at offset {after.offset} of segment {after.segment})") from error
 

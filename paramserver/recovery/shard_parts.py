@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from kvemb.config import Config
 
 from ..engine.engine import Engine
-from ..ingest.ingest import Intake
-from ..journal.fenced_log import Ledger
+from ..ingest.ingest import Ingest
+from ..journal.fenced_log import FencedLog
 from ..model.table_registry import Registry
 from ..model.tables import Tables
 from ..model.timeline import Timeline
@@ -25,8 +25,8 @@ class ShardParts:
     registry: Registry
     tables: Tables
     engine: Engine
-    intake: Intake
-    ledger: Ledger
+    intake: Ingest
+    ledger: FencedLog
     recovered: Recovered
     timeline: Timeline
     runs: Runs

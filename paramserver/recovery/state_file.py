@@ -78,7 +78,7 @@ class ShardState:
         return replace(self, journal=journal)
 
 
-def encode(state: ShardState) -> Iterator[bytes | memoryview]:
+def encode_state(state: ShardState) -> Iterator[bytes | memoryview]:
     """Yield the file's bytes piece by piece, so that a large index is never copied whole."""
     fields = {key: getattr(state, key) for key in _KEYS}
     fields["tables"] = [[t.definition.to_dict(), t.step, len(t.ids)] for t in state.tables]
@@ -91,7 +91,7 @@ def encode(state: ShardState) -> Iterator[bytes | memoryview]:
     yield struct.pack("<Q", checksum.intdigest())
 
 
-def decode(data: bytes, where: str) -> ShardState:
+def decode_state(data: bytes, where: str) -> ShardState:
     """Read a state file.
 
     Args:

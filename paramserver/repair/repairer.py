@@ -33,12 +33,12 @@ from kvemb.stores.store import Store
 
 from ..engine.batch_pieces import Pace
 from ..engine.conditional_erase import Erase, Read, erase_as_read
-from ..engine.repair_port import NO_BATCH, Ahead, Pause
-from ..engine.storage_retry import MAX_CONFLICT_ROUNDS, MEDDLED, RETRYABLE
+from ..engine.repair_port import NO_BATCH, AheadOfIndex, Pause
+from ..engine.storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, RETRYABLE
 from ..model.batch import Batch
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..snapshot import Wanted
+from ..snapshot import WantedVersions
 
 Ids = NDArray[np.uint64]
 T = TypeVar("T")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Reconstruct(Protocol):
     """Makes records anew (`paramserver.snapshot.Reconstructor.records`)."""
 
-    def __call__(self, wanted: Sequence[Wanted]) -> list[NDArray[np.uint8]]:
+    def __call__(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
         """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
 
 
@@ -121,7 +121,7 @@ class Repairer:
         """Every node."""
         return self._store.addresses
 
-    def nodes(self, ahead: Ahead, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+    def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
         """Repair every node that is lost, and wait until the other shards have done their part; return how many.
 
         Args:
@@ -160,7 +160,7 @@ class Repairer:
                         ", ".join(restored), n_rows, self._own_s, n_rows / max(self._own_s, 1e-3), took_s)  # fmt: skip
         return len(restored)
 
-    def rows(self, batch: Batch, ahead: Ahead) -> int:
+    def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
         """Compare the rows of a batch with the index and restore those that differ, on nodes that are in order; return how many.
 
         Raises:
@@ -217,7 +217,7 @@ class Repairer:
                       name, n_rows, first)  # fmt: skip
         return n_rows
 
-    def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: Ahead) -> list[str]:
+    def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: AheadOfIndex) -> list[str]:
         """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
         lost = {node.address for node in self._store.lost_nodes(self._deadline())}
         still_open = []
@@ -239,7 +239,7 @@ class Repairer:
             still_open.append(address)
         return still_open
 
-    def _restore_node(self, address: str, nonce: str, ahead: Ahead) -> None:
+    def _restore_node(self, address: str, nonce: str, ahead: AheadOfIndex) -> None:
         store = self._store
         port = _Port(
             lambda parts, deadline: store.read_in_repair(address, nonce, parts, deadline),
@@ -273,19 +273,19 @@ class Repairer:
 
         return once_more
 
-    def _restore_tables(self, address: str, ahead: Ahead, port: _Port) -> None:
+    def _restore_tables(self, address: str, ahead: AheadOfIndex, port: _Port) -> None:
         """Find the rows of this node that differ, then restore them in as few passes over the journal as memory allows."""
         wrong, n_bytes = [], 0
         for state, ids, versions in self._on_node(address, ahead):
             differ = self._differs(state, ids, versions, ahead, port)
-            wrong.append(Wanted(state, ids[differ], versions[differ]))
+            wrong.append(WantedVersions(state, ids[differ], versions[differ]))
             n_bytes += len(wrong[-1].ids) * state.definition.record.size_bytes
             if n_bytes >= _RECONSTRUCT_BYTES:
                 self._rewrite(wrong, port)
                 wrong, n_bytes = [], 0
         self._rewrite(wrong, port)
 
-    def _on_node(self, address: str, ahead: Ahead) -> Iterator[tuple[TableState, Ids, Ids]]:
+    def _on_node(self, address: str, ahead: AheadOfIndex) -> Iterator[tuple[TableState, Ids, Ids]]:
         """Yield the rows that are to be on a node, and their versions, block by block."""
         for state in self._tables.all():
             ids, versions = _existing(state, ahead)
@@ -298,10 +298,10 @@ class Repairer:
         """Rewrite rows at the versions that they should have; erase those that should not exist."""
         for state, ids, wanted in rows:
             self._erase(state, ids[wanted == 0], port)
-        self._rewrite([Wanted(state, ids[wanted != 0], wanted[wanted != 0]) for state, ids, wanted in rows], port)
+        self._rewrite([WantedVersions(state, ids[wanted != 0], wanted[wanted != 0]) for state, ids, wanted in rows], port)
 
     def _differs(
-        self, state: TableState, ids: Ids, known: Ids, ahead: Ahead, port: _Port, deadline: Deadline | None = None
+        self, state: TableState, ids: Ids, known: Ids, ahead: AheadOfIndex, port: _Port, deadline: Deadline | None = None
     ) -> NDArray[np.bool_]:
         """Return which rows storage does not hold at the version that it should: bool [n].
 
@@ -332,7 +332,7 @@ class Repairer:
         stored = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
         return stored, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0))
 
-    def _rewrite(self, wanted: Sequence[Wanted], port: _Port) -> None:
+    def _rewrite(self, wanted: Sequence[WantedVersions], port: _Port) -> None:
         wanted = _by_table(wanted)
         for one, records in zip(wanted, self._records(wanted), strict=True):
             cache = one.table.cache
@@ -344,12 +344,12 @@ class Repairer:
             cache.forget(one.ids)
             self.figures.rows += len(one.ids) - n_dirty
 
-    def _records(self, wanted: Sequence[Wanted]) -> list[NDArray[np.uint8]]:
+    def _records(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
         """The records at these versions: from the cache where it has them, the others reconstructed."""
         found = [_kept(one) for one in wanted]
         lacking = [(one, records, ~kept) for one, (records, kept) in zip(wanted, found, strict=True) if not kept.all()]
         if lacking:
-            made = self._reconstruct([Wanted(one.table, one.ids[which], one.versions[which]) for one, _, which in lacking])
+            made = self._reconstruct([WantedVersions(one.table, one.ids[which], one.versions[which]) for one, _, which in lacking])
             for (_, records, which), rows in zip(lacking, made, strict=True):
                 records[which] = rows
         return [records for records, _ in found]
@@ -371,7 +371,7 @@ class Repairer:
             f"table {definition.name!r}: {len(ids)} rows were changed during their repair; is another program writing there?"
         )
 
-    def _erase_strangers(self, address: str, port: _Port, ahead: Ahead) -> None:
+    def _erase_strangers(self, address: str, port: _Port, ahead: AheadOfIndex) -> None:
         """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
         found = self._store.keys_on(address, self._deadline())
         by_tag = {state.definition.tag: state for state in self._tables.all()}
@@ -404,7 +404,7 @@ class Repairer:
                 left = erase_as_read(state.definition, left, self._deadline(), read=port.read, erase=port.erase, pages=pages)
                 n_tries += 1
                 if n_tries == MAX_CONFLICT_ROUNDS and len(left):
-                    raise LostRowError(f"table {state.definition.name!r}: {len(left)} rows {MEDDLED}")
+                    raise LostRowError(f"table {state.definition.name!r}: {len(left)} rows {CHANGED_BY_ANOTHER_WRITER}")
         self.figures.erased += len(ids)
 
     def _blocks(self, definition: TableDef, n: int) -> Iterator[slice]:
@@ -419,7 +419,7 @@ class Repairer:
         return Deadline.after(self._timeout_s)
 
 
-def _existing(state: TableState, ahead: Ahead) -> tuple[Ids, Ids]:
+def _existing(state: TableState, ahead: AheadOfIndex) -> tuple[Ids, Ids]:
     """The rows of a table that are to be in storage, and their versions."""
     ids, versions = state.arrays()
     if ahead.tail is None:
@@ -430,18 +430,18 @@ def _existing(state: TableState, ahead: Ahead) -> tuple[Ids, Ids]:
     return ids[versions != 0], versions[versions != 0]
 
 
-def _by_table(wanted: Sequence[Wanted]) -> list[Wanted]:
+def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:
     """Join what is wanted of the same table; ids in ascending order."""
     joined = []
     for table in {id(one.table): one.table for one in wanted}.values():
         parts = [one for one in wanted if one.table is table]
         ids, versions = np.concatenate([one.ids for one in parts]), np.concatenate([one.versions for one in parts])
         order = np.argsort(ids)
-        joined.append(Wanted(table, ids[order], versions[order]))
+        joined.append(WantedVersions(table, ids[order], versions[order]))
     return joined
 
 
-def _kept(wanted: Wanted) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+def _kept(wanted: WantedVersions) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Room for records, those filled in that the cache has at the version wanted; and which those are."""
     record, cache = wanted.table.definition.record, wanted.table.cache
     at = cache.find(wanted.ids)

@@ -16,7 +16,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.schema.table_def import TableDef
 
-from ..ingest.ingest import Intake
+from ..ingest.ingest import Ingest
 from ..model.batch import ERASE, CheckedRows, RowsWork
 from ..model.table_registry import Registry
 from ..model.tables import Tables
@@ -25,7 +25,7 @@ _PORTION = 1 << 19  # rows erased by one batch
 _LONGEST_WAIT_S = 3600.0
 
 
-class DropVerbs:
+class DropHandlers:
     """Of one shard. Thread-safe.
 
     Args:
@@ -34,7 +34,7 @@ class DropVerbs:
         registry, tables, intake: the shard's.
     """
 
-    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, intake: Intake) -> None:
+    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, intake: Ingest) -> None:
         self._shard, self._declared = shard, {table.name for table in declared}
         self._registry, self._tables, self._intake = registry, tables, intake
 

@@ -43,12 +43,12 @@ from kvemb.protocol.messages import (
 )
 from kvemb.schema.table_def import TableDef
 
-from ..apply.background import Chores
-from ..ingest.validation import check_held, check_part, check_rows, find_same
+from ..apply.background import BackgroundWork
+from ..ingest.validation import check_part, check_prefetched, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
-from .drop_handlers import DropVerbs
-from .push_parts import PushStream
+from .drop_handlers import DropHandlers
+from .push_parts import PushReceiver
 from .stream_limits import BytesInHand
 
 MAX_IDS = 4 << 20
@@ -70,15 +70,15 @@ class Archive(Protocol):
         """Check a load, or begin it."""
 
 
-class Verbs:
+class Handlers:
     """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
 
     def __init__(self, parts: ShardParts, archive: Archive | None = None) -> None:
         self._parts, self._archive = parts, archive
-        self.repairs: Chores | None = None
+        self.repairs: BackgroundWork | None = None
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
-        self.drop = DropVerbs(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.intake)
+        self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.intake)
 
     def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -118,9 +118,9 @@ class Verbs:
         """Return a table's definition."""
         return TableReply(self._parts.registry.find(request.table).to_dict())
 
-    def open_stream(self, requests: Iterator[bytes]) -> PushStream:
+    def open_stream(self, requests: Iterator[bytes]) -> PushReceiver:
         """Make the server's end of a push stream."""
-        return PushStream(self._parts.intake, self._check_part, requests, self._in_hand)
+        return PushReceiver(self._parts.intake, self._check_part, requests, self._in_hand)
 
     def assign(self, request: RowsRequest, remaining_s: float) -> Empty:
         """Set rows, in order with pushes; answered once applied."""
@@ -249,7 +249,7 @@ class Verbs:
 
     def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
         find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
-        return check_part(part, find, shard, self._n_shards), check_held(part, find, shard, self._n_shards, sync=sync)
+        return check_part(part, find, shard, self._n_shards), check_prefetched(part, find, shard, self._n_shards, sync=sync)
 
     def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)

@@ -23,7 +23,7 @@ from kvemb.errors import (
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
 from kvemb.protocol.messages import PushPart, PushReply
 
-from ..ingest.ingest import Intake
+from ..ingest.ingest import Ingest
 from ..model.batch import CheckedRows
 from .stream_limits import BytesInHand
 
@@ -129,7 +129,7 @@ def _row_bytes(reply: PushReply) -> int:
     return sum(map(len, reply.rows)) + sum(rows.size_bytes for rows in reply.fresh)
 
 
-class PushStream:
+class PushReceiver:
     """Serves one stream.
 
     Args:
@@ -139,7 +139,7 @@ class PushStream:
         in_hand: what all streams together have received and not yet passed on.
     """
 
-    def __init__(self, intake: Intake, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
+    def __init__(self, intake: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
         self._intake, self._check, self._requests, self._in_hand = intake, check, requests, in_hand
         self._outbox = _Outbox()
         self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)

@@ -34,7 +34,7 @@ from kvemb.protocol.messages import (
     TableRequest,
 )
 
-from .handlers import Verbs
+from .handlers import Handlers
 from .stream_limits import MAX_STREAMS, Streams
 
 MAX_WAITING_CALLS = 48
@@ -60,7 +60,7 @@ class Server:
         ParameterServerError: the address cannot be had.
     """
 
-    def __init__(self, verbs: Verbs, listen: str) -> None:
+    def __init__(self, verbs: Handlers, listen: str) -> None:
         self._verbs = verbs
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)

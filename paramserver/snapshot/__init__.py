@@ -1,7 +1,7 @@
 """A shard's rows on local disk: what the journal need not hold any more. With the journal's tail, any row can be made anew, bit for bit."""
 
-from .reconstruct import Reconstructor, Wanted
+from .reconstruct import Reconstructor, WantedVersions
 from .run_set import Runs
-from .snapshotter import Progress, Snapshotter
+from .snapshotter import SnapshotProgress, Snapshotter
 
-__all__ = ["Progress", "Reconstructor", "Runs", "Snapshotter", "Wanted"]
+__all__ = ["Reconstructor", "Runs", "SnapshotProgress", "Snapshotter", "WantedVersions"]

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from kvemb.errors import LostRowError
 from kvemb.schema.record import MAX_K, split_version
 
-from ..journal import BatchEntry, Journal, decode
+from ..journal import BatchEntry, Journal, decode_entry
 from ..journal.entry import Find
 from ..model.batch import APPLY, ERASE, CheckedRows
 from ..model.tables import TableState
 from ..model.transition import new_records
 from .reconstruct_rounds import Rounds
-from .run_set import Base, Runs
+from .run_set import Runs, SnapshotRows
 from .sorted_run import whole
 
 Ids = NDArray[np.uint64]
@@ -34,7 +34,7 @@ _MAX_WAITING_BYTES = 4 << 20  # of gathered updates: picked in another order, th
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class WantedVersions:
     """Rows of a table at certain versions.
 
     Args:
@@ -61,7 +61,7 @@ class Reconstructor:
     def __init__(self, runs: Runs, journal: Journal, find_table: Find, *, pass_bytes: int = 512 << 20) -> None:
         self._runs, self._journal, self._find, self._pass_bytes = runs, journal, find_table, pass_bytes
 
-    def records(self, wanted: Sequence[Wanted], *, or_newer: bool = False) -> list[Bytes]:
+    def records(self, wanted: Sequence[WantedVersions], *, or_newer: bool = False) -> list[Bytes]:
         """Return the records of rows as they were at these versions.
 
         Args:
@@ -88,7 +88,7 @@ class Reconstructor:
                     whole(made[which])[at] = whole(rows.base.records)
         return made
 
-    def _portions(self, wanted: Sequence[Wanted]) -> Iterator[list[tuple[int, NDArray[np.intp]]]]:
+    def _portions(self, wanted: Sequence[WantedVersions]) -> Iterator[list[tuple[int, NDArray[np.intp]]]]:
         """Yield what is made in one pass each: (which table, places of its rows, in the order of their ids)."""
         portion: list[tuple[int, NDArray[np.intp]]] = []
         left = self._pass_bytes
@@ -129,7 +129,7 @@ class Reconstructor:
         cut, last = self._runs.cut, self._runs.cut & MAX_K
         any_k = cut > 0 and last == 0  # a load began an epoch: the batches behind it are numbered on
         for _, payload in self._journal.read():
-            entry = decode(payload, self._find)
+            entry = decode_entry(payload, self._find)
             if not isinstance(entry, BatchEntry) or entry.version <= cut:
                 continue
             k = entry.version & MAX_K
@@ -166,7 +166,7 @@ class _Rows:
     table: TableState
     ids: Ids
     wanted: Ids
-    base: Base
+    base: SnapshotRows
     rounds: Rounds
 
     @property
@@ -210,7 +210,7 @@ class _Rows:
             whole(base.records)[at] = whole(out)
 
 
-def _rows_of(wanted: Wanted, at: NDArray[np.intp], runs: Runs) -> _Rows:
+def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _Rows:
     """Begin with what the snapshot knows of some of the rows."""
     ids, base = wanted.ids[at], runs.find(wanted.table.definition, wanted.ids[at])
     return _Rows(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))

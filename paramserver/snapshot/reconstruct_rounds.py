@@ -17,7 +17,7 @@ from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
 from ..model.tables import TableState
 from ..model.transition import first_values
 from ..optim.update_rule import Array, Factors
-from .run_set import Base
+from .run_set import SnapshotRows
 from .sorted_run import Ids, whole
 
 _BLOCK_WEIGHTS = 1 << 17  # as the engine's: what one round leaves is still in the processor's cache for the next
@@ -49,7 +49,7 @@ class Rounds:
         base: what is known of the rows; `run` changes its arrays.
     """
 
-    def __init__(self, table: TableState, ids: Ids, base: Base) -> None:
+    def __init__(self, table: TableState, ids: Ids, base: SnapshotRows) -> None:
         self._table, self._ids, self._base = table, ids, base
         self._waiting: list[_Batch] = []
         self.size_bytes = 0

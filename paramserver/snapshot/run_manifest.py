@@ -41,7 +41,7 @@ class TableRuns:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SnapshotManifest:
     """A snapshot.
 
     Args:
@@ -72,12 +72,12 @@ class Manifest:
             )
         return found
 
-    def with_runs(self, definition: TableDef, runs: tuple[RunEntry, ...]) -> "Manifest":
+    def with_runs(self, definition: TableDef, runs: tuple[RunEntry, ...]) -> "SnapshotManifest":
         """Return the snapshot with other runs for a table."""
         return replace(self, tables={**self.tables, definition.key: replace(self.of(definition), runs=runs)})
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
     """Return the file's bytes.
 
     Example:
@@ -93,7 +93,7 @@ def encode(manifest: Manifest) -> bytes:
     return data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
 
 
-def decode(data: bytes, where: str) -> Manifest:
+def decode_snapshot_manifest(data: bytes, where: str) -> SnapshotManifest:
     """Read a manifest.
 
     Args:
@@ -114,7 +114,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise _damaged(where, "its checksum does not match")
     try:
         fields = msgpack.unpackb(data[_HEAD.size : -8], max_array_len=_MAX_ITEMS, max_map_len=_MAX_ITEMS, max_bin_len=0, max_ext_len=0)
-        return Manifest(_count(fields["cut"]), {str(name): _table(*table) for name, table in fields["tables"].items()})
+        return SnapshotManifest(_count(fields["cut"]), {str(name): _table(*table) for name, table in fields["tables"].items()})
     except Exception as error:  # whatever bad bytes do to msgpack and to the lines above
         raise _damaged(where, f"{type(error).__name__}: {error}") from error
 

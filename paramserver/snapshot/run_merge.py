@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .sorted_run import ERASED, ROWS, Bytes, Ids, RunFile
+from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun
 
 Versions = Callable[[Bytes], Ids]
 """Records uint8 [n, record bytes] -> their versions."""
 
 
-def merged(runs: Sequence[RunFile], versions: Versions, *, keep_erased: bool) -> Iterator[tuple[int, Ids, Bytes]]:
+def merged(runs: Sequence[SortedRun], versions: Versions, *, keep_erased: bool) -> Iterator[tuple[int, Ids, Bytes]]:
     """Yield (kind, ids, rest) as `RunEncoder.add` takes them.
 
     Args:
@@ -51,7 +51,7 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 class _Cursor:
     """Where reading of one kind of one run stands."""
 
-    def __init__(self, run: RunFile, kind: int) -> None:
+    def __init__(self, run: SortedRun, kind: int) -> None:
         self.kind = kind
         self._blocks = run.blocks(kind)
         self.ids: Ids = np.empty(0, np.uint64)

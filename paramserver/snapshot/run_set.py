@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef
 
-from ..disk.atomic_file import replace_whole, sweep
+from ..disk.atomic_file import replace_atomically, sweep
 from ..disk.private_files import make_folder
 from ..journal import segment_files
-from .run_manifest import Manifest, RunEntry, decode, encode
+from .run_manifest import RunEntry, SnapshotManifest, decode_snapshot_manifest, encode_snapshot_manifest
 from .run_merge import erased_versions, merge_from, merged
-from .sorted_run import ERASED, ROWS, Bytes, Ids, RunFile, whole
+from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun, whole
 from .sorted_run_writer import RunWriter, full
 
 _MANIFEST = "manifest"
@@ -33,7 +33,7 @@ _EPOCH_SHIFT = 32  # of a run's number: the epoch of the process that wrote it c
 
 
 @dataclass(frozen=True, eq=False)
-class Base:
+class SnapshotRows:
     """What the snapshot knows of n ids.
 
     Args:
@@ -62,13 +62,13 @@ class Runs:
 
     def __init__(self, folder: Path, *, limit: int = 6, epoch: int = 0, still_ours: Callable[[], None] = lambda: None) -> None:
         self._folder, self._limit, self._epoch, self._still_ours = folder, limit, epoch, still_ours
-        self._open: dict[int, tuple[int, RunFile]] = {}
+        self._open: dict[int, tuple[int, SortedRun]] = {}
         self._writing: set[int] = set()
         path = folder / _MANIFEST
         try:
             make_folder(folder)
             sweep(folder)  # before the manifest is read: from here on no older process can replace it
-            self._manifest = decode(path.read_bytes(), str(path)) if path.exists() else Manifest()
+            self._manifest = decode_snapshot_manifest(path.read_bytes(), str(path)) if path.exists() else SnapshotManifest()
         except OSError as error:
             raise ParameterServerError(f"{path}: the local snapshot cannot be read: {error.strerror}") from error
         self._next_number = max(self._manifest.next_number, (epoch << _EPOCH_SHIFT) + 1)
@@ -92,7 +92,7 @@ class Runs:
     def _whereabouts(self, definition: TableDef, ids: Ids) -> Callable[[int], str]:
         return lambda row: f"{self._folder}: table {definition.name!r}, id {int(ids[row])}"
 
-    def find(self, definition: TableDef, ids: Ids) -> Base:
+    def find(self, definition: TableDef, ids: Ids) -> SnapshotRows:
         """Return what the snapshot knows of ids: the newest state among all runs.
 
         Args:
@@ -103,7 +103,7 @@ class Runs:
             JournalDamagedError: a block that was needed does not hold what was written.
         """
         n, record = len(ids), definition.record
-        base = Base(np.zeros((n, record.size_bytes), np.uint8), np.zeros(n, bool), np.zeros(n, np.uint64))
+        base = SnapshotRows(np.zeros((n, record.size_bytes), np.uint8), np.zeros(n, bool), np.zeros(n, np.uint64))
         left = np.arange(n)
         for run in reversed(self._runs(definition, self._manifest.of(definition).runs)):
             for at, rows in run.find(ROWS, ids[left]):
@@ -142,7 +142,7 @@ class Runs:
             JournalFullError, FencedError: the snapshot is the old one.
         """
         keys = {writer.definition.key for writer in writers}
-        manifest = Manifest(cut, {key: runs for key, runs in self._manifest.tables.items() if key in keys or not only})
+        manifest = SnapshotManifest(cut, {key: runs for key, runs in self._manifest.tables.items() if key in keys or not only})
         for writer in writers:
             entry = writer.finish()
             if entry is not None:
@@ -176,7 +176,7 @@ class Runs:
         Args:
             cut: the version up to which no row exists.
         """
-        self._replace(Manifest(cut))
+        self._replace(SnapshotManifest(cut))
 
     def close(self) -> None:
         """Close the files."""
@@ -184,17 +184,17 @@ class Runs:
             os.close(descriptor)
         self._open.clear()
 
-    def _runs(self, definition: TableDef, entries: Sequence[RunEntry]) -> list[RunFile]:
+    def _runs(self, definition: TableDef, entries: Sequence[RunEntry]) -> list[SortedRun]:
         """Return open runs, oldest first."""
         for entry in entries:
             if entry.number not in self._open:
                 self._open[entry.number] = _open_run(_path(self._folder, entry.number), entry, definition)
         return [self._open[entry.number][1] for entry in entries]
 
-    def _replace(self, manifest: Manifest) -> None:
+    def _replace(self, manifest: SnapshotManifest) -> None:
         path = self._folder / _MANIFEST
         try:
-            replace_whole(path, [encode(manifest)], self._still_ours)
+            replace_atomically(path, [encode_snapshot_manifest(manifest)], self._still_ours)
         except OSError as error:
             raise full(path, error) from error
         self._manifest = manifest
@@ -232,14 +232,14 @@ def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:012d}{_SUFFIX}"
 
 
-def _open_run(path: Path, entry: RunEntry, definition: TableDef) -> tuple[int, RunFile]:
+def _open_run(path: Path, entry: RunEntry, definition: TableDef) -> tuple[int, SortedRun]:
     try:
         descriptor = segment_files.open_to_read(path)
     except OSError as error:
         raise JournalDamagedError(f"{path}: {error.strerror}: this run of the local snapshot cannot be read") from error
     try:
         size = os.fstat(descriptor).st_size
-        run = RunFile(segment_files.reader(descriptor), size, str(path))
+        run = SortedRun(segment_files.reader(descriptor), size, str(path))
         if (size, run.record_bytes) != (entry.size_bytes, definition.record.size_bytes):
             raise JournalDamagedError(f"{path}: offset 0: {size} bytes with records of {run.record_bytes}, the manifest names another run")
     except BaseException:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
-from ..journal import BatchEntry, Journal, Position, decode
-from ..journal.fenced_log import Ledger
+from ..journal import BatchEntry, Journal, Position, decode_entry
+from ..journal.fenced_log import FencedLog
 from ..model.tables import TableState
-from . import Progress, Snapshotter
+from . import SnapshotProgress, Snapshotter
 
 log = logging.getLogger("paramserver")
 
@@ -34,7 +34,7 @@ class LocalSnapshots:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: FencedLog,
         snapshotter: Snapshotter,
         tables: Callable[[], Sequence[TableState]],
         *,
@@ -46,10 +46,10 @@ class LocalSnapshots:
         self._ledger, self._snapshotter, self._tables = ledger, snapshotter, tables
         self._applied, self._save, self._max_bytes = applied, save, max_bytes
         self._due_bytes, self._needed = max_bytes, needed
-        self._steps: Iterator[Progress] | None = None
+        self._steps: Iterator[SnapshotProgress] | None = None
         self._cut = applied()
         self._begun_s = 0.0
-        self._progress = Progress()
+        self._progress = SnapshotProgress()
         self.taken = 0
 
     def step(self) -> bool:
@@ -100,7 +100,7 @@ def reaches_back(journal: Journal, cut: int, k: int, find: Callable[[str, int], 
         k: batches so far.
         find: the registry's look-up.
     """
-    entries = (decode(payload, find) for _, payload in journal.read())
+    entries = (decode_entry(payload, find) for _, payload in journal.read())
     behind = (entry.version for entry in entries if isinstance(entry, BatchEntry) and entry.version > cut)
     held = split_version(cut)[1]
     if cut and held == 0:  # a load began an epoch: the batches behind it are numbered on

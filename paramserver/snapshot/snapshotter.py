@@ -31,7 +31,7 @@ _SLICE_BYTES = 4 << 20
 
 
 @dataclass
-class Progress:
+class SnapshotProgress:
     """How far a snapshot is.
 
     Args:
@@ -57,7 +57,7 @@ class Snapshotter:
     def __init__(self, runs: Runs, read: ReadRecords, applied: Callable[[], int]) -> None:
         self._runs, self._read, self._applied = runs, read, applied
 
-    def steps(self, tables: Sequence[TableState], save: Callable[[], None] = lambda: None) -> Iterator[Progress]:
+    def steps(self, tables: Sequence[TableState], save: Callable[[], None] = lambda: None) -> Iterator[SnapshotProgress]:
         """Take a snapshot, a slice of rows for every value that is asked for; it counts when the iterator has ended.
 
         Its cut is the version applied when the first value is asked for. Once it has ended, the journal's entries up to the cut may be
@@ -75,7 +75,7 @@ class Snapshotter:
         """
         cut, last = self._applied(), self._runs.cut
         newer = [(table, _newer(table, last)) for table in tables]
-        progress = Progress()
+        progress = SnapshotProgress()
         writers = [self._runs.begin(table.definition) for table in tables]
         try:
             for writer, (table, ids) in zip(writers, newer, strict=True):
@@ -90,7 +90,7 @@ class Snapshotter:
             for _ in self._runs.merge(table.definition):
                 yield progress
 
-    def _table(self, writer: RunWriter, table: TableState, newer: Ids, cut: int, progress: Progress) -> Iterator[Progress]:
+    def _table(self, writer: RunWriter, table: TableState, newer: Ids, cut: int, progress: SnapshotProgress) -> Iterator[SnapshotProgress]:
         """Write one table's run.
 
         Ids of older runs that the index does not have are noted as erased: the journal's entries that erased them may go now. Ids of older
@@ -110,7 +110,9 @@ class Snapshotter:
         as_of = np.concatenate([newer[:0], *(versions for _, versions in gone)])[first]
         self._add(writer, ERASED, ids, as_of.astype("<u8").view(np.uint8).reshape(len(ids), 8), progress)
 
-    def _rows(self, writer: RunWriter, table: TableState, ids: Ids, gone: list[tuple[Ids, Ids]], progress: Progress) -> Iterator[Progress]:
+    def _rows(
+        self, writer: RunWriter, table: TableState, ids: Ids, gone: list[tuple[Ids, Ids]], progress: SnapshotProgress
+    ) -> Iterator[SnapshotProgress]:
         n_slice = max(1, _SLICE_BYTES // table.definition.record.size_bytes)
         for start in range(0, len(ids), n_slice):
             these = ids[start : start + n_slice]
@@ -123,7 +125,7 @@ class Snapshotter:
             yield progress
 
     @staticmethod
-    def _add(writer: RunWriter, kind: int, ids: Ids, rest: Bytes, progress: Progress) -> None:
+    def _add(writer: RunWriter, kind: int, ids: Ids, rest: Bytes, progress: SnapshotProgress) -> None:
         before = writer.size_bytes
         writer.add(kind, ids, rest)
         progress.size_bytes += writer.size_bytes - before

@@ -34,7 +34,7 @@ _KIND, _OFFSET, _N, _FIRST, _LAST, _IDS_SUM, _REST_SUM = range(7)
 _COLUMNS = 7
 
 
-class RunEncoder:
+class SortedRunEncoder:
     """Turns blocks of rows into the bytes of a run, in the order in which they are to be written.
 
     Args:
@@ -91,7 +91,7 @@ class RunEncoder:
         yield from pieces
 
 
-class RunFile:
+class SortedRun:
     """A run that was written. The footer is in memory, blocks are read and checked when they are needed.
 
     Args:

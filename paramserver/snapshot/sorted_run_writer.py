@@ -10,7 +10,7 @@ from kvemb.schema.table_def import TableDef
 from ..disk.disk_errors import mend
 from ..journal import segment_files
 from .run_manifest import RunEntry
-from .sorted_run import ROWS, Bytes, Ids, RunEncoder
+from .sorted_run import ROWS, Bytes, Ids, SortedRunEncoder
 
 
 class RunWriter:
@@ -25,7 +25,7 @@ class RunWriter:
     def __init__(self, path: Path, number: int, definition: TableDef) -> None:
         self.definition = definition
         self._path, self._number = path, number
-        self._encoder = RunEncoder(definition.record.size_bytes)
+        self._encoder = SortedRunEncoder(definition.record.size_bytes)
         self._descriptor: int | None = None
         self.size_bytes = 0
 
@@ -35,7 +35,7 @@ class RunWriter:
         return self._encoder.n_rows[ROWS]
 
     def add(self, kind: int, ids: Ids, rest: Bytes) -> None:
-        """Add rows or erased ids; see `RunEncoder.add`.
+        """Add rows or erased ids; see `SortedRunEncoder.add`.
 
         Raises:
             JournalFullError: they cannot be written; drop the run.

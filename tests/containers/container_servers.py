@@ -12,7 +12,7 @@ from testcontainers.core.container import DockerContainer
 
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
-from kvemb.local_cluster.storage_servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, join_cluster
+from kvemb.local_cluster.storage_servers import MEMCACHED_OPTIONS, START_TIMEOUT_S, StorageServer, create_redis_cluster
 from kvemb.net.deadline import Deadline
 from kvemb.testing.real_servers import ServerNodes, memcached_client, redis_client
 
@@ -155,7 +155,7 @@ def start_containers(kind: str, n: int, folder: Path, memory_mb: int) -> list[Co
         for server in servers:
             server.await_answer()
         if kind == "redis-cluster":
-            join_cluster([server.port for server in servers], Deadline.after(START_TIMEOUT_S))
+            create_redis_cluster([server.port for server in servers], Deadline.after(START_TIMEOUT_S))
     except (KvembError, OSError):
         for server in servers:
             server.process.kill()

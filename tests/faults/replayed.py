@@ -11,7 +11,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Replayed:
     n_rows: int
 
     def __post_init__(self) -> None:
-        self.optimizer = build(self.definition.optimizer)
+        self.optimizer = build_optimizer(self.definition.optimizer)
         self.ids = np.arange(self.n_rows, dtype=np.uint64)
         self.weights = self.definition.initializer.rows(
             self.ids, self.definition.dim, table=self.definition.name, seed=self.definition.seed

@@ -17,10 +17,10 @@ from paramserver.__main__ import main
 from paramserver.checkpoint import loader
 from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
-from paramserver.checkpoint.unconditional_writer import RowsOut
+from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine.engine import Engine
 from paramserver.journal import segment_files
-from paramserver.journal.fenced_log import Ledger
+from paramserver.journal.fenced_log import FencedLog
 from paramserver.snapshot import Runs
 from paramserver.snapshot.sorted_run_writer import RunWriter
 
@@ -121,8 +121,8 @@ def install(shard: str) -> None:
     _patch(Engine, "_settle", before("after a write"))
     _patch(Link, "send", half_write)
     _patch(segment_files, "write_all", half_entry)
-    _patch(Ledger, "commit", before("before a commit"))
-    _patch(Ledger, "commit", after("after a commit"))
+    _patch(FencedLog, "commit", before("before a commit"))
+    _patch(FencedLog, "commit", after("after a commit"))
 
     _patch(Saver, "_cut", before("before the cut of a save"))
     _patch(SaveJob, "_records", after("after reading rows of a save"))
@@ -131,12 +131,12 @@ def install(shard: str) -> None:
     _patch(ShardWriter, "finish", after("after the end of a save"))
 
     _patch(RunWriter, "add", before("before writing rows of a load to disk"))
-    _patch(loader, "encode", before("before the plan of a load"))
+    _patch(loader, "encode_load_plan", before("before the plan of a load"))
     _patch(loader.Loader, "_switch", before("before the switch of a load"))
     _patch(loader, "save", before("in the middle of the switch of a load"))
     _patch(loader.Loader, "_switch", after("after the switch of a load"))
-    _patch(RowsOut, "_write_once", before("before writing rows of a load to storage"))
-    _patch(RowsOut, "erase", before("before the erases of a load"))
+    _patch(UnconditionalWriter, "_write_once", before("before writing rows of a load to storage"))
+    _patch(UnconditionalWriter, "erase", before("before the erases of a load"))
 
     _patch(RunWriter, "add", before("in a local snapshot"))
     _patch(Runs, "publish", before("before a local snapshot counts"))

@@ -15,7 +15,7 @@ import numpy as np
 from jobs import PATIENCE_S, eventually, ids_of_shard
 
 import kvemb
-from kvemb.client.push_sender import PushStream
+from kvemb.client.push_sender import PushSender
 from kvemb.errors import KvembError, ShardUnavailableError
 
 NAMES = "abc"
@@ -30,15 +30,15 @@ def open_table(cluster: kvemb.Cluster) -> kvemb.Table:
 
 def die_on_the_way_to_shard_1(table: kvemb.Table, column: int, step: int) -> None:
     """From now on the next part to shard 1 is the end of this process, once shard 0 has applied its own."""
-    send = PushStream.send
+    send = PushSender.send
 
-    def send_or_die(self: PushStream, *args: object) -> None:
+    def send_or_die(self: PushSender, *args: object) -> None:
         if self._channel.shard == 1:
             eventually(lambda: table.pull(IDS[:1], timeout_s=_LOOK_S)[0, column] == step, "shard 0 did not apply its part")
             os.kill(os.getpid(), signal.SIGKILL)
         send(self, *args)  # type: ignore[arg-type]
 
-    PushStream.send = send_or_die  # type: ignore[method-assign]
+    PushSender.send = send_or_die  # type: ignore[method-assign]
 
 
 def train(table: kvemb.Table, args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("s3fs")
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Base
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint
 from kvemb.checkpoint.format.file_names import part_path
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
@@ -61,7 +61,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_chain_is_saved_listed_verified_read_and_pruned_on_s3(bucket: str) -> None:
     first = save(bucket + "/a", range(5000), k=1, part_bytes=30_000, step_rows=500)
-    save(bucket + "/b", range(100, 200), k=2, base=Base("a", first.save_id), erased=[7])
+    save(bucket + "/b", range(100, 200), k=2, base=BaseCheckpoint("a", first.save_id), erased=[7])
     assert [one.name for one in list_checkpoints(bucket)] == ["a", "b"]
     assert verify(bucket + "/b").require_good().n_checkpoints == 2
     chain = open_chain(bucket + "/b")

@@ -17,7 +17,7 @@ from kvemb.client import push_session
 from kvemb.client.ack import Ack
 from kvemb.cluster import Cluster
 from kvemb.config import StorageConfig
-from kvemb.datapath.prefetched_rows import route_held
+from kvemb.datapath.prefetched_rows import route_prefetched
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.protocol.messages import digest_tables
@@ -262,7 +262,7 @@ def test_what_the_shard_does_not_keep_comes_from_the_step_or_from_storage(requir
 
 
 def test_many_held_rows_travel_in_several_parts(alone: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_session, "route_held", lambda held, n_shards: route_held(held, n_shards, 1 << 11))
+    monkeypatch.setattr(push_session, "route_prefetched", lambda held, n_shards: route_prefetched(held, n_shards, 1 << 11))
     rng = np.random.default_rng(5)
     with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
         for name in ("one", "two"):

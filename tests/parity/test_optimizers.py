@@ -21,7 +21,7 @@ import pytest
 from kvemb import optim
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
-from paramserver.optim import Optimizer, build
+from paramserver.optim import Optimizer, build_optimizer
 
 torch = pytest.importorskip("torch")
 
@@ -63,7 +63,7 @@ def batches(touched: int, lr: float, change_lr: bool = False) -> list[Batch]:
 
 
 def ours(weights: Array, steps: list[Batch], spec: OptimizerSpec) -> Trajectory:
-    optimizer, weights = build(spec), weights.copy()
+    optimizer, weights = build_optimizer(spec), weights.copy()
     slots, out = optimizer.init_slots(len(weights), DIM), []
     for step, batch in enumerate(steps, start=1):
         rows = batch.rows
@@ -242,7 +242,7 @@ def start(case: Case) -> Array:
 def state_after(case: Case, n: int, dim: int, seed: int = 3) -> tuple[Optimizer, Array, Array, Array]:
     """An optimizer with rows in mid-training (slots not at their first values), and a gradient for each."""
     rng = np.random.default_rng(seed)
-    optimizer = build(case.spec)
+    optimizer = build_optimizer(case.spec)
     weights, slots = rng.normal(size=(n, dim)).astype(np.float32), optimizer.init_slots(n, dim)
     for step in (1, 2):
         grads = rng.normal(size=(n, dim)).astype(np.float32)
@@ -341,7 +341,7 @@ def test_rows_that_differ_in_step_and_values_have_the_same_bits_as_each_by_itsel
 
 @every_case
 def test_an_empty_batch_gives_an_empty_batch(case: Case) -> None:
-    optimizer = build(case.spec)
+    optimizer = build_optimizer(case.spec)
     empty = np.empty((0, DIM), np.float32)
     weights, slots = optimizer.update(empty, optimizer.init_slots(0, DIM), empty, {}, 1)
     assert weights.shape == (0, DIM)
@@ -385,7 +385,7 @@ def test_non_contiguous_arguments_are_fine(case: Case) -> None:
 @pytest.mark.parametrize("size", [3e38, 1e20, 1e10, 1e-10, 1e-30, 1e-45, 0.0])
 @every_case
 def test_huge_and_tiny_gradients_leave_finite_rows_that_still_learn(case: Case, size: float) -> None:
-    optimizer = build(case.spec)
+    optimizer = build_optimizer(case.spec)
     weights, slots = start(case), optimizer.init_slots(ROWS, DIM)
     sign = np.where(np.arange(DIM) % 2, 1.0, -1.0)
     for step in range(1, 21):
@@ -418,7 +418,7 @@ def test_numpy_scalars_among_run_time_values_keep_float32(case: Case) -> None:
 
 def test_adam_counts_the_tables_steps_not_the_rows() -> None:
     """A row first touched at step 1000 moves by lr * sqrt(c2) / c1 * 0.1 / sqrt(0.001): 2.5 lr, not lr."""
-    optimizer = build(optim.adam(lr=1e-3))
+    optimizer = build_optimizer(optim.adam(lr=1e-3))
     weights, grads = np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)
     at_1 = optimizer.update(weights, optimizer.init_slots(1, 2), grads, {}, 1)[0]
     at_1000 = optimizer.update(weights, optimizer.init_slots(1, 2), grads, {}, 1000)[0]
@@ -427,7 +427,7 @@ def test_adam_counts_the_tables_steps_not_the_rows() -> None:
 
 
 def test_centered_rmsprop_stays_finite_where_rounding_makes_the_variance_negative() -> None:
-    optimizer = build(optim.rmsprop(0.01, alpha=0.5, centered=True))
+    optimizer = build_optimizer(optim.rmsprop(0.01, alpha=0.5, centered=True))
     weights, slots = np.zeros((64, 8), np.float32), optimizer.init_slots(64, 8)
     grads = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     negative = False
@@ -453,13 +453,13 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     arrays = [np.zeros(shape, np.float32) for shape in (weights, slots, grads)]
     with pytest.raises(InvalidInputError, match=message):
-        build(optim.adam()).update(*arrays, {}, step)
+        build_optimizer(optim.adam()).update(*arrays, {}, step)
 
 
 def test_float64_gradients_are_refused() -> None:
     zeros = np.zeros((1, 2), np.float32)
     with pytest.raises(InvalidInputError, match="float32"):
-        build(optim.sgd()).update(zeros, zeros[:, :0], zeros.astype(np.float64), {}, 1)  # type: ignore[arg-type]
+        build_optimizer(optim.sgd()).update(zeros, zeros[:, :0], zeros.astype(np.float64), {}, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch multiplies and adds in two roundings here")
@@ -471,7 +471,7 @@ def test_sgd_gives_the_bits_of_torch_at_any_rate(options: dict[str, float], spar
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((20_000, 16)).astype(np.float32)
     module = torch.nn.Embedding(*weights.shape, sparse=sparse, _weight=torch.from_numpy(weights.copy()))
-    theirs, ours = torch.optim.SGD(module.parameters(), lr=0.1, **options), build(optim.sgd(0.1, **options))
+    theirs, ours = torch.optim.SGD(module.parameters(), lr=0.1, **options), build_optimizer(optim.sgd(0.1, **options))
     slots = ours.init_slots(*weights.shape)
     for step in range(1, 6):
         grads = rng.standard_normal(weights.shape).astype(np.float32)

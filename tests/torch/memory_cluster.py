@@ -15,7 +15,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 
 class MemoryAck:
@@ -42,7 +42,7 @@ class MemoryTable:
         self.name, self.dim = definition.name, definition.dim
         self.n_pulls, self.step = 0, 0
         self.minus_one_allowed = False
-        self.optimizer = build(definition.optimizer)
+        self.optimizer = build_optimizer(definition.optimizer)
         self.hyper = definition.optimizer.defaults()
         self.rows: dict[int, tuple[NDArray[np.float32], NDArray[np.float32], int]] = {}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 
 from kvemb.errors import InvalidInputError
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 from trainer.torch.optimizer_map import MappedGroup
 
 MAPPED: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
@@ -44,7 +44,7 @@ def test_a_row_with_a_gradient_in_every_step_goes_where_torch_takes_it_while_lr_
     weight = nn.Parameter(torch.from_numpy(rng.normal(size=(5, 3)).astype(np.float32)))
     theirs = MAPPED[name]([weight])
     mapped = MappedGroup(theirs, theirs.param_groups[0], "table 't'")
-    ours = build(mapped.spec)
+    ours = build_optimizer(mapped.spec)
     rows, slots = weight.detach().numpy().copy(), ours.init_slots(5, 3)
     for step in range(1, 31):
         grads = rng.normal(size=(5, 3)).astype(np.float32)

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.file_names import ERASED, IDS, MANIFEST
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.row_block import RowBlock
@@ -43,14 +43,14 @@ def save(
     k: int,
     definition: TableDef = USER,
     n_shards: int = 2,
-    base: Base | None = None,
+    base: BaseCheckpoint | None = None,
     erased: object = (),
     all_ids: object | None = None,
     value: float | None = None,
     weights_only: bool = False,
     part_bytes: int = 64 << 20,
     step_rows: int = 1 << 16,
-) -> Manifest:
+) -> CheckpointManifest:
     """Write a whole checkpoint; its rows have version (1, k) and the value k unless given. Return its manifest."""
     storage, save_id = CheckpointStorage(url, pause=lambda _: None), f"{k:032x}"
     fragments = [

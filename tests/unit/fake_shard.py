@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 
 from kvemb.arrays.hashing import shard_of
-from kvemb.client.all_shards import Servers
-from kvemb.client.push_session import Session
+from kvemb.client.all_shards import AllShards
+from kvemb.client.push_session import PushSession
 from kvemb.errors import KvembError, PushRejectedError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
@@ -117,11 +117,11 @@ class Connections:
 
     def __init__(self, shards: list[FakeShard]) -> None:
         self._shards = shards
-        self._opened: list[tuple[Session, Servers]] = []
+        self._opened: list[tuple[PushSession, AllShards]] = []
 
-    def __call__(self, n_shards: int = 1, *, sync: bool = False) -> Session:
-        servers = Servers([f"127.0.0.1:{shard.port}" for shard in self._shards[:n_shards]])
-        self._opened.append((Session(servers, CLUSTER, "trainer-a", sync=sync), servers))
+    def __call__(self, n_shards: int = 1, *, sync: bool = False) -> PushSession:
+        servers = AllShards([f"127.0.0.1:{shard.port}" for shard in self._shards[:n_shards]])
+        self._opened.append((PushSession(servers, CLUSTER, "trainer-a", sync=sync), servers))
         return self._opened[-1][0]
 
     def close(self) -> None:

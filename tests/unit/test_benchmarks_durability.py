@@ -19,7 +19,7 @@ from benchmarks.disk import Moved
 from benchmarks.ids import row_ids
 from benchmarks.measure import Spread
 from benchmarks.recovery_steps import Restored, Target, WrongRestoreError
-from kvemb.checkpoint.format.checkpoint_manifest import FileEntry, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, FileEntry
 from kvemb.checkpoint.format.file_names import ROWS
 from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
@@ -299,7 +299,7 @@ def test_data_is_written_when_the_last_of_its_files_has_got_its_name(tmp_path: P
 
 def test_a_checkpoint_with_other_rows_than_those_that_had_changed_is_refused() -> None:
     files = tuple(FileEntry("t", 0, part, ROWS, 10, 1, "") for part in range(3))
-    manifest = Manifest("0", "c", "0", 0, False, (), (), files, None, {})
+    manifest = CheckpointManifest("0", "c", "0", 0, False, (), (), files, None, {})
     checkpoint.require_saved(manifest, 30)
     with pytest.raises(WrongApplyError, match="29 rows had changed; the checkpoint holds 30"):
         checkpoint.require_saved(manifest, 29)

@@ -13,7 +13,7 @@ from kvemb.datapath.pull import initial_rows
 from kvemb.errors import ParameterServerError
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.table_def import TableDef
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 TABLE = TableDef("t", 3, optim.adam(lr=0.1), init.normal(std=1.0))
 
@@ -36,7 +36,7 @@ def create(cluster: MemoryPsCluster, name: str, dim: int = 3) -> MemoryPsTable:
 
 
 def test_rows_are_trained_as_the_update_rule_says_however_many_there_are() -> None:
-    rows, rule, rng = MemoryRows(TABLE), build(TABLE.optimizer), np.random.default_rng(0)
+    rows, rule, rng = MemoryRows(TABLE), build_optimizer(TABLE.optimizer), np.random.default_rng(0)
     ids = np.arange(5000, dtype=np.uint64)
     weights, slots = initial_rows(TABLE, ids), rule.init_slots(len(ids), 3)
     for step in range(1, 7):

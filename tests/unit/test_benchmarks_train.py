@@ -16,7 +16,7 @@ from benchmarks.report import Report, Section, as_text
 from benchmarks.tfra import lookups, peer
 from kvemb.client.ack import Staleness
 from kvemb.optim import adam
-from paramserver.optim.kernels import build
+from paramserver.optim.kernels import build_optimizer
 
 
 def stretch(n_rows: int, wall_s: float = 1.0, staleness: tuple[Staleness, ...] = ()) -> train_loop.Stretch:
@@ -61,7 +61,7 @@ def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
     ids, expected = train_loop.after_steps(batches, lr=0.01)
     assert ids.tolist() == [5, 7, 9]
     spec = adam(lr=0.01)
-    optimizer = build(spec)  # what a shard runs
+    optimizer = build_optimizer(spec)  # what a shard runs
     w, slots = np.zeros((3, 1), np.float32), optimizer.init_slots(3, 1)
     for step, batch in enumerate(batches, 1):
         at = np.searchsorted(ids, np.unique(batch))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvemb.connection.write_counter import ChangeCount
+from kvemb.connection.write_counter import WriteCounter
 from kvemb.net.deadline import Deadline
 
 
@@ -17,7 +17,7 @@ class Ack:
 
 
 def test_a_push_is_over_when_it_is_released_whatever_the_order() -> None:
-    changes, first, second = ChangeCount(), Ack(), Ack()
+    changes, first, second = WriteCounter(), Ack(), Ack()
     for ack in (first, second):
         changes.begin_push()
         changes.pushed(ack)
@@ -29,7 +29,7 @@ def test_a_push_is_over_when_it_is_released_whatever_the_order() -> None:
 
 
 def test_what_fails_may_have_changed_rows_too() -> None:
-    changes = ChangeCount()
+    changes = WriteCounter()
     with pytest.raises(OSError, match="no shard"), changes.change():
         raise OSError("no shard")
     changes.begin_push()
@@ -38,7 +38,7 @@ def test_what_fails_may_have_changed_rows_too() -> None:
 
 
 def test_what_was_released_before_storage_has_it_is_waited_for() -> None:
-    changes, pushed, released, stored = ChangeCount(), Ack(), Ack(), Ack()
+    changes, pushed, released, stored = WriteCounter(), Ack(), Ack(), Ack()
     stored.released = stored.settled = True
     for ack in (pushed, stored):
         changes.begin_push()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url, shown
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path, part_path
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.row_block import RowBlock
@@ -32,8 +32,8 @@ def memory() -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def base_of(manifest: Manifest, name: str) -> Base:
-    return Base(name, manifest.save_id)
+def base_of(manifest: CheckpointManifest, name: str) -> BaseCheckpoint:
+    return BaseCheckpoint(name, manifest.save_id)
 
 
 def contents(url: str) -> dict[int, float]:
@@ -127,13 +127,13 @@ def test_a_base_cut_later_is_refused(memory: str) -> None:
 
 
 def test_a_checkpoint_that_is_built_on_itself_ends(memory: str) -> None:
-    save(memory + "/a", range(10), k=2, base=Base("a", f"{2:032x}"))
+    save(memory + "/a", range(10), k=2, base=BaseCheckpoint("a", f"{2:032x}"))
     with pytest.raises(CheckpointError, match="built on 64 others"):
         open_chain(memory + "/a")
 
 
 def test_a_missing_base_is_named(memory: str) -> None:
-    save(memory + "/b", range(10), k=2, base=Base("a", "1" * 32))
+    save(memory + "/b", range(10), k=2, base=BaseCheckpoint("a", "1" * 32))
     with pytest.raises(CheckpointError, match=r"checkpoints/a/manifest\.json: not there"):
         open_chain(memory + "/b")
 

@@ -13,7 +13,7 @@ from memory_store import MemoryStore
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.compare import Comparison, compare
 from kvemb.checkpoint.load_decision import Decision, Report, newest_decision, newest_report
-from kvemb.commands.progress_meter import Meter
+from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError
 from kvemb.net.deadline import Deadline
@@ -71,7 +71,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_rate_and_time_left_and_is_clean_afterwards() -> None:
     now, screen = [0.0], Terminal()
-    with Meter(screen, "rows", clock=lambda: now[0]) as meter:
+    with ProgressMeter(screen, "rows", clock=lambda: now[0]) as meter:
         for second in range(5):
             now[0] = float(second)
             meter("saving", 1000 * second, 10_000)
@@ -82,7 +82,7 @@ def test_a_terminal_shows_rate_and_time_left_and_is_clean_afterwards() -> None:
 
 def test_a_file_gets_no_progress() -> None:
     out = io.StringIO()
-    with Meter(out, "B") as meter:
+    with ProgressMeter(out, "B") as meter:
         meter("saving", 1, 2)
     assert out.getvalue() == ""
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, FileEntry, Manifest, SavedTable
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
 from kvemb.checkpoint.format.file_names import ERASED, IDS, part_path, table_folder
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest
 from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
@@ -17,18 +17,18 @@ from kvemb.errors import CheckpointError, InvalidInputError
 from tests.unit.checkpoint_files import CLUSTER_ID, USER
 
 FILES = (FileEntry("user", 0, 0, "rows", 5, 999, "a" * 32), FileEntry("user", 1, 0, "rows", 6, 999, "b" * 32))
-FULL = Manifest(
+FULL = CheckpointManifest(
     "1" * 32, "demo", CLUSTER_ID, 1700000000, False, (Cut(0, 1, 2), Cut(1, 3, 4)), (SavedTable(USER, (7, 8)),), FILES, None, {"step": 9}
 )
 INCREMENTAL = replace(
     FULL,
-    base=Base("step-1", "2" * 32),
+    base=BaseCheckpoint("step-1", "2" * 32),
     files=(*FILES, FileEntry("user", 0, 0, ERASED, 2, 99, "c" * 32), FileEntry("user", 1, 0, IDS, 0, 99, "d" * 32)),
 )
 
 
 @pytest.mark.parametrize("manifest", [FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True)])
-def test_a_manifest_comes_back_as_it_went(manifest: Manifest) -> None:
+def test_a_manifest_comes_back_as_it_went(manifest: CheckpointManifest) -> None:
     assert decode_manifest(encode_manifest(manifest), "m") == manifest
 
 
@@ -37,7 +37,7 @@ def test_a_fragment_comes_back_as_it_went() -> None:
     assert decode_fragment(encode_fragment(fragment), "f") == fragment
 
 
-def crooked(change: object, manifest: Manifest = FULL) -> bytes:
+def crooked(change: object, manifest: CheckpointManifest = FULL) -> bytes:
     """A manifest whose fields were changed by somebody who knows how to compute the checksum."""
     tree = json.loads(encode_manifest(manifest))
     del tree["checksum"]

@@ -16,11 +16,11 @@ from numpy.testing import assert_array_equal
 from kvemb import optim
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
 from kvemb.checkpoint.format.parquet_blocks import checksum, decode_ids, decode_rows, encode_ids, encode_rows
-from kvemb.checkpoint.format.row_block import RowBlock, new_slots
+from kvemb.checkpoint.format.row_block import RowBlock, new_state
 from kvemb.errors import CheckpointError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef
-from paramserver.optim import build
+from paramserver.optim import build_optimizer
 
 TABLES = [
     TableDef("user", 3, optim.adam(), uniform()),
@@ -67,8 +67,8 @@ def test_weights_only_comes_back_with_the_slots_of_a_new_row(definition: TableDe
     got = read(definition, data, entry, weights_only=True)
     assert got.slots is None
     slots = definition.record.slots(got.records(definition, 1))
-    assert_array_equal(slots, build(definition.optimizer).init_slots(len(got), definition.dim))
-    assert_array_equal(slots, new_slots(definition, len(got)))
+    assert_array_equal(slots, build_optimizer(definition.optimizer).init_slots(len(got), definition.dim))
+    assert_array_equal(slots, new_state(definition, len(got)))
 
 
 def test_other_programs_read_ids_and_weights_as_numbers() -> None:

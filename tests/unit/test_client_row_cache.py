@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.client.all_shards import Servers
-from kvemb.client.push_session import Session
+from kvemb.client.all_shards import AllShards
+from kvemb.client.push_session import PushSession
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import MessageError
 from kvemb.protocol.messages import PushPart, PushReply
@@ -34,24 +34,24 @@ def shards() -> Iterator[list[FakeShard]]:
 
 
 @pytest.fixture
-def session(shards: list[FakeShard]) -> Iterator[Session]:
+def session(shards: list[FakeShard]) -> Iterator[PushSession]:
     cache = RowCache(1 << 20, 1, 2)
     cache.add_table(USER)
-    servers = Servers([f"127.0.0.1:{shard.port}" for shard in shards])
-    session = Session(servers, CLUSTER, "trainer-a", sync=False, row_cache=cache)
+    servers = AllShards([f"127.0.0.1:{shard.port}" for shard in shards])
+    session = PushSession(servers, CLUSTER, "trainer-a", sync=False, row_cache=cache)
     yield session
     session.close(None)
     servers.close()
 
 
-def kept(session: Session, ids: list[int]) -> dict[int, float]:
+def kept(session: PushSession, ids: list[int]) -> dict[int, float]:
     assert session.row_cache is not None
     out = np.empty((len(ids), 2), np.float32)
     found = session.row_cache.fill(USER, np.array(ids, np.uint64), out)
     return {} if found is None else {row_id: float(out[i, 0]) for i, row_id in enumerate(ids) if found.rows[i]}
 
 
-def test_rows_are_there_when_the_ack_says_applied(session: Session) -> None:
+def test_rows_are_there_when_the_ack_says_applied(session: PushSession) -> None:
     ids = sorted(owned(0, 2) + owned(1, 2))
     for push in range(1, 20):
         session.push(rows_of(*ids), soon()).wait_applied()
@@ -59,8 +59,8 @@ def test_rows_are_there_when_the_ack_says_applied(session: Session) -> None:
 
 
 def test_without_a_cache_no_rows_are_asked_for(shards: list[FakeShard]) -> None:
-    servers = Servers([f"127.0.0.1:{shard.port}" for shard in shards])
-    session = Session(servers, CLUSTER, "trainer-b", sync=False)
+    servers = AllShards([f"127.0.0.1:{shard.port}" for shard in shards])
+    session = PushSession(servers, CLUSTER, "trainer-b", sync=False)
     session.push(rows_of(1, 2), soon()).wait_applied()
     session.close(None)
     servers.close()
@@ -69,7 +69,7 @@ def test_without_a_cache_no_rows_are_asked_for(shards: list[FakeShard]) -> None:
     assert not any(part.return_rows for part in parts)
 
 
-def test_a_lost_connection_drops_what_was_kept_and_what_was_on_its_way(session: Session, shards: list[FakeShard]) -> None:
+def test_a_lost_connection_drops_what_was_kept_and_what_was_on_its_way(session: PushSession, shards: list[FakeShard]) -> None:
     ids = owned(0, 3)
     session.push(rows_of(*ids[:2]), soon()).wait_applied()
     assert len(kept(session, ids)) == 2
@@ -85,7 +85,7 @@ def test_a_lost_connection_drops_what_was_kept_and_what_was_on_its_way(session: 
     assert len(kept(session, ids)) == 3
 
 
-def test_rows_of_another_size_end_the_session_and_the_push_counts_as_applied(session: Session, shards: list[FakeShard]) -> None:
+def test_rows_of_another_size_end_the_session_and_the_push_counts_as_applied(session: PushSession, shards: list[FakeShard]) -> None:
     def bad(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         yield from accept(shard, part)
         yield PushReply(part.sequence, "applied", 1, epoch=1, rows=[b"123"])

@@ -16,7 +16,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.connecting import host_and_port
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import connect
+from kvemb.net.link import connect_link
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.standalone.memcached_store import MemcachedStore
@@ -93,7 +93,7 @@ def silent() -> Iterator[str]:
 @pytest.mark.parametrize(
     "connecting",
     [
-        connect,
+        connect_link,
         lambda address, deadline: redis_admin.open_link(address, StorageConfig("redis", (address,)), "trainer", set(), deadline),
         lambda address, deadline: redis_admin.info(address, StorageConfig("redis", (address,)), deadline),
         lambda address, deadline: MemcachedStore(StorageConfig("memcached", (address,), on_lost_node="fail"), "trainer").open(deadline),
@@ -113,7 +113,7 @@ def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
 @pytest.mark.parametrize(
     "connecting",
     [
-        lambda deadline: connect(NAME, deadline),
+        lambda deadline: connect_link(NAME, deadline),
         lambda deadline: redis_admin.open_link(NAME, StorageConfig("redis", (NAME,)), "trainer", set(), deadline),
         lambda deadline: redis_admin.info(NAME, StorageConfig("redis", (NAME,)), deadline),
         lambda deadline: MemcachedStore(StorageConfig("memcached", (NAME,)), "trainer").open(deadline),

@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import hash_ids
 from kvemb.demo import evaluate
-from kvemb.demo.batches import Batch, NegativeSampler, PassText, Settings, batches, n_batches, pass_text, windows
+from kvemb.demo.batches import NegativeSampler, PassText, Settings, TrainingBatch, batches, n_batches, pass_text, windows
 from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build
 from kvemb.demo.local_run import LocalRows, run_local
 from kvemb.demo.skipgram import (
     OPTIMIZER,
     WORD_IN,
     WORD_OUT,
-    Progress,
+    TrainingProgress,
     loss_and_grads,
     sum_by_row,
     train_pass,
@@ -36,7 +36,7 @@ def planted() -> Corpus:
     return build([words])
 
 
-def share(corpus: Corpus, text: PassText, trainer: int, n_trainers: int) -> list[Batch]:
+def share(corpus: Corpus, text: PassText, trainer: int, n_trainers: int) -> list[TrainingBatch]:
     return list(batches(corpus, text, SMALL, pass_index=1, trainer=trainer, n_trainers=n_trainers, seed=3))
 
 
@@ -136,7 +136,7 @@ def test_trainers_shares_are_disjoint_and_cover_the_pass(planted: Corpus) -> Non
 
 
 def test_batches_repeat_for_one_seed_and_differ_between_passes_and_seeds(planted: Corpus) -> None:
-    def first(seed: int, pass_index: int) -> Batch:
+    def first(seed: int, pass_index: int) -> TrainingBatch:
         text = pass_text(planted, SMALL, pass_index=pass_index, seed=seed)
         return next(batches(planted, text, SMALL, pass_index=pass_index, trainer=0, n_trainers=1, seed=seed))
 
@@ -194,7 +194,7 @@ def test_two_trainers_on_shared_rows_learn_the_planted_groups(planted: Corpus) -
     settings = Settings(window=2, subsample=1.0, block=16, block_negatives=16, batch_blocks=16)
     rows = LocalRows(planted.ids, seed=0)
     sample = evaluate.held_out_sample(planted, seed=0, settings=settings)
-    reports: list[Progress] = []
+    reports: list[TrainingProgress] = []
     losses = [evaluate.held_out_loss(rows, sample)]
     for trainer in range(2):
         train_pass(rows, planted, pass_index=0, trainer=trainer, n_trainers=2, seed=0, report=reports.append, settings=settings)

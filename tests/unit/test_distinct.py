@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvemb.arrays.unique
-from kvemb.arrays.unique import distinct
+from kvemb.arrays.unique import unique
 
 
 def require_distinct(ids: NDArray[np.uint64]) -> None:
     before = ids.copy()
-    found = distinct(ids)
+    found = unique(ids)
     inverse = np.arange(len(ids)) if found.inverse is None else found.inverse
     assert len(found.ids) == len(np.unique(ids))
     assert np.array_equal(found.ids[inverse], ids)
@@ -47,6 +47,6 @@ def test_ids_that_collide_in_every_hash_are_sorted_in_the_end(monkeypatch: pytes
 
 def test_distinct_ids_come_back_as_they_are() -> None:
     ids = np.random.default_rng(0).permutation(5000).astype(np.uint64)
-    found = distinct(ids)
+    found = unique(ids)
     assert found.inverse is None
     assert found.ids is ids

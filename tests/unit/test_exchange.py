@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kvemb.errors import ClosedError, DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import WINDOW_STEPS, Conversation, run
-from kvemb.net.link import Link, connect
+from kvemb.net.link import Link, connect_link
 from kvemb.net.pool import LinkPool
-from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import LineReply, Step
 
 Peer = Callable[[socket.socket], None]
@@ -25,8 +25,8 @@ def lines(n: int, request: bytes = b"PING\r\n") -> list[Step]:
     return [Step(memoryview(request), LineReply()) for _ in range(n)]
 
 
-def values(n: int) -> tuple[Step, StrideReply]:
-    reply = StrideReply(b"$4\r\n", 4, b"$-1\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
+def values(n: int) -> tuple[Step, FixedSizeValuesReply]:
+    reply = FixedSizeValuesReply(b"$4\r\n", 4, b"$-1\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
     return Step(memoryview(b"GET\r\n"), reply), reply
 
 
@@ -123,7 +123,8 @@ def test_short_replies_where_long_ones_were_expected_are_read_all_the_same(link_
         batches = []
         for _ in links:
             replies = [
-                StrideReply(head, size, b"$-1\r\n", np.zeros((n, size), np.uint8), np.zeros(n, dtype=bool)) for _ in range(WINDOW_STEPS + 1)
+                FixedSizeValuesReply(head, size, b"$-1\r\n", np.zeros((n, size), np.uint8), np.zeros(n, dtype=bool))
+                for _ in range(WINDOW_STEPS + 1)
             ]
             batches.append([Step(memoryview(b"GET\r\n"), reply, len(hits)) for reply in replies])
         conversations = [Conversation(link, steps) for link, steps in zip(links, batches, strict=True)]
@@ -160,7 +161,9 @@ def test_requests_and_replies_larger_than_every_buffer_do_not_deadlock(link_to: 
 
     blob = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     request = memoryview(b"$%d\r\n" % size + blob.tobytes() + b"\r\n")
-    replies = [StrideReply(b"$%d\r\n" % size, size, b"$-1\r\n", np.zeros((1, size), np.uint8), np.zeros(1, dtype=bool)) for _ in range(n)]
+    replies = [
+        FixedSizeValuesReply(b"$%d\r\n" % size, size, b"$-1\r\n", np.zeros((1, size), np.uint8), np.zeros(1, dtype=bool)) for _ in range(n)
+    ]
     run([Conversation(link_to(echo), [Step(request, reply) for reply in replies])], Deadline.after(60))
     assert all((reply.out[0] == blob).all() for reply in replies)
 
@@ -252,7 +255,7 @@ def test_a_node_that_sends_a_little_all_the_time_does_not_outlast_the_deadline(l
 
 def test_a_reply_without_an_end_is_bounded_in_memory(link_to: Callable[..., Link], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvemb.net.link._MAX_BUFFER_BYTES", 1 << 20)
-    reply = StrideReply(b"$9999999\r\n", 9999999, b"$-1\r\n", np.zeros((1, 9), np.uint8), np.zeros(1, dtype=bool))
+    reply = FixedSizeValuesReply(b"$9999999\r\n", 9999999, b"$-1\r\n", np.zeros((1, 9), np.uint8), np.zeros(1, dtype=bool))
     with pytest.raises(ProtocolError, match="does not end within"):
         run([Conversation(link_to(say(b"$9999999\r\n", bytes(4 << 20))), [Step(memoryview(b"GET"), reply)])], Deadline.after(20))
 
@@ -261,7 +264,7 @@ def test_connecting_to_nobody_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(NodeUnavailableError, match=rf"node 127.0.0.1:{port}: cannot connect"):
-        connect(f"127.0.0.1:{port}", Deadline.after(5))
+        connect_link(f"127.0.0.1:{port}", Deadline.after(5))
 
 
 # --- the pool -------------------------------------------------------------------------------------------------------------------

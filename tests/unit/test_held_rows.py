@@ -9,10 +9,17 @@ from numpy.typing import NDArray
 from kvemb import init, optim
 from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.rounding import round_nearest, to_float32
-from kvemb.datapath.prefetched_rows import Held, check_fresh, fresh_rows, join, prepare_held, route_held
+from kvemb.datapath.prefetched_rows import (
+    PrefetchedRows,
+    changed_rows_of,
+    check_changed_rows,
+    join_changed_rows,
+    prepare_prefetched,
+    route_prefetched,
+)
 from kvemb.datapath.pull import initial_rows
 from kvemb.errors import MessageError
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushPart, PushReply, digest_tables
 from kvemb.schema.table_def import TableDef
 from tests.unit.fake_shard import Connections, FakeShard, accept, rows_of, soon
@@ -21,20 +28,20 @@ USER = TableDef("user", 4, optim.sgd(), init.normal(std=1.0))
 ITEM = TableDef("item", 2, optim.sgd(), init.normal(std=1.0), dtype="float16")
 
 
-def holds(table: TableDef, n: int) -> Held:
+def holds(table: TableDef, n: int) -> PrefetchedRows:
     ids = np.random.default_rng(n).permutation(n)
-    return prepare_held(table, ids, ids.astype(np.uint64) + np.uint64(5))
+    return prepare_prefetched(table, ids, ids.astype(np.uint64) + np.uint64(5))
 
 
-def answer(at: list[int], versions: list[int], rows: NDArray[np.float32], dtype: str = "float32") -> FreshRows:
-    return FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), round_nearest(rows, dtype).tobytes())
+def answer(at: list[int], versions: list[int], rows: NDArray[np.float32], dtype: str = "float32") -> ChangedRowsBlock:
+    return ChangedRowsBlock(np.array(at, np.uint32), np.array(versions, np.uint64), round_nearest(rows, dtype).tobytes())
 
 
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_shards: int) -> None:
     held = [holds(USER, 1000), holds(ITEM, 300), holds(USER, 0)]
     limit = 2000
-    routed = route_held(held, n_shards, limit)
+    routed = route_prefetched(held, n_shards, limit)
     seen: dict[str, list[NDArray[np.uint64]]] = {"user": [], "item": []}
     for shard, messages in enumerate(routed):
         for message in messages:
@@ -45,13 +52,13 @@ def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_
                 seen[rows.definition.name].append(rows.ids)
     for rows in held[:2]:
         assert np.array_equal(np.sort(np.concatenate(seen[rows.definition.name])), np.sort(rows.ids))
-    assert all(len(messages) == 1 for messages in route_held(held, n_shards))
-    assert route_held([holds(USER, 0)], n_shards) == [[] for _ in range(n_shards)]
+    assert all(len(messages) == 1 for messages in route_prefetched(held, n_shards))
+    assert route_prefetched([holds(USER, 0)], n_shards) == [[] for _ in range(n_shards)]
 
 
 def test_what_is_held_does_not_change_with_the_callers_arrays() -> None:
     ids, versions = np.arange(3), np.ones(3, np.uint64)
-    held = prepare_held(USER, ids, versions)
+    held = prepare_prefetched(USER, ids, versions)
     ids[0] = versions[0] = 9
     assert (held.ids.tolist(), held.versions.tolist()) == ([0, 1, 2], [1, 1, 1])
 
@@ -60,13 +67,13 @@ def test_what_is_held_does_not_change_with_the_callers_arrays() -> None:
 def test_an_answer_becomes_rows_and_those_that_do_not_exist_begin_anew(table: TableDef) -> None:
     held = holds(table, 10)
     values = np.arange(2 * table.dim, dtype=np.float32).reshape(2, -1)
-    fresh = fresh_rows(held, answer([1, 4, 9], [7, 0, 8], values, table.dtype))
+    fresh = changed_rows_of(held, answer([1, 4, 9], [7, 0, 8], values, table.dtype))
     np.testing.assert_array_equal(fresh.ids, held.ids[[1, 4, 9]])
     assert fresh.versions.tolist() == [7, 0, 8]
     np.testing.assert_array_equal(fresh.rows[[0, 2]], to_float32(round_nearest(values, table.dtype), table.dtype))
     np.testing.assert_array_equal(fresh.rows[[1]], initial_rows(table, held.ids[[4]]))
-    assert fresh_rows(held, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
-    both = join([fresh, fresh_rows(held, answer([0], [3], values[:1], table.dtype))])
+    assert changed_rows_of(held, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
+    both = join_changed_rows([fresh, changed_rows_of(held, answer([0], [3], values[:1], table.dtype))])
     assert (both.ids.tolist(), both.versions.tolist()) == ([*fresh.ids.tolist(), held.ids[0]], [7, 0, 8, 3])
 
 
@@ -81,9 +88,9 @@ def test_an_answer_becomes_rows_and_those_that_do_not_exist_begin_anew(table: Ta
         [answer([1], [1], np.zeros((1, 4), np.float32))] * 2,
     ],
 )
-def test_an_answer_that_does_not_fit_is_refused(wrong: list[FreshRows]) -> None:
+def test_an_answer_that_does_not_fit_is_refused(wrong: list[ChangedRowsBlock]) -> None:
     with pytest.raises(MessageError):
-        check_fresh([holds(USER, 3)], wrong)
+        check_changed_rows([holds(USER, 3)], wrong)
 
 
 @pytest.fixture
@@ -98,7 +105,7 @@ def connect(shard: FakeShard) -> Iterator[Connections]:
     connections.close()
 
 
-def answering(shard: FakeShard, fresh: list[FreshRows]) -> None:
+def answering(shard: FakeShard, fresh: list[ChangedRowsBlock]) -> None:
     def script(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         yield from accept(shard, part)
         yield PushReply(part.sequence, "applied", k=part.sequence, fresh=fresh if part.held else [])

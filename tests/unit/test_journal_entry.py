@@ -15,7 +15,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import JournalDamagedError, UnknownTableError
 from kvemb.schema.table_def import TableDef
-from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode, encode
+from paramserver.journal import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
 from paramserver.journal.segment import SegmentHeader, frame
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 
@@ -47,7 +47,7 @@ SESSION = SessionEntry("trainer-ä", 9)
 
 
 def packed(entry: Entry) -> bytes:
-    return b"".join(bytes(piece) for piece in encode(entry))
+    return b"".join(bytes(piece) for piece in encode_entry(entry))
 
 
 def same(mine: BatchEntry, theirs: BatchEntry) -> bool:
@@ -60,7 +60,7 @@ def same(mine: BatchEntry, theirs: BatchEntry) -> bool:
 
 
 def decode_batch(data: bytes) -> BatchEntry:
-    entry = decode(data, find)
+    entry = decode_entry(data, find)
     assert isinstance(entry, BatchEntry)
     return entry
 
@@ -86,11 +86,11 @@ def test_everything_comes_back(kind: str, ids: dict, version: int, marks: list, 
     entry = BatchEntry(version, Batch(kind, tuple(tables)), (step,) * len(tables), tuple(Watermark(*mark) for mark in marks))
     data = packed(entry)
     assert same(decode_batch(data), entry)
-    assert packed(decode(memoryview(data), find)) == data
+    assert packed(decode_entry(memoryview(data), find)) == data
 
 
 def test_sessions_come_back() -> None:
-    assert decode(packed(SESSION), find) == SESSION
+    assert decode_entry(packed(SESSION), find) == SESSION
 
 
 def test_arrays_are_views_of_the_payload_and_lie_at_multiples_of_their_size() -> None:
@@ -105,7 +105,7 @@ def test_arrays_are_views_of_the_payload_and_lie_at_multiples_of_their_size() ->
 def test_encoding_copies_no_rows() -> None:
     entry = BatchEntry(1, Batch(APPLY, (rows(USER, list(range(1000))),)), (0,), ())
     table = entry.batch.tables[0]
-    held = [np.frombuffer(piece, np.uint8) for piece in encode(entry)]
+    held = [np.frombuffer(piece, np.uint8) for piece in encode_entry(entry)]
     assert any(np.shares_memory(piece, table.rows) for piece in held)
     assert any(np.shares_memory(piece, table.ids) for piece in held)
 
@@ -126,20 +126,20 @@ def test_golden_bytes(name: str, data: bytes) -> None:
 @given(st.integers(0, len(packed(BATCH)) - 1))
 def test_a_truncated_entry_is_refused(size: int) -> None:
     with pytest.raises(JournalDamagedError):
-        decode(packed(BATCH)[:size], find)
+        decode_entry(packed(BATCH)[:size], find)
 
 
 def test_trailing_bytes_are_refused() -> None:
     for entry in (BATCH, SESSION):
         with pytest.raises(JournalDamagedError):
-            decode(packed(entry) + bytes(8), find)
+            decode_entry(packed(entry) + bytes(8), find)
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(data: bytes) -> None:
     for framed in (data, struct.pack("<I", len(data)) + data):
         with pytest.raises(JournalDamagedError):
-            decode(framed, find)
+            decode_entry(framed, find)
 
 
 @given(st.integers(0, 8 * len(packed(BATCH)) - 1))
@@ -148,10 +148,10 @@ def test_a_flipped_bit_is_refused_or_reads_as_a_valid_entry(bit: int) -> None:
     data = bytearray(packed(BATCH))
     data[bit // 8] ^= 1 << bit % 8
     try:
-        entry = decode(bytes(data), find)
+        entry = decode_entry(bytes(data), find)
     except JournalDamagedError:
         return
-    assert isinstance(decode(packed(entry), find), BatchEntry)
+    assert isinstance(decode_entry(packed(entry), find), BatchEntry)
 
 
 def batch_header(**change: object) -> bytes:
@@ -211,14 +211,14 @@ def test_the_header_that_the_next_test_spoils_is_good() -> None:
 )
 def test_a_wrong_field_is_refused(change: dict) -> None:
     with pytest.raises(JournalDamagedError):
-        decode(batch_header(**change), find)
+        decode_entry(batch_header(**change), find)
 
 
 @pytest.mark.parametrize(("kind", "ids"), [(APPLY, [2, 1]), (APPLY, [1, 1]), (ASSIGN, [1, 2, 1]), (ERASE, [3, 3])])
 def test_ids_that_are_not_distinct_or_out_of_order_are_refused(kind: str, ids: list[int]) -> None:
     entry = BatchEntry(1, Batch(kind, (rows(ITEM, ids, dim=0 if kind == ERASE else 1),)), (0,), ())
     with pytest.raises(JournalDamagedError, match="'item'"):
-        decode(packed(entry), find)
+        decode_entry(packed(entry), find)
 
 
 BOMBS = {
@@ -237,7 +237,7 @@ def test_bombs_are_refused_in_bounded_memory(bomb: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(JournalDamagedError):
-            decode(data, find)
+            decode_entry(data, find)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -247,4 +247,4 @@ def test_bombs_are_refused_in_bounded_memory(bomb: bytes) -> None:
 def test_a_header_that_claims_more_than_there_is_is_refused() -> None:
     for size in (2**32 - 1, len(batch_header())):
         with pytest.raises(JournalDamagedError):
-            decode(struct.pack("<I", size) + batch_header()[4:], find)
+            decode_entry(struct.pack("<I", size) + batch_header()[4:], find)

@@ -22,7 +22,7 @@ from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from paramserver.checkpoint import unconditional_writer
-from paramserver.checkpoint.load_plan import LoadPlan, decode, encode
+from paramserver.checkpoint.load_plan import LoadPlan, decode_load_plan, encode_load_plan
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from paramserver.model.batch import CheckedRows, RowsWork
@@ -148,14 +148,14 @@ STEPS = [
     "paramserver.snapshot.run_set.Runs.begin",
     "paramserver.snapshot.run_set.Runs.publish",
     "paramserver.checkpoint.loader.Loader._read",
-    "paramserver.checkpoint.loader.encode",
+    "paramserver.checkpoint.loader.encode_load_plan",
     "paramserver.checkpoint.loader.Loader._switch",
     "paramserver.checkpoint.loader.shutil.rmtree",
     "paramserver.checkpoint.loader.os.replace",
     "paramserver.checkpoint.loader.save",
     "paramserver.checkpoint.loader.Loader._write",
-    "paramserver.checkpoint.unconditional_writer.RowsOut._write_once",
-    "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
+    "paramserver.checkpoint.unconditional_writer.UnconditionalWriter._write_once",
+    "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
 ]
 
 
@@ -246,9 +246,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "step",
     [
-        "paramserver.checkpoint.loader.encode",
+        "paramserver.checkpoint.loader.encode_load_plan",
         "paramserver.checkpoint.loader.Loader._switch",
-        "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
+        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
     ],
 )
 def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_successor(
@@ -283,8 +283,8 @@ def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(clust
     "step",
     [
         "paramserver.checkpoint.loader.Loader._switch",
-        "paramserver.checkpoint.unconditional_writer.RowsOut._write_once",
-        "paramserver.checkpoint.unconditional_writer.RowsOut.erase",
+        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter._write_once",
+        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
     ],
 )
 def test_a_load_that_was_broken_off_is_superseded_without_a_trace(
@@ -332,8 +332,8 @@ def test_trainers_go_on_after_a_load_with_the_sequences_they_had(cluster: Cluste
 
 def test_a_plan_comes_back_as_it_went_and_a_damaged_one_is_refused() -> None:
     plan = LoadPlan(3, "a" * 32, 1 << 49, {"user": 7}, {"user": np.array([1, 5], np.uint64), "other": np.empty(0, np.uint64)})
-    data = b"".join(encode(plan))
-    got = decode(data, "load")
+    data = b"".join(encode_load_plan(plan))
+    got = decode_load_plan(data, "load")
     assert (got.serial, got.load_id, got.version, got.steps) == (plan.serial, plan.load_id, plan.version, plan.steps)
     assert {name: ids.tolist() for name, ids in got.erase.items()} == {"user": [1, 5], "other": []}
     for at in range(len(data)):
@@ -341,7 +341,7 @@ def test_a_plan_comes_back_as_it_went_and_a_damaged_one_is_refused() -> None:
         bad[at] ^= 1
         for wrong in (bytes(bad), data[:at]):
             with pytest.raises(ParameterServerError, match="load: damaged"):
-                decode(wrong, "load")
+                decode_load_plan(wrong, "load")
 
 
 def test_a_value_that_is_no_decision_is_refused(cluster: Cluster) -> None:

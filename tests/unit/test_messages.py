@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvemb.arrays.rounding import round_nearest
 from kvemb.errors import MessageError
 from kvemb.protocol import messages as m
-from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, FreshRows, Message, TableRows
+from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
 
 F32 = "float32"
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "messages_v1.json").read_text())
@@ -30,8 +30,8 @@ def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, fl
     return TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
 
 
-def fresh(at: list[int], versions: list[int], data: bytes) -> FreshRows:
-    return FreshRows(np.array(at, np.uint32), np.array(versions, np.uint64), data)
+def fresh(at: list[int], versions: list[int], data: bytes) -> ChangedRowsBlock:
+    return ChangedRowsBlock(np.array(at, np.uint32), np.array(versions, np.uint64), data)
 
 
 def part(tables: list[TableRows]) -> m.PushPart:
@@ -81,7 +81,7 @@ def plain(value: Any) -> Any:
     """A message as comparable values."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, TableRows | FreshRows | Message):
+    if isinstance(value, TableRows | ChangedRowsBlock | Message):
         return type(value).__name__, [plain(item) for item in vars(value).values()]
     return [plain(item) for item in value] if isinstance(value, list) else value
 

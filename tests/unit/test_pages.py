@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.schema.keys import RowKeys, join
+from kvemb.schema.keys import RowKeys, join_keys
 from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
 
 # Rows per page by record size. A released layout must never change: rows would be looked for in other places.
@@ -103,7 +103,7 @@ def test_pages_of_several_tables_are_each_table_s_and_their_rows_stay_next_to_ea
     each = [
         paged_keys(tag, rng.permutation(20_000)[:n].astype(np.uint64), layout) for tag, n in ((b"one", 400), (b"two", 3), (b"abc", 900))
     ]
-    together = join(each)
+    together = join_keys(each)
     assert isinstance(together, PagedKeys)
     np.testing.assert_array_equal(together.encode(), np.concatenate([keys.encode() for keys in each]))
     np.testing.assert_array_equal(together.slots(), np.concatenate([keys.slots() for keys in each]))
@@ -119,7 +119,7 @@ def test_pages_of_several_tables_are_each_table_s_and_their_rows_stay_next_to_ea
 def test_rows_of_a_page_stay_next_to_each_other_among_more_tables_than_are_told_apart() -> None:
     rows = np.array([1, 153, 2, 154], np.uint64)  # of two pages
     tags = [bytes([first, second, ord("A")]) for first in range(65, 85) for second in range(65, 85)]
-    together = join([PagedKeys(tag, rows, page_layout(76)) for tag in tags])
+    together = join_keys([PagedKeys(tag, rows, page_layout(76)) for tag in tags])
     near = together.near()
     assert near is not None
     pages = [bytes(key) for key in together.take(np.argsort(near, kind="stable")).encode()]
@@ -129,7 +129,7 @@ def test_rows_of_a_page_stay_next_to_each_other_among_more_tables_than_are_told_
 @pytest.mark.parametrize("given", [(None, None), ([True, False], None), ([False, False], [True, False])])
 def test_which_rows_make_their_page_stays_said_of_several_tables(given: tuple[list[bool] | None, ...]) -> None:
     each = [paged_keys(b"tab", np.array([1, 2], np.uint64), page_layout(76), None if new is None else np.array(new)) for new in given]
-    together = join(each)
+    together = join_keys(each)
     assert isinstance(together, PagedKeys)
     if all(new is None for new in given):
         assert together.opens is None

@@ -4,11 +4,11 @@ import pytest
 
 from kvemb.errors import BarrierError
 from paramserver.ingest.barrier import Barrier, Membership
-from paramserver.model.batch import Part, Push, Ticket
+from paramserver.model.batch import PartTicket, Push, ReceivedPart
 
 
 def push(trainer: str, step: int, at_s: float = 0.0) -> Push:
-    return Push(trainer, 1, step, (Part((), Ticket(step, 0, 0)),), arrived_s=at_s)
+    return Push(trainer, 1, step, (ReceivedPart((), PartTicket(step, 0, 0)),), arrived_s=at_s)
 
 
 def names(step: list[Push]) -> list[str]:
@@ -249,7 +249,7 @@ def test_a_restarted_trainer_begins_with_the_step_that_is_due_and_its_predecesso
     assert it.first_step("b") == 2
     it.add(push("a", 2))
     assert it.next_step() == []
-    it.add(Push("b", 5, 2, (Part((), Ticket(1, 0, 0)),)))
+    it.add(Push("b", 5, 2, (ReceivedPart((), PartTicket(1, 0, 0)),)))
     assert [(p.trainer, p.incarnation) for p in it.next_step()] == [("a", 1), ("b", 5)]
     assert it.first_step("b") == 3
 
@@ -262,11 +262,11 @@ def test_where_the_shard_cannot_tell_the_first_step_settles_how_numbers_are_read
     it.join("a", 1)
     for trainer, incarnation, steps in (("a", 1, (7, 8)), ("b", 5, (1, 2))):
         for step in steps:
-            it.add(Push(trainer, incarnation, step, (Part((), Ticket(step, 0, 0)),)))
+            it.add(Push(trainer, incarnation, step, (ReceivedPart((), PartTicket(step, 0, 0)),)))
     assert [names(it.next_step()), names(it.next_step())] == [["a", "b"], ["a", "b"]]
     assert it.first_step("a") == it.first_step("b") == 9
     it.add(push("a", 9))
-    it.add(Push("b", 5, 4, (Part((), Ticket(4, 0, 0)),)))
+    it.add(Push("b", 5, 4, (ReceivedPart((), PartTicket(4, 0, 0)),)))
     with pytest.raises(BarrierError, match="b at step 10, a at step 9"):
         it.next_step()
 
@@ -280,7 +280,7 @@ def test_a_dropped_trainer_comes_back_and_takes_part_from_the_next_step_on() -> 
     assert it.first_step("c") == 3
     it.add(push("b", 3))
     assert it.next_step() == []
-    it.add(Push("c", 4, 3, (Part((), Ticket(1, 0, 0)),)))
+    it.add(Push("c", 4, 3, (ReceivedPart((), PartTicket(1, 0, 0)),)))
     assert names(it.next_step()) == ["a", "b", "c"]
 
 

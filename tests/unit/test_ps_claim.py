@@ -18,7 +18,7 @@ from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster
 from paramserver.recovery.claim_shard import EPOCH, STATE, claim, read_epoch, require_owner, save
-from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
+from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]
@@ -113,7 +113,7 @@ def test_a_process_that_lost_the_shard_cannot_save_over_its_successor(folder: Fo
     for write in (lambda: require_owner(data, old.epoch), lambda: save(data, left(old, journal=(2, 48)))):
         with pytest.raises(FencedError, match=r"epoch 2 has taken the shard over from this one \(epoch 1\)"):
             write()
-    assert decode(data.read(STATE) or b"", "f").k == 9
+    assert decode_state(data.read(STATE) or b"", "f").k == 9
 
 
 def test_a_folder_that_is_behind_the_nodes_is_refused(folder: Folder, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Pat
 
 def test_a_state_without_a_journal_that_is_not_the_last_owners_is_refused(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
-    old = list(encode(left(start(nodes, data))))
+    old = list(encode_state(left(start(nodes, data))))
     start(nodes, data)
     data.write(STATE, old)
     with pytest.raises(ParameterServerError, match="epoch 1, but the nodes say that epoch 2"):

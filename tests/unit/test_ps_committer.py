@@ -20,10 +20,10 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.committer import Committed, Committer, Handover
 from paramserver.ingest.barrier import Barrier
-from paramserver.ingest.ingest import Intake
+from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
-from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode
-from paramserver.journal.fenced_log import Ledger
+from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
+from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 
@@ -32,7 +32,7 @@ MEAN = TableDef("m", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), reduce="mean")
 WAIT_S = 30.0
 
 
-class ScriptedLedger(Ledger):
+class ScriptedLedger(FencedLog):
     """A ledger that remembers, and does what a test says instead of reaching a disk."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Rig:
 
     def __init__(self, *, trainers: int = 0, k: int = 0) -> None:
         self.ledger = ScriptedLedger()
-        self.intake = Intake(Sessions(True), Barrier(trainers, WAIT_S) if trainers else None, record=self.ledger.record)
+        self.intake = Ingest(Sessions(True), Barrier(trainers, WAIT_S) if trainers else None, record=self.ledger.record)
         self.handover, self.tables = Handover(), Tables([])
         self.failed: list[BaseException] = []
         self.over = threading.Event()
@@ -335,7 +335,7 @@ def test_a_drain_does_not_wait_for_a_step_that_lacks_somebody(make: Callable[...
 
 def test_the_ledger_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     asked: list[int] = []
-    ledger = Ledger(Journal(tmp_path, "os"), lambda: asked.append(len(asked)))
+    ledger = FencedLog(Journal(tmp_path, "os"), lambda: asked.append(len(asked)))
     ledger.record("a", 1)
     rows = CheckedRows(TABLE, np.array([1, 5], np.uint64), np.ones((2, 1), np.float32), np.empty(0, np.uint64), TABLE.optimizer.defaults())
     ledger.append(BatchEntry(make_version(5, 1), Batch(APPLY, (rows,)), (0,), ()))
@@ -345,7 +345,7 @@ def test_the_ledger_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     assert (asked, ledger.size_bytes > 0) == ([0, 1], True)
     ledger.close()
     journal = Journal(tmp_path, "os")
-    entries = [decode(payload, lambda name, schema: TABLE) for _, payload in journal.read(START)]
+    entries = [decode_entry(payload, lambda name, schema: TABLE) for _, payload in journal.read(START)]
     assert entries[0] == SessionEntry("a", 1)
     assert isinstance(entries[1], BatchEntry)
     assert entries[1].batch.tables[0].ids.tolist() == [1, 5]

@@ -19,7 +19,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
-from paramserver.model.prepared_rows import Prepared
+from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from tests.unit.memory_nodes import unused_nodes
 
@@ -197,7 +197,7 @@ def test_a_batch_is_told_once_when_all_of_it_is_computed_and_none_stored() -> No
     engine, told = engine_on(store), list[list[list[int]]]()
     batch = Batch(APPLY, (rows(SGD, [1, 2, 3]), rows(ADAM, []), rows(HALF, [4])))
 
-    def computed(prepared: Sequence[Prepared]) -> None:
+    def computed(prepared: Sequence[PreparedRows]) -> None:
         told.append([one.rows.ids.tolist() for one in prepared])
         assert not read(store, SGD, [1, 2, 3])[0].any()
 
@@ -216,7 +216,7 @@ def test_a_batch_is_told_once_when_all_of_it_is_computed_and_none_stored() -> No
 def test_a_batch_that_an_earlier_try_stored_in_part_is_not_told() -> None:
     store = make_store()
     run(engine_on(store), Batch(APPLY, (rows(SGD, [1]),)), never)  # what a process wrote that was killed then
-    again, told = engine_on(store), list[Sequence[Prepared]]()
+    again, told = engine_on(store), list[Sequence[PreparedRows]]()
     again.run(Batch(APPLY, (rows(SGD, [1, 2]),)), make_version(1, 1), never, computed=told.append)
     assert told == []
     assert read(store, SGD, [1, 2])[0].all()

@@ -9,15 +9,15 @@ from memory_store import memory_node
 from kvemb.arrays.rounding import to_float32
 from kvemb.errors import PushRejectedError
 from kvemb.index.record_cache import CacheBudget
-from kvemb.protocol.message_format import FreshRows
+from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushReply, digest_tables
 from kvemb.schema.record import make_version
-from paramserver.apply.changed_rows import HeldRows
+from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.engine.batch_pieces import row_bytes
 from paramserver.engine.engine import Applied, Engine
-from paramserver.ingest.validation import check_held
-from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Ticket
-from paramserver.model.prepared_rows import Prepared
+from paramserver.ingest.validation import check_prefetched
+from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket
+from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from paramserver.rpc import push_parts
 from paramserver.rpc.push_parts import _Outbox
@@ -34,14 +34,14 @@ class Shard:
         budget = CacheBudget(cache_rows * 200) if cache_rows else None
         self.tables = Tables([], budget)
         self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
-        self.held = HeldRows(self.store, self.tables, 5)
+        self.held = ChangedRowsFinder(self.store, self.tables, 5)
         self.last: Applied | None = None
 
     def run(self, kind: str, *ids: int, table: object = ADAM) -> None:
         dim = 0 if kind == ERASE else None
         self.last = run(self.engine, Batch(kind, (rows(table, list(ids), 0.25, dim),)), never)  # type: ignore[arg-type]
 
-    def answer(self, *held: CheckedRows) -> list[FreshRows]:
+    def answer(self, *held: CheckedRows) -> list[ChangedRowsBlock]:
         assert self.last is not None
         return self.held.answer(held, self.last.written)
 
@@ -52,7 +52,7 @@ def holds(ids: list[int], k: list[int], table: object = ADAM) -> CheckedRows:
     return CheckedRows(table, np.array(ids, np.uint64), empty, np.array(versions, np.uint64), {})  # type: ignore[arg-type]
 
 
-def check(shard: Shard, held: CheckedRows, fresh: FreshRows, at: list[int], k: list[int]) -> None:
+def check(shard: Shard, held: CheckedRows, fresh: ChangedRowsBlock, at: list[int], k: list[int]) -> None:
     """Compare an answer with what is expected, and its rows with storage."""
     assert fresh.at.tolist() == at
     assert fresh.versions.tolist() == [make_version(1, number) if number else 0 for number in k]
@@ -111,9 +111,9 @@ def test_before_a_batch_is_stored_the_answer_is_what_it_is_afterwards(cache_rows
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(6))
     held = holds([9, 5, 0, 4, 77, 3], [0, 1, 1, 1, 0, 0])
-    before: list[FreshRows] = []
+    before: list[ChangedRowsBlock] = []
 
-    def computed(batch: Sequence[Prepared]) -> None:
+    def computed(batch: Sequence[PreparedRows]) -> None:
         assert read(shard.store, ADAM, [4, 77])[1].tolist() == [make_version(1, 1), 0]
         before.extend(shard.held.answer([held], batch))
 
@@ -146,9 +146,9 @@ def test_a_row_that_storage_has_lost_is_not_told() -> None:
 
 def test_who_asks_again_is_told_nothing_and_pulls() -> None:
     told: list[PushReply] = []
-    ticket = Ticket(1, 0, 0)
+    ticket = PartTicket(1, 0, 0)
     ticket.answer(told.append)
-    fresh = FreshRows(np.zeros(1, np.uint32), np.ones(1, np.uint64), b"1234")
+    fresh = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), b"1234")
     ticket.finish(PushReply(1, "applied", 7, fresh=[fresh]))
     ticket.answer(told.append)
     assert [reply.fresh for reply in told] == [[fresh], []]
@@ -157,7 +157,7 @@ def test_who_asks_again_is_told_nothing_and_pulls() -> None:
 def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 40)
     outbox = _Outbox()
-    fresh = FreshRows(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
+    fresh = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
     for sequence in (1, 2):
         outbox.expect()
         outbox.put(PushReply(sequence, "applied", fresh=[fresh]))
@@ -173,7 +173,7 @@ def asked(**changes: object) -> object:
 
 
 def test_good_held_rows_come_back_checked() -> None:
-    (checked,) = check_held(asked(), find, 1, 3, sync=True)  # type: ignore[arg-type]
+    (checked,) = check_prefetched(asked(), find, 1, 3, sync=True)  # type: ignore[arg-type]
     assert (checked.ids.tolist(), checked.rows.shape) == (OWNED.tolist(), (len(OWNED), 0))
 
 
@@ -190,13 +190,13 @@ def test_good_held_rows_come_back_checked() -> None:
 )
 def test_wrong_held_rows_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PushRejectedError, match=message):
-        check_held(asked(**changes), find, 1, 3, sync=True)  # type: ignore[arg-type]
+        check_prefetched(asked(**changes), find, 1, 3, sync=True)  # type: ignore[arg-type]
 
 
 def test_held_rows_are_refused_in_async_mode_and_twice() -> None:
     once = asked()
     with pytest.raises(PushRejectedError, match="only shards of a sync job"):
-        check_held(once, find, 1, 3, sync=False)  # type: ignore[arg-type]
+        check_prefetched(once, find, 1, 3, sync=False)  # type: ignore[arg-type]
     once.held.append(once.held[0])  # type: ignore[attr-defined]
     with pytest.raises(PushRejectedError, match="held twice"):
-        check_held(once, find, 1, 3, sync=True)  # type: ignore[arg-type]
+        check_prefetched(once, find, 1, 3, sync=True)  # type: ignore[arg-type]

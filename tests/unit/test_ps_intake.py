@@ -35,10 +35,10 @@ from paramserver.apply.applier import Applier
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
 from paramserver.ingest.barrier import Barrier
-from paramserver.ingest.ingest import Intake
+from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.unapplied_parts import Limits
-from paramserver.journal.fenced_log import Ledger
+from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 from tests.unit.forgetful_journal import ForgetfulJournal
@@ -95,9 +95,9 @@ class Rig:
         self.tables = Tables([])
         self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
-        self.intake = Intake(Sessions(issues=True), barrier, limits)
+        self.intake = Ingest(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
-        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), Ledger(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
+        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=failed)
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.start()
@@ -469,7 +469,7 @@ class SyncRig:
         self.recorded: list[tuple[str, int]] = []
         self.on_record: Callable[[], None] = lambda: None
         barrier = Barrier(trainers, 10.0, on_lost=on_lost)
-        self.intake = Intake(Sessions(issues=True), barrier, record=self.record, clock=lambda: self.now_s)
+        self.intake = Ingest(Sessions(issues=True), barrier, record=self.record, clock=lambda: self.now_s)
         self.of = {name: self.intake.hello(name, 0)[0] for name in "abc"[:trainers]}
         self.sequences: dict[int, int] = {}
 

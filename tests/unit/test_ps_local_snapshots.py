@@ -16,13 +16,13 @@ from kvemb.errors import FencedError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
-from paramserver.apply.background import Chores
+from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
 from paramserver.engine.repair_port import NO_BATCH
 from paramserver.ingest.barrier import Membership
 from paramserver.ingest.sessions import Sessions
-from paramserver.journal import BatchEntry, Journal, Position, encode
-from paramserver.journal.fenced_log import Ledger
+from paramserver.journal import BatchEntry, Journal, Position, encode_entry
+from paramserver.journal.fenced_log import FencedLog
 from paramserver.journal.segment import HEADER_SIZE
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
@@ -61,14 +61,14 @@ class Shard:
             self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
         )
         self.snapshots = LocalSnapshots(
-            Ledger(self.journal, lambda: None),
+            FencedLog(self.journal, lambda: None),
             Snapshotter(self.runs, from_storage(self.store, 5), lambda: make_version(1, self.engine.k)),
             self.tables.all,
             applied=lambda: self.applied,
             save=self.saved.append,
             max_bytes=MAX_BYTES,
         )
-        self.chores = Chores(
+        self.chores = BackgroundWork(
             self.repairer, self.snapshots, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
         )
 
@@ -77,7 +77,7 @@ class Shard:
         values = np.ones((len(ids), ADAM.dim), np.float32)
         batch = Batch(APPLY, (CheckedRows(ADAM, ids, values, np.empty(0, np.uint64), ADAM.optimizer.check_hyper({})),))
         version = make_version(1, self.engine.k + 1)
-        end = self.journal.append(encode(BatchEntry(version, batch, (self.engine.k,), ())))
+        end = self.journal.append(encode_entry(BatchEntry(version, batch, (self.engine.k,), ())))
         self.journal.commit()
         self.engine.run(batch, version, fail)
         self.applied = end
@@ -219,9 +219,9 @@ def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     for _ in range(9):
         shard.push()
     start = shard.journal.start
-    ledger = Ledger(shard.journal, not_ours)
+    ledger = FencedLog(shard.journal, not_ours)
     with pytest.raises(FencedError):
         ledger.discard_before(shard.applied)
     assert shard.journal.start == start
-    Ledger(shard.journal, lambda: None).discard_before(shard.applied)
+    FencedLog(shard.journal, lambda: None).discard_before(shard.applied)
     assert shard.journal.start > start

@@ -10,13 +10,13 @@ from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableEr
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from paramserver.checkpoint.unconditional_writer import RowsOut
+from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine import batch_pieces
 from paramserver.engine.batch_pieces import LEAST_BYTES, Pace, cut, size_bytes
 from paramserver.engine.engine import Engine
-from paramserver.engine.repair_port import Ahead, Pause
+from paramserver.engine.repair_port import AheadOfIndex, Pause
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
-from paramserver.model.prepared_rows import Prepared
+from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Replay
 from tests.unit.memory_nodes import unused_nodes
@@ -123,11 +123,11 @@ def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkey
     asked: list[int] = []
 
     class Rescue:
-        def nodes(self, ahead: Ahead, pause: Pause) -> int:
+        def nodes(self, ahead: AheadOfIndex, pause: Pause) -> int:
             asked.append(int((engine._tables.state(ADAM).versions(np.array(IDS, np.uint64)) == make_version(1, 1)).sum()))
             return 1
 
-        def rows(self, batch: Batch, ahead: Ahead) -> int:
+        def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
             raise AssertionError
 
     engine.rescue = Rescue()
@@ -147,7 +147,7 @@ def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkey
 
 
 def test_only_a_batch_of_one_piece_is_told_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Sequence[Prepared]] = []
+    told: list[Sequence[PreparedRows]] = []
     store = make_store()
     monkeypatch.setattr(batch_pieces, "MOST_BYTES", 500 * batch_pieces.row_bytes(rows(ADAM, [1])))
     engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
@@ -230,7 +230,7 @@ def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
     store.most_rows = batch_pieces.LEAST_BYTES // size
-    rows_out = RowsOut(store, 5.0, lambda error, pause_s: waited.append(pause_s))
+    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s))
     rows_out.write(ADAM, ids, records)
     assert waited
     rows_out.erase(ADAM, ids[:900])

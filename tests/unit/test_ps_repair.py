@@ -18,11 +18,11 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
 from paramserver.engine.engine import Engine
-from paramserver.engine.repair_port import NO_BATCH, Ahead
+from paramserver.engine.repair_port import NO_BATCH, AheadOfIndex
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.repair.repairer import Repairer
-from paramserver.snapshot import Wanted
+from paramserver.snapshot import WantedVersions
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -72,7 +72,7 @@ class Shard:
         got = self.store.read([ReadPart(definition.keys(ids, pages=False), size, size)], Deadline.after(5))[0].in_key_order()
         return got.found, got.records.copy()
 
-    def reconstruct(self, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    def reconstruct(self, wanted: Sequence[WantedVersions]) -> list[np.ndarray]:
         return [self._reconstruct(one.table, one.ids, one.versions) for one in wanted]
 
     def _reconstruct(self, state: TableState, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ def test_rows_of_a_half_written_batch_are_left_alone(shard: Shard) -> None:
     shard.store.write([WritePart(ADAM.keys(IDS[:10], pages=False), records, _tokens(shard, IDS[:10]))], Deadline.after(5))
     for address in shard.store.addresses:
         memory_node(address).run_id = "another process"
-    assert shard.repairer.nodes(Ahead(version, version), fail) == 2
+    assert shard.repairer.nodes(AheadOfIndex(version, version), fail) == 2
     assert shard.repairer.figures.rows == 0
     assert shard.read(ADAM, IDS[:10])[1].tobytes() == records.tobytes()
 
@@ -259,7 +259,7 @@ def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard
 
 
 def test_a_row_that_cannot_be_reconstructed_keeps_its_node_out_of_use(shard: Shard) -> None:
-    def cannot(wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    def cannot(wanted: Sequence[WantedVersions]) -> list[np.ndarray]:
         raise LostRowError("no record")
 
     shard.repairer._reconstruct = cannot

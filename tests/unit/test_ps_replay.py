@@ -29,7 +29,7 @@ from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine
 from paramserver.ingest.barrier import Membership
 from paramserver.ingest.sessions import Sessions
-from paramserver.journal import BatchEntry, Entry, Position, SessionEntry, Watermark, encode
+from paramserver.journal import BatchEntry, Entry, Position, SessionEntry, Watermark, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.recovery.replay import Recovered, Recovery
@@ -74,7 +74,7 @@ class MemoryJournal:
     """Entries in a list; position i is behind the i-th of them."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._payloads = [b"".join(bytes(piece) for piece in encode(entry)) for entry in entries]
+        self._payloads = [b"".join(bytes(piece) for piece in encode_entry(entry)) for entry in entries]
         self.start = Position(1, 0)
 
     def read(self, start: Position) -> Iterator[tuple[Position, memoryview]]:

@@ -9,7 +9,7 @@ from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
 from kvemb.protocol.messages import MAX_PART_BYTES, PushReply
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.returned_rows import OthersCount, returned_rows
-from paramserver.model.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
+from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.rpc import push_parts
 
 USER = TableDef("user", 3, optim.adam(), init.zeros())
@@ -20,8 +20,8 @@ def checked(table: TableDef, ids: list[int]) -> CheckedRows:
     return CheckedRows(table, np.array(ids, np.uint64), np.zeros((len(ids), table.dim), np.float32), np.empty(0, np.uint64), {})
 
 
-def part(*tables: CheckedRows) -> Part:
-    return Part(tables, Ticket(1, 0, 0))
+def part(*tables: CheckedRows) -> ReceivedPart:
+    return ReceivedPart(tables, PartTicket(1, 0, 0))
 
 
 def written(table: TableDef, ids: list[int]) -> np.ndarray:
@@ -78,7 +78,7 @@ def test_a_trainer_that_is_forgotten_counts_as_if_others_had_been_at_work(monkey
 
 
 def test_a_part_that_is_asked_about_again_comes_back_without_rows() -> None:
-    ticket, heard = Ticket(1, 0, 0, return_rows=True), []
+    ticket, heard = PartTicket(1, 0, 0, return_rows=True), []
     ticket.answer(heard.append)
     ticket.finish(PushReply(1, "applied", 5, rows=[b"abcd"]))
     ticket.answer(heard.append)

@@ -5,12 +5,12 @@ import pytest
 from kvemb.errors import FencedError, PushRejectedError
 from kvemb.protocol.messages import PushReply
 from paramserver.ingest.sessions import KEPT_ANSWERS, Session, Sessions
-from paramserver.model.batch import Part, Push, Ticket
+from paramserver.model.batch import PartTicket, Push, ReceivedPart
 
 
-def accept(session: Session, sequence: int, digest: int = 0, *, more: bool = False) -> Ticket:
+def accept(session: Session, sequence: int, digest: int = 0, *, more: bool = False) -> PartTicket:
     assert session.known(sequence, digest) is None
-    part = Part((), Ticket(sequence, digest, 0))
+    part = ReceivedPart((), PartTicket(sequence, digest, 0))
     session.accept(part, 1)
     if not more:
         session.complete(1)
@@ -97,9 +97,9 @@ def test_what_is_not_in_the_journal_is_not_kept_over_a_restart() -> None:
     accept(session, 2)
     accept(session, 3, more=True)
     assert (session.last_sequence, sessions.kept()) == (3, [("a", 1, 0)])
-    ticket = Ticket(1, 0, 0)
-    sessions.journaled(Push("a", 1, 1, (Part((), ticket),)))
-    sessions.journaled(Push("a", 99, 1, (Part((), Ticket(7, 0, 0)),)))  # of an incarnation that is no longer in force
+    ticket = PartTicket(1, 0, 0)
+    sessions.journaled(Push("a", 1, 1, (ReceivedPart((), ticket),)))
+    sessions.journaled(Push("a", 99, 1, (ReceivedPart((), PartTicket(7, 0, 0)),)))  # of an incarnation that is no longer in force
     assert sessions.kept() == [("a", 1, 1)]
     again = Sessions(True, 2, sessions.kept())
     assert again.live == []

@@ -9,7 +9,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.errors import ParameterServerError
 from kvemb.schema.table_def import TableDef
-from paramserver.recovery.state_file import ShardState, TableImage, decode, encode
+from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
 
 def state() -> ShardState:
@@ -20,11 +20,11 @@ def state() -> ShardState:
     return ShardState(b"c" * 16, 1, 2, 3, 99, 1000, 7, tables, (("trainer-ä", 5, 12),))
 
 
-DATA = b"".join(bytes(chunk) for chunk in encode(state()))
+DATA = b"".join(bytes(chunk) for chunk in encode_state(state()))
 
 
 def test_round_trip() -> None:
-    got, wanted = decode(DATA, "f"), state()
+    got, wanted = decode_state(DATA, "f"), state()
     for name in ("cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "sessions"):
         assert getattr(got, name) == getattr(wanted, name)
     for mine, theirs in zip(got.tables, wanted.tables, strict=True):
@@ -36,7 +36,7 @@ def test_round_trip() -> None:
 @given(st.integers(0, len(DATA) - 1))
 def test_a_truncated_file_is_refused(size: int) -> None:
     with pytest.raises(ParameterServerError, match="damaged"):
-        decode(DATA[:size], "the/file")
+        decode_state(DATA[:size], "the/file")
 
 
 @given(st.integers(0, len(DATA) * 8 - 1))
@@ -44,9 +44,9 @@ def test_a_flipped_bit_is_refused(bit: int) -> None:
     data = bytearray(DATA)
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ParameterServerError, match="the/file"):
-        decode(bytes(data), "the/file")
+        decode_state(bytes(data), "the/file")
 
 
 def test_trailing_bytes_are_refused() -> None:
     with pytest.raises(ParameterServerError, match="damaged"):
-        decode(DATA + b"\0", "f")
+        decode_state(DATA + b"\0", "f")

@@ -10,8 +10,8 @@ from kvemb.index.row_index import Places, RowIndex
 from kvemb.schema.record import make_version
 from paramserver.apply.applier import Applier
 from paramserver.engine.engine import Engine
-from paramserver.ingest.aggregate import merge
-from paramserver.model.batch import APPLY, Batch, CheckedRows, Part, Push, Ticket
+from paramserver.ingest.aggregate import merge_pushes
+from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import TableState
 from tests.unit.test_ps_engine import SGD, engine_on, make_store, rows
 
@@ -36,10 +36,10 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def apply(engine: Engine, *pushed: CheckedRows) -> tuple[float, int]:
     """Do what the apply thread does with one push."""
-    part = Part(pushed, Ticket(1, 0, 0))
+    part = ReceivedPart(pushed, PartTicket(1, 0, 0))
     push = Push("a", 1, 1, (part,))
     stale = Applier(None, engine, engine._tables, None)._staleness(part)  # type: ignore[arg-type]  # it is not started
-    engine.run(merge([push], sync=False), make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
+    engine.run(merge_pushes([push], sync=False), make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
     return stale
 
 

@@ -37,17 +37,17 @@ from paramserver.checkpoint.saver import Saver
 from paramserver.engine.engine import Engine
 from paramserver.engine.repair_port import NO_BATCH
 from paramserver.engine.write_behind import Bound, WriteBehind
-from paramserver.ingest.ingest import Intake
+from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position
-from paramserver.journal.fenced_log import Ledger
+from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.model.timeline import Timeline
 from paramserver.recovery.shard_parts import ShardParts
 from paramserver.recovery.state_image import image
 from paramserver.repair.repairer import Repairer
-from paramserver.snapshot import Wanted
+from paramserver.snapshot import WantedVersions
 from paramserver.snapshot.snapshotter import from_storage
 from tests.unit.forgetful_journal import ForgetfulJournal
 from tests.unit.memory_nodes import unused_nodes
@@ -513,7 +513,7 @@ def place(store: MemoryStore, row_id: int) -> tuple[str, bytes]:
 class Unable:
     """Reconstructs nothing."""
 
-    def __call__(self, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+    def __call__(self, wanted: Sequence[WantedVersions]) -> list[np.ndarray]:
         raise AssertionError("the cache has these rows")
 
 
@@ -602,7 +602,7 @@ def saved_records(folder: Path) -> np.ndarray:
 
 def test_an_image_of_a_moment_with_dirty_rows_is_a_bug(shard: Shard) -> None:
     shard.run([0])
-    intake = Intake(Sessions(True), None)
+    intake = Ingest(Sessions(True), None)
     parts = ShardParts(None, 0, b"c" * 16, None, shard.tables, shard.engine, intake, None, None, Timeline(1), None, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="an image is of a moment when storage holds what the index says"):
         image(parts, Position(1, 0))
@@ -616,8 +616,8 @@ class Rig(Shard):
 
     def __init__(self, bound: Bound = FOREVER) -> None:
         super().__init__(bound)
-        self.handover, ledger = Handover(), Ledger(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
-        self.intake = Intake(Sessions(True), None)
+        self.handover, ledger = Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
+        self.intake = Ingest(Sessions(True), None)
         self.behind._wake, self.behind._clock_s, self.intake.behind = self.handover.wake, time.monotonic, self.behind
         self.failed = threading.Event()
         self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=lambda error: self.failed.set())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvemb import init, optim
 from kvemb.arrays.rounding import round_nearest
-from kvemb.datapath.row_cache import HEARD_WITHIN_S, RowCache, Wanted, check_options
+from kvemb.datapath.row_cache import HEARD_WITHIN_S, ExpectedRows, RowCache, check_options
 from kvemb.errors import InvalidInputError, MessageError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushReply
@@ -52,7 +52,7 @@ def u64(ids: list[int]) -> np.ndarray:
     return np.array(ids, np.uint64)
 
 
-def want(cache: RowCache, shard: int = 0, **tables: list[int]) -> Wanted:
+def want(cache: RowCache, shard: int = 0, **tables: list[int]) -> ExpectedRows:
     return cache.want(shard, [TableRows(name, 0, u64(ids), NOTHING) for name, ids in tables.items()])
 
 

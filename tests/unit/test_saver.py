@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvemb import optim
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Manifest
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest
 from kvemb.checkpoint.format.file_names import MANIFEST
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
@@ -28,7 +28,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from paramserver.checkpoint import save_job
-from paramserver.checkpoint.copy_on_write import PreImages
+from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
 from paramserver.checkpoint.erased_log import ErasedLog
 from paramserver.checkpoint.save_job import SaveOrder
 from paramserver.checkpoint.saver import Saver
@@ -94,14 +94,14 @@ class Shard:
             found[definition.name] = {int(i): bytes(record[4:]) for i, record in zip(ids, got.records, strict=True)}
         return found
 
-    def begin(self, url: str, *, save_id: str = "1" * 32, base: Manifest | None = None, weights_only: bool = False) -> None:
+    def begin(self, url: str, *, save_id: str = "1" * 32, base: CheckpointManifest | None = None, weights_only: bool = False) -> None:
         """Begin a save."""
         order = SaveOrder(save_id, url, 0 if base is None else base.cuts[0].version, weights_only)
         self.saver.begin(order, Deadline.after(5))
 
     def finish(
-        self, url: str, *, save_id: str = "1" * 32, base: tuple[str, Manifest] | None = None, weights_only: bool = False
-    ) -> Manifest:
+        self, url: str, *, save_id: str = "1" * 32, base: tuple[str, CheckpointManifest] | None = None, weights_only: bool = False
+    ) -> CheckpointManifest:
         """Wait for the end of a save and write its manifest."""
         done = threading.Event()
         while self.saver.progress(save_id)[0] == "running":
@@ -110,7 +110,7 @@ class Shard:
         storage = CheckpointStorage(url)
         fragment = read_fragment(storage, 0)
         assert fragment is not None
-        on = None if base is None else Base(base[0], base[1].save_id)
+        on = None if base is None else BaseCheckpoint(base[0], base[1].save_id)
         manifest = assemble(SaveInfo(save_id, "demo", "c" * 32, 1, weights_only, on), [fragment])
         storage.write(MANIFEST, encode_manifest(manifest))
         return manifest
@@ -320,7 +320,7 @@ def test_a_stopped_shard_gives_its_save_up(shard: Shard, tmp_path: Path) -> None
 
 
 def test_the_first_record_kept_of_a_row_stays(tmp_path: Path) -> None:
-    kept = PreImages(tmp_path, 4)
+    kept = CopyOnWriteRecords(tmp_path, 4)
     ids = np.array([5, 1, 9], np.uint64)
     kept.put(ids, np.arange(12, dtype=np.uint8).reshape(3, 4))
     kept.put(np.array([9, 2], np.uint64), np.full((2, 4), 77, np.uint8))

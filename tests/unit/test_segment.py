@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from kvemb.arrays.segment_sum import group, segment_sum
+from kvemb.arrays.segment_sum import group_by_id, segment_sum
 
 few_ids = st.integers(0, 300).flatmap(lambda m: arrays(np.uint64, m, elements=st.integers(0, 12)))
 
@@ -88,14 +88,14 @@ def test_arguments_are_not_changed() -> None:
 
 @given(few_ids)
 def test_inverse_puts_every_row_back(ids: np.ndarray) -> None:
-    groups = group(ids)
+    groups = group_by_id(ids)
     assert np.array_equal(groups.ids[groups.inverse], ids)
 
 
 @given(few_ids)
 def test_minimum_is_each_ids_smallest_value(ids: np.ndarray) -> None:
     values = np.arange(len(ids), dtype=np.uint64)[::-1].copy()
-    groups = group(ids)
+    groups = group_by_id(ids)
     expected = [min(values[ids == row_id].tolist()) for row_id in groups.ids]
     assert groups.minimum(values).tolist() == expected
 
@@ -115,7 +115,7 @@ def test_many_ids_are_sorted_as_numpy_does_equal_ones_in_order_of_appearance(n: 
     rng = np.random.default_rng(n + bits)
     ids = rng.integers(0, 1 << bits, n, dtype=np.uint64, endpoint=False) if bits < 64 else rng.integers(0, 2**64, n, dtype=np.uint64)
     ids[: n // run * run] = np.sort(ids[: n // run * run].reshape(-1, run), axis=1).reshape(-1)
-    groups = group(ids)
+    groups = group_by_id(ids)
     assert groups.order is not None
     assert (groups.order == np.argsort(ids, kind="stable")).all()
     assert (groups.ids[groups.inverse] == ids).all()
@@ -123,4 +123,4 @@ def test_many_ids_are_sorted_as_numpy_does_equal_ones_in_order_of_appearance(n: 
 
 def test_ids_that_differ_in_their_highest_bits_only_are_sorted() -> None:
     ids = np.arange(20_000, dtype=np.uint64)[::-1] << np.uint64(48)
-    assert (group(ids).ids == np.sort(ids)).all()
+    assert (group_by_id(ids).ids == np.sort(ids)).all()

@@ -45,8 +45,8 @@ VALUES: dict[str, tuple[Callable[[bytes], object], bytes, type[KvembError]]] = {
     "registry": (decode_registry, encode_registry(1, [TABLE]), ProtocolError),
 }
 FILES: dict[str, Callable[[bytes], object]] = {
-    "state": lambda data: state_file.decode(data, "state"),
-    "plan": lambda data: load_plan.decode(data, "load"),
+    "state": lambda data: state_file.decode_state(data, "state"),
+    "plan": lambda data: load_plan.decode_load_plan(data, "load"),
 }
 MANY = b"\xdd" + struct.pack(">I", 2**32 - 1)
 BOMBS = {
@@ -117,7 +117,7 @@ def with_checksum(kind: str, header: bytes, rest: bytes = b"") -> bytes:
     if kind == "plan":
         data = struct.pack("<8sI", load_plan.MAGIC, len(header)) + header + rest
     else:
-        whole = b"".join(bytes(piece) for piece in state_file.encode(ShardState(b"c" * 16, 0, 1)))
+        whole = b"".join(bytes(piece) for piece in state_file.encode_state(ShardState(b"c" * 16, 0, 1)))
         head = bytearray(whole[: state_file._HEAD.size])
         head[-struct.calcsize("<I") :] = struct.pack("<I", len(header))
         data = bytes(head) + header + rest

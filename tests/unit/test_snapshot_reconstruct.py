@@ -20,11 +20,11 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
-from paramserver.journal import BatchEntry, Journal, Position, encode, segment_files
+from paramserver.journal import BatchEntry, Journal, Position, encode_entry, segment_files
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.optim import Optimizer
-from paramserver.snapshot import Reconstructor, Runs, Snapshotter, Wanted, reconstruct, reconstruct_rounds, snapshotter, sorted_run
+from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions, reconstruct, reconstruct_rounds, snapshotter, sorted_run
 from paramserver.snapshot.reconstruct_rounds import Rounds
 from paramserver.snapshot.snapshotter import from_storage
 
@@ -72,7 +72,7 @@ class Shard:
         batch = Batch(kind, rows)
         version = make_version(self.epoch, self.engine.k + 1)
         steps = tuple(self.tables.state(one.definition).step for one in rows)
-        self.position = self.journal.append(encode(BatchEntry(version, batch, steps, ())))
+        self.position = self.journal.append(encode_entry(BatchEntry(version, batch, steps, ())))
         self.journal.commit()
         self.engine.run(batch, version, never)
 
@@ -97,7 +97,7 @@ class Shard:
         return self.tables.state(table).arrays()
 
     def made(self, state: TableState, ids: np.ndarray, versions: np.ndarray, *, or_newer: bool = False) -> np.ndarray:
-        return self.reconstructor.records([Wanted(state, ids, versions)], or_newer=or_newer)[0]
+        return self.reconstructor.records([WantedVersions(state, ids, versions)], or_newer=or_newer)[0]
 
     def check(self) -> None:
         """Every row of every table comes out as it lies in storage."""
@@ -367,7 +367,7 @@ def test_small_batches_are_applied_in_as_many_calls_as_a_row_has_updates(shard: 
     batches, update = Reconstructor._batches, Optimizer.update_mixed
     monkeypatch.setattr(Reconstructor, "_batches", lambda self: passes.append(1) or batches(self))
     monkeypatch.setattr(Optimizer, "update_mixed", lambda *args: calls.append(1) or update(*args))
-    wanted = [Wanted(shard.tables.state(table), *shard.existing(table)) for table in TABLES.values()]
+    wanted = [WantedVersions(shard.tables.state(table), *shard.existing(table)) for table in TABLES.values()]
     for one, records in zip(wanted, shard.reconstructor.records(wanted), strict=True):
         assert records.tobytes() == shard.read(one.table.definition, one.ids).tobytes()
     assert len(passes) == 1, "one for all tables"

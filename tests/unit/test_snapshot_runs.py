@@ -18,9 +18,9 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import segment_files
 from paramserver.snapshot import Runs, run_manifest, sorted_run
-from paramserver.snapshot.run_manifest import Manifest, RunEntry, TableRuns
+from paramserver.snapshot.run_manifest import RunEntry, SnapshotManifest, TableRuns
 from paramserver.snapshot.run_merge import merge_from, merged
-from paramserver.snapshot.sorted_run import ERASED, ROWS, RunEncoder, RunFile
+from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRun, SortedRunEncoder
 from paramserver.snapshot.sorted_run_writer import RunWriter
 
 TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
@@ -45,7 +45,7 @@ State = dict[int, tuple[int, bool]]
 
 
 def encoded(state: State) -> bytes:
-    encoder = RunEncoder(RECORD.size_bytes)
+    encoder = SortedRunEncoder(RECORD.size_bytes)
     pieces: list[bytes | memoryview] = [encoder.header()]
     live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
     pieces += encoder.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
@@ -61,11 +61,11 @@ def reading(data: bytes) -> Callable[[int, int], bytes]:
     return lambda offset, size: data[offset : offset + size]
 
 
-def opened(data: bytes) -> RunFile:
-    return RunFile(reading(data), len(data), "the/run")
+def opened(data: bytes) -> SortedRun:
+    return SortedRun(reading(data), len(data), "the/run")
 
 
-def state_of(run: RunFile) -> State:
+def state_of(run: SortedRun) -> State:
     rows = [(i, v, True) for ids, rest in run.blocks(ROWS) for i, v in zip(ids.tolist(), RECORD.versions(rest).tolist(), strict=True)]
     gone = [(i, v, False) for ids, rest in run.blocks(ERASED) for i, v in zip(ids.tolist(), rest.view("<u8")[:, 0].tolist(), strict=True)]
     return {i: (v, exists) for i, v, exists in rows + gone}
@@ -144,7 +144,7 @@ def newest(states: list[State]) -> State:
 @given(st.lists(FEW_STATES, min_size=1, max_size=5), st.booleans())
 def test_merging_keeps_the_newest_state_of_each_id(states: list[dict[int, bool]], keep_erased: bool) -> None:
     history = histories(states)
-    encoder, pieces = RunEncoder(RECORD.size_bytes), []
+    encoder, pieces = SortedRunEncoder(RECORD.size_bytes), []
     for part in merged([opened(encoded(state)) for state in history], RECORD.versions, keep_erased=keep_erased):
         pieces += [bytes(piece) for piece in encoder.add(*part)]
     result = state_of(opened(b"".join([encoder.header(), *pieces, encoder.footer()])))
@@ -410,12 +410,12 @@ def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
 
 # --- the manifest -------------------------------------------------------------------------------------------------------------------
 
-MANIFEST = Manifest(make_version(3, 9), {"t": TableRuns(7, 20, (RunEntry(1, 900), RunEntry(4, 2**40))), "u": TableRuns(0, 99)})
-MANIFEST_DATA = run_manifest.encode(MANIFEST)
+MANIFEST = SnapshotManifest(make_version(3, 9), {"t": TableRuns(7, 20, (RunEntry(1, 900), RunEntry(4, 2**40))), "u": TableRuns(0, 99)})
+MANIFEST_DATA = run_manifest.encode_snapshot_manifest(MANIFEST)
 
 
 def test_a_manifest_is_read_back() -> None:
-    assert run_manifest.decode(MANIFEST_DATA, "f") == MANIFEST
+    assert run_manifest.decode_snapshot_manifest(MANIFEST_DATA, "f") == MANIFEST
 
 
 @given(st.integers(0, 8 * len(MANIFEST_DATA) - 1))
@@ -423,14 +423,14 @@ def test_a_flipped_bit_in_the_manifest_is_refused(bit: int) -> None:
     data = bytearray(MANIFEST_DATA)
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(JournalDamagedError, match="the/file"):
-        run_manifest.decode(bytes(data), "the/file")
+        run_manifest.decode_snapshot_manifest(bytes(data), "the/file")
 
 
 @given(st.integers(0, len(MANIFEST_DATA) - 1), st.binary(max_size=100))
 def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> None:
     for data in (MANIFEST_DATA[:size], MANIFEST_DATA + more + b"x", more):
         with pytest.raises(JournalDamagedError, match="the/file"):
-            run_manifest.decode(data, "the/file")
+            run_manifest.decode_snapshot_manifest(data, "the/file")
 
 
 @pytest.mark.parametrize(
@@ -448,4 +448,4 @@ def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> N
 def test_a_manifest_with_a_right_checksum_may_still_be_wrong(body: bytes) -> None:
     data = struct.pack("<8sII", b"kvembsnp", 1, len(body)) + body
     with pytest.raises(JournalDamagedError, match="the/file"):
-        run_manifest.decode(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")
+        run_manifest.decode_snapshot_manifest(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")

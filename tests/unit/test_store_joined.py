@@ -7,7 +7,7 @@ import pytest
 
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import page_layout, paged_keys
-from kvemb.stores.coalesce import read_joined, write_joined
+from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 SIZE = 76
@@ -56,7 +56,7 @@ def test_reads_of_small_parts_that_lie_alike_are_one(ordered: bool) -> None:
     own = np.empty((11, 12), np.uint8)
     parts += [ReadPart(keys_of(b"kkk", 11), SIZE, 12, into=own)]
     rows = Rows(ordered=ordered)
-    results = read_joined(parts, rows.read)
+    results = read_coalesced(parts, rows.read)
     assert sorted(rows.asked) == sorted([20 + 300, 5000, 0, 40, 50 + 60, 7 + 9, 8, 11])
     for part, result in zip(parts, results, strict=True):
         got, ids = result.in_key_order(), part.keys.ids
@@ -79,7 +79,7 @@ def test_writes_of_small_parts_that_lie_alike_are_one() -> None:
     parts.append(WritePart(keys_of(b"fff", 8), rows_of(keys_of(b"fff", 8), SIZE)))
     parts.append(WritePart(keys_of(b"ggg", 9), rows_of(keys_of(b"ggg", 9), 20), np.zeros(9, np.uint64)))
     rows = Rows(ordered=True)
-    results = write_joined(parts, rows.write)
+    results = write_coalesced(parts, rows.write)
     assert sorted(rows.asked) == sorted([20 + 300, 5000, 50 + 3, 8, 9])
     for part, result in zip(parts, results, strict=True):
         np.testing.assert_array_equal(result.stored, part.keys.ids % 2 == 0)
@@ -90,5 +90,5 @@ def test_writes_of_small_parts_that_lie_alike_are_one() -> None:
 def test_on_one_node_only_rows_in_pages_are_joined_to_be_written() -> None:
     keys = [keys_of(b"aaa", 20), keys_of(b"bbb", 30), keys_of(b"ccc", 40, paged=True), keys_of(b"ddd", 50, paged=True)]
     rows = Rows(ordered=True)
-    write_joined([WritePart(one, rows_of(one, SIZE)) for one in keys], rows.write, one_node=True)
+    write_coalesced([WritePart(one, rows_of(one, SIZE)) for one in keys], rows.write, one_node=True)
     assert rows.asked == [20, 30, 90]

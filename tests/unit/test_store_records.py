@@ -20,7 +20,7 @@ from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
 from kvemb.stores import read_retry
-from kvemb.stores.read_retry import PASSING, waiting
+from kvemb.stores.read_retry import PASSING, retry_read
 from kvemb.stores.redis_cluster.cluster_members import decode_members, process_of
 from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.wire.replies import FOREIGN
@@ -162,7 +162,7 @@ def test_waiting_ends_with_the_first_success(monkeypatch: pytest.MonkeyPatch) ->
             raise failures.pop(0)
         return "rows"
 
-    assert waiting(call, Deadline(clock.now_s + 10, 10)) == "rows"
+    assert retry_read(call, Deadline(clock.now_s + 10, 10)) == "rows"
     assert clock.slept == [0.02, 0.04, 0.08]
 
 
@@ -173,7 +173,7 @@ def test_waiting_ends_with_the_deadline_and_says_what_was_waited_for(monkeypatch
         raise NodeLostError("node a:1: gone.")
 
     with pytest.raises(NodeLostError, match=r"node a:1: gone\. Waited 10 s"):
-        waiting(call, Deadline(clock.now_s + 10, 10))
+        retry_read(call, Deadline(clock.now_s + 10, 10))
     assert 8 < sum(clock.slept) <= 10
     assert max(clock.slept) <= 1
 
@@ -185,7 +185,7 @@ def test_other_errors_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         raise WrongNodeError("node a:1: another node's marker")
 
     with pytest.raises(WrongNodeError, match=r"marker$"):
-        waiting(call, Deadline(clock.now_s + 10, 10), PASSING)
+        retry_read(call, Deadline(clock.now_s + 10, 10), PASSING)
     assert clock.slept == []
 
 

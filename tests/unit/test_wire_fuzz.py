@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import is_error, value_size
-from kvemb.wire.fixed_size_values import StrideReply
-from kvemb.wire.memcached.cas_values_reply import TokenReply
-from kvemb.wire.replies import CodeReply, Reply, UnexpectedValueError
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.memcached.cas_values_reply import CasValuesReply
+from kvemb.wire.replies import CodeReply, ReplyReader, UnexpectedValueError
 
 ERRORS = (b"-MOVED 1 h:1", b"-ERR $-1", b"SERVER_ERROR out of memory", b"-ASK 2 h:2", b"CLIENT_ERROR EN", b"ERROR")
 TEXTS = (
@@ -77,17 +77,17 @@ def parse(stream: bytes, n: int, dialect: Dialect) -> tuple[list[tuple[object, .
     return rows, stream
 
 
-def reply_of(dialect: Dialect, n: int, size: int) -> StrideReply | TokenReply:
+def reply_of(dialect: Dialect, n: int, size: int) -> FixedSizeValuesReply | CasValuesReply:
     out, found = np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool)
     if dialect.tokens:
-        return TokenReply(size, out, found, np.zeros(n, dtype=np.uint64))
+        return CasValuesReply(size, out, found, np.zeros(n, dtype=np.uint64))
     head, miss = dialect.prefix + dialect.head + b"\r\n", dialect.prefix + dialect.miss + b"\r\n" + dialect.tail
-    return StrideReply(head, size, miss, out, found, b"", dialect.prefix)
+    return FixedSizeValuesReply(head, size, miss, out, found, b"", dialect.prefix)
 
 
-def rows_of(reply: StrideReply | TokenReply) -> list[tuple[object, ...]]:
+def rows_of(reply: FixedSizeValuesReply | CasValuesReply) -> list[tuple[object, ...]]:
     errors = dict(reply.errors)
-    tokens = reply.tokens if isinstance(reply, TokenReply) else np.zeros(len(reply.found), dtype=np.uint64)
+    tokens = reply.tokens if isinstance(reply, CasValuesReply) else np.zeros(len(reply.found), dtype=np.uint64)
     rows: list[tuple[object, ...]] = []
     for row in range(len(reply.found)):
         if row in errors:
@@ -98,7 +98,7 @@ def rows_of(reply: StrideReply | TokenReply) -> list[tuple[object, ...]]:
     return rows
 
 
-def feed(reply: Reply, stream: bytes, cuts: list[int]) -> bytes:
+def feed(reply: ReplyReader, stream: bytes, cuts: list[int]) -> bytes:
     left = b""
     bounds = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
     for first, last in pairwise(bounds):
@@ -174,7 +174,7 @@ def test_values_of_other_sizes_are_passed_over_where_that_is_asked_for(
     reply.foreign = np.zeros(len(expected), dtype=bool)
     assert feed(reply, stream + trailing, cuts) == trailing
     assert reply.done
-    tokens = reply.tokens if isinstance(reply, TokenReply) else np.zeros(len(expected), np.uint64)
+    tokens = reply.tokens if isinstance(reply, CasValuesReply) else np.zeros(len(expected), np.uint64)
     got = [("foreign", int(tokens[i])) if reply.foreign[i] else row for i, row in enumerate(rows_of(reply))]
     assert got == expected
     assert not (reply.foreign & reply.found).any()

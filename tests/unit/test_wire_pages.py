@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from kvemb.errors import ProtocolError
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
-from kvemb.stores.node_batch import group
-from kvemb.wire.codec import Records
-from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.stores.node_batch import group_by_node
+from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.replies import Step
-from kvemb.wire.resp.integer_replies import LinesReply
+from kvemb.wire.resp.integer_replies import IntegerReplies
 from kvemb.wire.resp.resp_codec import RespCodec
 
 A, B = b"tabAAAAAAAAAAA", b"tabAAAAAAAAAAB"
@@ -102,7 +102,7 @@ def read(server: PageServer, codec: RespCodec, keys: PagedKeys, size: int) -> tu
 
 
 def write(server: PageServer, codec: RespCodec, keys: PagedKeys, records: NDArray[np.uint8]) -> None:
-    exchange(server, codec.write_steps(keys, Records(records), None, np.ones(len(keys), np.uint8)))
+    exchange(server, codec.write_steps(keys, RecordsToWrite(records), None, np.ones(len(keys), np.uint8)))
 
 
 def test_getrange_of_whole_records_and_of_their_beginnings() -> None:
@@ -121,7 +121,7 @@ def test_setrange_makes_the_pages_of_new_rows_first() -> None:
         ([False] * 3, rows),
         ([True] * 3, (pad[0], rows[0], rows[1], pad[1], rows[2])),
     ):
-        steps = RespCodec(multi_get=True).write_steps(keys_of([1, 2, 61], new), Records(records), None, np.zeros(3, np.uint8))
+        steps = RespCodec(multi_get=True).write_steps(keys_of([1, 2, 61], new), RecordsToWrite(records), None, np.zeros(3, np.uint8))
         assert sent(steps) == b"".join(expected)
 
 
@@ -134,7 +134,7 @@ def test_asking_goes_before_every_command() -> None:
     record = np.ones((1, 20), np.uint8)
     asking = RespCodec(multi_get=False, asking=True)
     assert sent(asking.read_steps(keys_of([0]), 20, record.copy(), np.zeros(1, dtype=bool), None)) == ASK + getrange(A, 0, 19)
-    steps = asking.write_steps(keys_of([0]), Records(record), None, np.zeros(1, np.uint8))
+    steps = asking.write_steps(keys_of([0]), RecordsToWrite(record), None, np.zeros(1, np.uint8))
     assert sent(steps) == ASK + setrange(A, 1200, b"\0") + ASK + setrange(A, 0, bytes(record[0]))
     assert steps[0].reply.feed(np.frombuffer(b"+OK\r\n:1201\r\n+OK\r\n:1201\r\n", dtype=np.uint8)) == 24
     assert steps[0].reply.done
@@ -172,15 +172,15 @@ def test_what_was_written_is_read_whatever_the_order_of_the_rows(
 def test_in_the_order_of_kinds_new_pages_are_whole_at_once_and_steps_are_few(ids: list[int], size: int) -> None:
     server, codec, layout = PageServer(), RespCodec(multi_get=True), page_layout(size)
     keys = keys_of(ids, [True] * len(ids), layout)
-    grouped = group(keys, None, codec.write_kinds(keys, None))
-    steps = codec.write_steps(grouped.keys, Records(np.ones((len(ids), size), np.uint8)), None, np.zeros(len(ids), np.uint8))
+    grouped = group_by_node(keys, None, codec.write_kinds(keys, None))
+    steps = codec.write_steps(grouped.keys, RecordsToWrite(np.ones((len(ids), size), np.uint8)), None, np.zeros(len(ids), np.uint8))
     for step in steps:
         assert set(server.answer(bytes(step.request)).split(b"\r\n")) == {b":%d" % layout.page_bytes, b""}
     assert {len(string) for string in server.strings.values()} == {layout.page_bytes}
     assert server.n_commands == len(ids) + len(server.strings)
     n_kinds = len(set(codec.write_kinds(keys, None).tolist()))  # type: ignore[union-attr]
     assert len(steps) <= n_kinds + len(ids) // 1024
-    reads = group(keys, None, codec.read_kinds(keys, 12))
+    reads = group_by_node(keys, None, codec.read_kinds(keys, 12))
     n_read = len(codec.read_steps(reads.keys, size, np.zeros((len(ids), 12), np.uint8), np.zeros(len(ids), dtype=bool), None))
     assert n_read <= 8
 
@@ -207,7 +207,7 @@ def test_a_read_without_a_header_or_of_other_records_is_a_bug() -> None:
 def test_a_value_whose_header_is_zeros_counts_as_missing() -> None:
     values = np.zeros((4, 16), np.uint8)
     values[0, 11], values[1, 12], values[3, 0] = 1, 1, 1  # the second one's first byte that is not 0 lies behind the header
-    reply = StrideReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((4, 16), np.uint8), np.zeros(4, dtype=bool), blank_bytes=12)
+    reply = FixedSizeValuesReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((4, 16), np.uint8), np.zeros(4, dtype=bool), blank_bytes=12)
     for value in values:
         reply.feed(np.frombuffer(b"$16\r\n" + bytes(value) + b"\r\n", dtype=np.uint8))
     assert reply.found.tolist() == [True, False, False, True]
@@ -215,13 +215,13 @@ def test_a_value_whose_header_is_zeros_counts_as_missing() -> None:
 
 def test_a_missing_page_cut_anywhere_is_waited_for_and_a_wrong_end_refused() -> None:
     for cut in range(1, 6):
-        reply = StrideReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((1, 16), np.uint8), np.zeros(1, dtype=bool), blank_bytes=12)
+        reply = FixedSizeValuesReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((1, 16), np.uint8), np.zeros(1, dtype=bool), blank_bytes=12)
         data = np.frombuffer(b"$0\r\n\r\n", dtype=np.uint8)
         assert reply.feed(data[:cut]) == 0
         assert reply.feed(data) == 6
         assert reply.done
         assert not reply.found[0]
-    reply = StrideReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((1, 16), np.uint8), np.zeros(1, dtype=bool), blank_bytes=12)
+    reply = FixedSizeValuesReply(b"$16\r\n", 16, b"$0\r\n\r\n", np.zeros((1, 16), np.uint8), np.zeros(1, dtype=bool), blank_bytes=12)
     with pytest.raises(ProtocolError, match="0 bytes"):
         reply.feed(np.frombuffer(b"$0\r\nxx", dtype=np.uint8))
 
@@ -239,7 +239,7 @@ def test_integers_read_as_a_line_by_line_parser_reads_them(lines: bytes, rows: l
     for row in rows:
         answers.append([line if line[:1] in (b"-", kind) else b"+OK" for kind, line in zip([b"%c" % k for k in lines], row, strict=False)])
     stream = b"".join(line + b"\r\n" for row in answers for line in row)
-    reply, left = LinesReply(lines, 4029, np.full(len(rows), 9, np.uint8)), b""
+    reply, left = IntegerReplies(lines, 4029, np.full(len(rows), 9, np.uint8)), b""
     for first, last in pairwise([0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]):
         left += stream[first:last]
         left = left[reply.feed(np.frombuffer(left, dtype=np.uint8)) :]
@@ -254,11 +254,11 @@ def test_integers_read_as_a_line_by_line_parser_reads_them(lines: bytes, rows: l
 @pytest.mark.parametrize("line", [b"", b":", b":-1", b":1x", b": 1", b"+OK", b"$1", b"+QUEUED", b":1234567890123456789", b"4029"])
 def test_other_lines_are_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="expected an integer"):
-        LinesReply(b":", 4029, np.zeros(2, np.uint8)).feed(np.frombuffer(b":1\r\n" + line + b"\r\n", dtype=np.uint8))
+        IntegerReplies(b":", 4029, np.zeros(2, np.uint8)).feed(np.frombuffer(b":1\r\n" + line + b"\r\n", dtype=np.uint8))
     for wrong in (b"+NO\r\n:1\r\n", b":1\r\n:1\r\n", b"+OKx\r\n:1\r\n"):
         with pytest.raises(ProtocolError, match="expected \\+OK"):
-            LinesReply(b"+:", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(wrong, dtype=np.uint8))
+            IntegerReplies(b"+:", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(wrong, dtype=np.uint8))
     with pytest.raises(ProtocolError):
-        LinesReply(b":", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(b":1\n", dtype=np.uint8))
+        IntegerReplies(b":", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(b":1\n", dtype=np.uint8))
     with pytest.raises(ProtocolError, match="longer than"):
-        LinesReply(b":", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(b":1" * 4000, dtype=np.uint8))
+        IntegerReplies(b":", 4029, np.zeros(1, np.uint8)).feed(np.frombuffer(b":1" * 4000, dtype=np.uint8))

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.fixed_size_values import StrideReply
-from kvemb.wire.memcached.cas_values_reply import TokenReply
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Reply, UnexpectedValueError
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.memcached.cas_values_reply import CasValuesReply
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, UnexpectedValueError
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
 
 
-def feed(reply: Reply, pieces: Iterable[bytes]) -> bytes:
+def feed(reply: ReplyReader, pieces: Iterable[bytes]) -> bytes:
     """Feed pieces as a link does; return what is left over."""
     left = b""
     for piece in pieces:
@@ -24,18 +24,18 @@ def feed(reply: Reply, pieces: Iterable[bytes]) -> bytes:
     return left
 
 
-def stride(n: int, *, size: int = 4, prefix: int | None = None, asking: bool = False, preamble: bytes = b"") -> StrideReply:
+def stride(n: int, *, size: int = 4, prefix: int | None = None, asking: bool = False, preamble: bytes = b"") -> FixedSizeValuesReply:
     asked = b"+OK\r\n" if asking else b""
     out = np.zeros((n, size if prefix is None else prefix), dtype=np.uint8)
-    return StrideReply(asked + b"$%d\r\n" % size, size, asked + b"$-1\r\n", out, np.zeros(n, dtype=bool), preamble, asked)
+    return FixedSizeValuesReply(asked + b"$%d\r\n" % size, size, asked + b"$-1\r\n", out, np.zeros(n, dtype=bool), preamble, asked)
 
 
-def meta(n: int) -> StrideReply:
-    return StrideReply(b"VA 4\r\n", 4, b"EN\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
+def meta(n: int) -> FixedSizeValuesReply:
+    return FixedSizeValuesReply(b"VA 4\r\n", 4, b"EN\r\n", np.zeros((n, 4), dtype=np.uint8), np.zeros(n, dtype=bool))
 
 
-def token(n: int, size: int = 4) -> TokenReply:
-    return TokenReply(size, np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool), np.zeros(n, dtype=np.uint64))
+def token(n: int, size: int = 4) -> CasValuesReply:
+    return CasValuesReply(size, np.zeros((n, size), dtype=np.uint8), np.zeros(n, dtype=bool), np.zeros(n, dtype=np.uint64))
 
 
 def codes(n: int, *accepted: bytes, asking: bool = False) -> CodeReply:
@@ -43,15 +43,15 @@ def codes(n: int, *accepted: bytes, asking: bool = False) -> CodeReply:
     return CodeReply(tuple(asked + code for code in accepted), np.zeros(n, dtype=np.uint8), asked)
 
 
-def rows_of(reply: StrideReply | TokenReply) -> list[bytes | None]:
+def rows_of(reply: FixedSizeValuesReply | CasValuesReply) -> list[bytes | None]:
     return [bytes(row) if found else None for row, found in zip(reply.out, reply.found, strict=True)]
 
 
-def values(reply: Reply) -> object:
+def values(reply: ReplyReader) -> object:
     """Everything that a reply has learnt."""
-    if isinstance(reply, TokenReply):
+    if isinstance(reply, CasValuesReply):
         return rows_of(reply), reply.tokens[reply.found].tolist(), reply.errors
-    if isinstance(reply, StrideReply):
+    if isinstance(reply, FixedSizeValuesReply):
         return rows_of(reply), reply.errors
     if isinstance(reply, CodeReply):
         failed = {row for row, _ in reply.errors}
@@ -63,7 +63,7 @@ def values(reply: Reply) -> object:
 
 @dataclass(frozen=True)
 class Case:
-    make: Callable[[], Reply]
+    make: Callable[[], ReplyReader]
     stream: bytes
     expected: object
 
@@ -203,7 +203,7 @@ def test_a_reply_is_not_done_before_its_last_byte(case: Case) -> None:
         (lambda: BlobReply(miss=b"$-1"), b"$4\r\nabcdXX"),
     ],
 )
-def test_garbage_is_refused_when_it_has_arrived(make: Callable[[], Reply], stream: bytes) -> None:
+def test_garbage_is_refused_when_it_has_arrived(make: Callable[[], ReplyReader], stream: bytes) -> None:
     with pytest.raises(ProtocolError):
         feed(make(), [stream])
     with pytest.raises(ProtocolError):
@@ -212,7 +212,7 @@ def test_garbage_is_refused_when_it_has_arrived(make: Callable[[], Reply], strea
 
 @pytest.mark.parametrize("make", [lambda: stride(2), lambda: stride(2, preamble=b"*2\r\n"), lambda: token(2),
                                   lambda: codes(2, b"+OK\r\n"), lambda: BlobReply(miss=b"EN"), LineReply])  # fmt: skip
-def test_a_line_without_an_end_is_refused_at_a_bounded_length(make: Callable[[], Reply]) -> None:
+def test_a_line_without_an_end_is_refused_at_a_bounded_length(make: Callable[[], ReplyReader]) -> None:
     for opening in (b"-", b"SERVER_ERROR ", b"x"):
         reply = make()
         feed(reply, [opening + b"a" * 3000])
@@ -230,7 +230,7 @@ def test_a_line_without_an_end_is_refused_at_a_bounded_length(make: Callable[[],
         (lambda: token(3), b"EN\r\nVA 4 c1\r\nabcd\r\nVA 40 c1\r\n", 2, 40),
     ],
 )
-def test_a_value_of_another_size_is_named_by_row(make: Callable[[], Reply], stream: bytes, row: int, size: int) -> None:
+def test_a_value_of_another_size_is_named_by_row(make: Callable[[], ReplyReader], stream: bytes, row: int, size: int) -> None:
     reply = make()
     with pytest.raises(UnexpectedValueError) as failure:
         feed(reply, [stream[i : i + 1] for i in range(len(stream))])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvemb.schema.keys import RowKeys
-from kvemb.wire.codec import Records
+from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.replies import Step
 from kvemb.wire.request_arrays import chunks, columns, decimals
@@ -12,7 +12,7 @@ from kvemb.wire.resp.resp_codec import RespCodec, command
 
 KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64))
 A, B = b"tabAAAAAAAAAAB", b"tabP__________"
-RECORDS = Records(np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5))
+RECORDS = RecordsToWrite(np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5))
 ASK = b"*1\r\n$6\r\nASKING\r\n"
 
 
@@ -51,8 +51,8 @@ def test_set() -> None:
 
 
 def test_records_are_put_in_order_as_they_are_sent() -> None:
-    turned = Records(RECORDS.values, np.array([1, 0]))
-    straight = Records(RECORDS.values[::-1])
+    turned = RecordsToWrite(RECORDS.values, np.array([1, 0]))
+    straight = RecordsToWrite(RECORDS.values[::-1])
     for codec in (RespCodec(multi_get=True), RespCodec(multi_get=True, rows_per_step=1)):
         steps = [codec.write_steps(KEYS, records, None, np.zeros(2, dtype=np.uint8)) for records in (turned, straight)]
         assert sent(steps[0]) == sent(steps[1])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import ProtocolError
-from kvemb.wire.memcached.cas_write_reply import StoredReply
+from kvemb.wire.memcached.cas_write_reply import CasWriteReply
 
 TRAILING = b"VA 3\r\n"
 line = st.one_of(
@@ -22,7 +22,7 @@ def expected(lines: list[bytes]) -> tuple[list[int], list[int], list[int]]:
     return codes, tokens, [row for row, text in enumerate(lines) if text.startswith(b"SERVER")]
 
 
-def feed_in_pieces(reply: StoredReply, data: bytes, sizes: list[int]) -> int:
+def feed_in_pieces(reply: CasWriteReply, data: bytes, sizes: list[int]) -> int:
     """Let bytes arrive piece by piece; return how many were consumed."""
     waiting, consumed, at = b"", 0, 0
     while at < len(data):
@@ -36,7 +36,7 @@ def feed_in_pieces(reply: StoredReply, data: bytes, sizes: list[int]) -> int:
 
 @given(st.lists(line, min_size=1, max_size=30), st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_any_mix_in_any_pieces_with_trailing_bytes(lines: list[bytes], sizes: list[int]) -> None:
-    reply = StoredReply(np.zeros(len(lines), np.uint8), np.zeros(len(lines), np.uint64))
+    reply = CasWriteReply(np.zeros(len(lines), np.uint8), np.zeros(len(lines), np.uint64))
     data = b"".join(lines)
     assert feed_in_pieces(reply, data + TRAILING, sizes) == len(data)
     assert reply.done
@@ -49,7 +49,7 @@ def test_any_mix_in_any_pieces_with_trailing_bytes(lines: list[bytes], sizes: li
 
 @pytest.mark.parametrize("data", [b"HD\r\n", b"HD cx1\r\n", b"OK c12\r\n", b"\r\n\r\n", b"HD x12\r\n", b"STORED\r\n"])
 def test_garbage_is_refused(data: bytes) -> None:
-    reply = StoredReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
+    reply = CasWriteReply(np.zeros(2, np.uint8), np.zeros(2, np.uint64))
     with pytest.raises(ProtocolError):
         reply.feed(np.frombuffer(b"HD c1\r\n" + data, np.uint8))
 
@@ -61,7 +61,7 @@ def test_many_tokens_that_count_up_through_several_widths(piece: int, refused: i
     lines = [b"HD c%d\r\n" % token for token in tokens.tolist()]
     if refused is not None:
         lines[refused] = b"EX c0\r\n"
-    reply = StoredReply(np.full(4000, 9, np.uint8), np.zeros(4000, np.uint64))
+    reply = CasWriteReply(np.full(4000, 9, np.uint8), np.zeros(4000, np.uint64))
     data = b"".join(lines)
     assert feed_in_pieces(reply, data, [piece]) == len(data)
     assert reply.done
@@ -72,7 +72,7 @@ def test_many_tokens_that_count_up_through_several_widths(piece: int, refused: i
 
 @pytest.mark.parametrize("error", [b"ERROR\r\n", b"CLIENT_ERROR bad data chunk\r\n", b"SERVER_ERROR out of memory storing object\r\n"])
 def test_an_error_is_told_although_more_answers_are_due(error: bytes) -> None:
-    reply = StoredReply(np.zeros(5000, np.uint8), np.zeros(5000, np.uint64))
+    reply = CasWriteReply(np.zeros(5000, np.uint8), np.zeros(5000, np.uint64))
     data = b"HD c1\r\n" + error
     assert reply.feed(np.frombuffer(data, np.uint8)) == len(data)
     assert reply.errors == [(1, error[:-2])]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.segment_sum import group
-from kvemb.arrays.unique import Distinct, ascending
+from kvemb.arrays.segment_sum import group_by_id
+from kvemb.arrays.unique import Unique, unique_ascending
 from kvemb.schema.table_def import TableDef
 
 Ids = NDArray[np.uint64]
@@ -75,13 +75,13 @@ class Ahead:
     found: Found
 
 
-def distinct_of(ids: Ids) -> Distinct:
+def distinct_of(ids: Ids) -> Unique:
     """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
-    wanted = ascending(ids)
-    return Distinct(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
+    wanted = unique_ascending(ids)
+    return Unique(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
 
 
-def found_of(wanted: Distinct, pulled: Pulled) -> Found:
+def found_of(wanted: Unique, pulled: Pulled) -> Found:
     """Put together what was asked and what came back."""
     inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
     return Found(wanted.ids, inverse, *pulled)
@@ -100,7 +100,7 @@ class RowsAhead:
         copies: dict[tuple[int, int], Ids] = {}
         for table, ids in asked:
             self._asked.setdefault(table.name, []).append(_copy_once(ids, copies))
-        known: dict[tuple[int, int], Distinct] = {}
+        known: dict[tuple[int, int], Unique] = {}
         self._wanted = {name: _distinct_of_all(lookups, known) for name, lookups in self._asked.items()}
         self.by_table: dict[str, list[Ahead]] = {}
         """What `pull` found, by table."""
@@ -153,14 +153,14 @@ class RowsAhead:
         return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
 
 
-def _distinct_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Distinct]) -> Distinct:
+def _distinct_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Unique]) -> Unique:
     """The distinct ids of all lookups of a table; `known` has those of the same memory, of this batch's other tables."""
     if len(lookups) > 1:
-        return ascending(np.concatenate(lookups))
+        return unique_ascending(np.concatenate(lookups))
     (ids,) = lookups
     place = _place(ids)
     if place not in known:
-        known[place] = ascending(ids)
+        known[place] = unique_ascending(ids)
     return known[place]
 
 
@@ -192,7 +192,7 @@ def held_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], I
 
 def _merged(held: Sequence[tuple[NDArray[Any], Ids]]) -> tuple[NDArray[Any], Ids]:
     ids, versions = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
-    groups = group(ids.view(np.uint64))
+    groups = group_by_id(ids.view(np.uint64))
     oldest, newest = groups.minimum(versions), ~groups.minimum(~versions)
     return groups.ids.view(ids.dtype), np.where(oldest == newest, oldest, _NO_VERSION)
 

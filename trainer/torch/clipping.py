@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from kvemb.arrays.segment_sum import group
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
 
 from .eager import eager
@@ -114,4 +114,4 @@ def _merged(pendings: list[Pending]) -> list[Tensor]:
     ids = np.concatenate([lookup.ids for lookup, _ in pairs])
     grads = np.concatenate([grad.detach().cpu().numpy() for _, grad in pairs])
     with np.errstate(invalid="ignore"):  # infinities of both signs; the norm tells
-        return [torch.from_numpy(group(ids).sum(grads))]
+        return [torch.from_numpy(group_by_id(ids).sum(grads))]

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvemb.arrays.segment_sum import group as group_ids
+from kvemb.arrays.segment_sum import group_by_id as group_ids
 
 from .pending import Pending
 

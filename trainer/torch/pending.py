@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd import Variable
 
-from kvemb.arrays.segment_sum import group
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
 
 from .ports import TablePort
@@ -157,7 +157,7 @@ class Pending:
             if leaf.grad is not None
         ]
         ids, rows, grads, versions = (np.concatenate(arrays) for arrays in zip(*pushed, strict=True))
-        groups = group(ids)
+        groups = group_by_id(ids)
         with np.errstate(invalid="ignore"):  # infinities of both signs: the push refuses what comes of them, and says where
             summed = groups.sum(grads)
         first = groups.starts if groups.order is None else groups.order[groups.starts]

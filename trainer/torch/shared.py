@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
-from kvemb.arrays.unique import Distinct, ascending
+from kvemb.arrays.unique import Unique, unique_ascending
 
 from ..lookahead.rows import Ahead, Found, Pulled, distinct_of, found_of
 from ..report_times import counted
@@ -53,7 +53,7 @@ class SharedLookups:
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""
         self._ids = np.empty(0, np.uint64)  # a copy of what it was asked for
-        self._wanted = Distinct(self._ids, None)
+        self._wanted = Unique(self._ids, None)
         self._ahead: dict[str, Pulled] = {}
 
     def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[Found]:
@@ -141,10 +141,10 @@ class SharedLookups:
             self._ahead.clear()
         self._first = ""
 
-    def _lead(self, table: TablePort, ids: NDArray[np.uint64]) -> tuple[Distinct, Pulled]:
+    def _lead(self, table: TablePort, ids: NDArray[np.uint64]) -> tuple[Unique, Pulled]:
         self._drop_ahead()
         self._ids = ids.copy()
-        wanted = ascending(self._ids)
+        wanted = unique_ascending(self._ids)
         names = [table.name, *self._followers.get(table.name, ())]
         if len(names) == 1:
             pulled = _pull(table, wanted)
@@ -164,5 +164,5 @@ class SharedLookups:
                 followers.append(table.name)
 
 
-def _pull(table: TablePort, wanted: Distinct) -> Pulled:
+def _pull(table: TablePort, wanted: Unique) -> Pulled:
     return table.pull(to_caller(wanted.ids, table.definition.id_dtype), return_versions=True)

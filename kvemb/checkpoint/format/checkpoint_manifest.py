@@ -50,7 +50,7 @@ class SavedTable:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseCheckpoint:
     """The checkpoint that an incremental one is built on: its name beside this one, and the save that made it."""
 
     name: str
@@ -58,7 +58,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """A whole checkpoint.
 
     Args:
@@ -82,7 +82,7 @@ class Manifest:
     cuts: tuple[Cut, ...]
     tables: tuple[SavedTable, ...]
     files: tuple[FileEntry, ...]
-    base: Base | None = None
+    base: BaseCheckpoint | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

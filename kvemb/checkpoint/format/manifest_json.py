@@ -7,7 +7,7 @@ other; a release that does not know the format version refuses it.
 from collections.abc import Iterator
 from typing import Any
 
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, FileEntry, Manifest, SavedTable
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
 from kvemb.checkpoint.format.file_names import IDS, ROLES, ROWS, check_name
 from kvemb.checkpoint.format.strict_json import Fields, decode, encode
 from kvemb.errors import CheckpointError, InvalidInputError
@@ -24,7 +24,7 @@ _MAX_COUNT = 1 << 53  # the largest that every JSON reader keeps exactly
 _HEX = frozenset("0123456789abcdef")
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """Return the bytes of manifest.json."""
     return encode(
         {
@@ -45,7 +45,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     )
 
 
-def decode_manifest(data: bytes, where: str) -> Manifest:
+def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     """Read manifest.json.
 
     Args:
@@ -69,7 +69,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if not cuts or [cut.shard for cut in cuts] != list(range(len(cuts))):
         raise fields.wrong("cuts", "one per shard, from 0 on")
     tables = tuple(_read_table(item, len(cuts)) for item in fields.objects("tables", _MAX_TABLES))
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         save_id=read_hex(fields, "save_id"),
         cluster=fields.text("cluster"),
         cluster_id=read_hex(fields, "cluster_id"),
@@ -162,12 +162,12 @@ def _read_table(fields: Fields, n_shards: int) -> SavedTable:
     return SavedTable(definition, fields.integers("steps", n_shards, _MAX_COUNT))
 
 
-def _read_base(fields: Fields | None) -> Base | None:
+def _read_base(fields: Fields | None) -> BaseCheckpoint | None:
     if fields is None:
         return None
     fields.only("name", "save_id")
     try:
-        return Base(check_name(fields.text("name")), read_hex(fields, "save_id"))
+        return BaseCheckpoint(check_name(fields.text("name")), read_hex(fields, "save_id"))
     except InvalidInputError as error:
         raise fields.wrong("name", f"the name of a checkpoint beside this one ({error})") from error
 
@@ -179,7 +179,7 @@ def _read_extra(fields: Fields) -> dict[str, Any]:
         raise fields.wrong("extra", str(error)) from error
 
 
-def _check_agreement(manifest: Manifest, fields: Fields, where: str) -> None:
+def _check_agreement(manifest: CheckpointManifest, fields: Fields, where: str) -> None:
     """Refuse a manifest whose parts contradict each other."""
     names = [table.definition.name for table in manifest.tables]
     if len(set(names)) != len(names):
@@ -191,7 +191,7 @@ def _check_agreement(manifest: Manifest, fields: Fields, where: str) -> None:
         raise fields.wrong("totals", f"{totals}, as the files add up to")
 
 
-def _contradictions(manifest: Manifest, names: set[str]) -> Iterator[str]:
+def _contradictions(manifest: CheckpointManifest, names: set[str]) -> Iterator[str]:
     keys = [(file.table, file.role, file.shard, file.part) for file in manifest.files]
     if len(set(keys)) != len(keys):
         yield "a file stands twice in it"

@@ -6,7 +6,7 @@ from typing import Any
 from kvemb.errors import ConfigError
 
 
-def require(module: str) -> Any:
+def require_extra(module: str) -> Any:
     """Import pyarrow, fsspec or a module of theirs.
 
     Raises:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
-from kvemb.checkpoint.format.optional_imports import require
+from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.checkpoint.format.row_block import RowBlock, row_bytes
 from kvemb.errors import CheckpointError
 from kvemb.schema.table_def import TableDef
@@ -95,7 +95,7 @@ def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) 
 
 
 def _encode(schema: Any, groups: Sequence[Sequence[Any]]) -> memoryview:
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
+    pa, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
     sink = pa.BufferOutputStream()
     # Statistics of ids only, so that others can look rows up; those of weights would cost and say nothing.
     with parquet.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
@@ -109,7 +109,7 @@ def _decode(schema: Any, data: bytes, entry: FileEntry, min_row_bytes: int, wher
         raise CheckpointError(f"{where}: {len(data)} bytes, expected {entry.size_bytes}: truncated or replaced")
     if checksum(data) != entry.checksum:
         raise CheckpointError(f"{where}: damaged, its checksum is not the one in the manifest")
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
+    pa, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(pa.BufferReader(data), thrift_string_size_limit=_FOOTER_BYTES, thrift_container_size_limit=_FOOTER_BYTES)
         _check_shape(file, schema, entry, min_row_bytes, where)
@@ -158,14 +158,14 @@ def _arrays(table: Any, schema: Any, where: str) -> dict[str, NDArray[Any]]:
 
 
 def _array(chunk: Any, kind: Any) -> NDArray[Any]:
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     if not pa.types.is_fixed_size_list(kind):
         return np.asarray(chunk.to_numpy(zero_copy_only=True))
     return np.asarray(chunk.flatten().to_numpy(zero_copy_only=True)).reshape(len(chunk), kind.list_size)
 
 
 def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[Any]:
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     weights = _lists(_readable(definition, block.weights), _weight_type(definition))
     columns = [_id_array(definition, block.ids), pa.array(block.versions), weights]
     if _has_slots(definition, weights_only):
@@ -176,17 +176,17 @@ def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[
 
 def _lists(values: NDArray[Any], kind: Any) -> Any:
     """A fixed-size list array over the very memory of [n, width] values."""
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     flat = pa.Array.from_buffers(kind, values.size, [None, pa.py_buffer(np.ascontiguousarray(values))])
     return pa.FixedSizeListArray.from_arrays(flat, type=_list_type(kind, values.shape[1]))
 
 
 def _id_array(definition: TableDef, ids: NDArray[np.uint64]) -> Any:
-    return require("pyarrow").array(to_caller(np.ascontiguousarray(ids), definition.id_dtype))
+    return require_extra("pyarrow").array(to_caller(np.ascontiguousarray(ids), definition.id_dtype))
 
 
 def _schema(definition: TableDef, weights_only: bool) -> Any:
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     fields = [*_id_schema(definition), pa.field("version", pa.uint64(), nullable=False)]
     fields.append(pa.field("weights", _list_type(_weight_type(definition), definition.dim), nullable=False))
     if _has_slots(definition, weights_only):
@@ -195,17 +195,17 @@ def _schema(definition: TableDef, weights_only: bool) -> Any:
 
 
 def _id_schema(definition: TableDef) -> Any:
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     return pa.schema([pa.field("id", pa.int64() if definition.id_dtype == "int64" else pa.uint64(), nullable=False)])
 
 
 def _list_type(kind: Any, width: int) -> Any:
-    pa = require("pyarrow")  # without nulls, writing is nearly twice as fast
+    pa = require_extra("pyarrow")  # without nulls, writing is nearly twice as fast
     return pa.list_(pa.field("element", kind, nullable=False), width)
 
 
 def _weight_type(definition: TableDef) -> Any:
-    pa = require("pyarrow")
+    pa = require_extra("pyarrow")
     return pa.float16() if definition.dtype == "float16" else pa.float32()
 
 

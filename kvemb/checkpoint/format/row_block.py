@@ -48,7 +48,7 @@ class RowBlock:
 
     def records(self, definition: TableDef, versions: NDArray[np.uint64] | int) -> NDArray[np.uint8]:
         """Return the rows as records with these versions: uint8 [n, record bytes]. Slots that are not there are a new row's."""
-        slots = new_slots(definition, len(self)) if self.slots is None else self.slots
+        slots = new_state(definition, len(self)) if self.slots is None else self.slots
         return definition.record.encode(self.ids, versions, self.weights, slots)
 
     def take(self, rows: NDArray[Any] | slice) -> "RowBlock":
@@ -70,7 +70,7 @@ class RowBlock:
         )
 
 
-def new_slots(definition: TableDef, n: int) -> NDArray[np.float32]:
+def new_state(definition: TableDef, n: int) -> NDArray[np.float32]:
     """Return the slots of n rows that were never pushed: float32 [n, slot_size]."""
     slots = definition.optimizer.slots()
     one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(definition.dim) for s in slots])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvemb.checkpoint.format.checkpoint_manifest import Base, Cut, FileEntry, Manifest, SavedTable
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
 from kvemb.checkpoint.format.manifest_json import MAX_FILES, file_fields, read_cut, read_file, read_hex
 from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.errors import CheckpointError, InvalidInputError
@@ -38,14 +38,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """What is the same for all shards of a save; see `Manifest`."""
+    """What is the same for all shards of a save; see `CheckpointManifest`."""
 
     save_id: str
     cluster: str
     cluster_id: str
     created_s: int
     weights_only: bool
-    base: Base | None = None
+    base: BaseCheckpoint | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ def decode_fragment(data: bytes, where: str) -> Fragment:
     return Fragment(read_hex(fields, "save_id"), read_cut(cut), fields.flag("done"), tuple(tables), files)
 
 
-def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> Manifest:
+def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> CheckpointManifest:
     """Put the shards' shares together.
 
     Raises:
@@ -104,7 +104,7 @@ def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> Manifest:
             raise CheckpointError(f"save {info.save_id}: shard {number} did not know table {lacking[0]!r} yet; save again")
         if any(tables[name][0].key != by_name[0][name][0].key for name in names):
             raise CheckpointError(f"save {info.save_id}: a table was dropped and created again while the save began; save again")
-    return Manifest(
+    return CheckpointManifest(
         save_id=info.save_id, cluster=info.cluster, cluster_id=info.cluster_id, created_s=info.created_s, weights_only=info.weights_only,
         cuts=tuple(share.cut for share in shares),
         tables=tuple(SavedTable(by_name[0][name][0], tuple(tables[name][1] for tables in by_name)) for name in names),

@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.node_batch import NodeSteps, group, server_error, tell_foreign
+from kvemb.stores.node_batch import NodeSteps, group_by_node, server_error, tell_foreign
 from kvemb.stores.redirects import NOT_NOW, redirect_target
 from kvemb.stores.redis_cluster.slot_map import SlotMap
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
-from kvemb.wire.codec import Codec, Records
+from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import Step
 
 Rows = slice | NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class NodeShare:
     """What one node is asked of one part in one round.
 
     Args:
@@ -60,7 +60,7 @@ class Redirects:
 
 
 @dataclass(eq=False)
-class _Part:
+class _PartInProgress:
     """One part's rows in node order, and those still to be answered."""
 
     keys: RowKeys
@@ -75,7 +75,7 @@ class ClusterBatch(ABC):
 
     def __init__(self, all_keys: Sequence[RowKeys]) -> None:
         self._all_keys = all_keys
-        self._parts: list[_Part] = []
+        self._parts: list[_PartInProgress] = []
         self._started = False
 
     def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:
@@ -90,7 +90,7 @@ class ClusterBatch(ABC):
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         """The steps for some rows, and the buffers their replies fill."""
 
-    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:  # noqa: B027 - most batches have nothing to place
+    def _place(self, share: NodeShare, good: NDArray[np.bool_]) -> None:  # noqa: B027 - most batches have nothing to place
         """Put answered rows of a share that is no slice into the results."""
 
     @property
@@ -100,7 +100,7 @@ class ClusterBatch(ABC):
             return any(len(keys) for keys in self._all_keys)
         return any(part.left or part.ask for part in self._parts)
 
-    def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[Share]:
+    def plan(self, slot_map: SlotMap, codec: Codec, asking_codec: Codec) -> list[NodeShare]:
         """Decide who is asked for which rows in this round."""
         if not self._started:
             self._start(slot_map, codec)
@@ -113,15 +113,15 @@ class ClusterBatch(ABC):
             part.left, part.ask = [], {}
         return shares
 
-    def slots_of(self, share: Share) -> NDArray[np.int64]:
+    def slots_of(self, share: NodeShare) -> NDArray[np.int64]:
         """Of every row of a share."""
         return self._parts[share.part].slots[share.rows]
 
-    def _missing(self, share: Share) -> NDArray[np.bool_] | bool:
+    def _missing(self, share: NodeShare) -> NDArray[np.bool_] | bool:
         """Which rows of a share were answered to be missing."""
         return False
 
-    def settle(self, shares: list[Share], moved: set[str], unsure: frozenset[tuple[str, int]] = frozenset()) -> Redirects:
+    def settle(self, shares: list[NodeShare], moved: set[str], unsure: frozenset[tuple[str, int]] = frozenset()) -> Redirects:
         """Take a round's answers: rows that were redirected are pending again, and so are all rows of nodes whose marker has moved.
 
         Args:
@@ -149,7 +149,7 @@ class ClusterBatch(ABC):
         return redirects
 
     def _ask_again(
-        self, part: _Part, positions: NDArray[np.intp], good: NDArray[np.bool_], again: NDArray[np.bool_], redirects: Redirects
+        self, part: _PartInProgress, positions: NDArray[np.intp], good: NDArray[np.bool_], again: NDArray[np.bool_], redirects: Redirects
     ) -> None:
         if again.any():
             good[again] = False
@@ -161,26 +161,28 @@ class ClusterBatch(ABC):
         self._started = True
         for index, keys in enumerate(self._all_keys):
             slots = keys.slots()
-            grouped = group(keys, slot_map.nodes[slots], self._kinds(index, keys, codec))
+            grouped = group_by_node(keys, slot_map.nodes[slots], self._kinds(index, keys, codec))
             order = grouped.order
-            part = _Part(grouped.keys, slots[order], order, [rows for _, rows in grouped.shares])
+            part = _PartInProgress(grouped.keys, slots[order], order, [rows for _, rows in grouped.shares])
             self._parts.append(part)
             self._begin(index, grouped.keys, order)
 
-    def _by_node(self, index: int, part: _Part, rows: Rows, slot_map: SlotMap, codec: Codec) -> list[Share]:
+    def _by_node(self, index: int, part: _PartInProgress, rows: Rows, slot_map: SlotMap, codec: Codec) -> list[NodeShare]:
         nodes = slot_map.nodes[part.slots[rows]]
         if len(nodes) and (nodes == nodes[0]).all():
             return [self._share(index, part, rows, slot_map.addresses[int(nodes[0])], codec)]
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return [self._share(index, part, positions[nodes == node], slot_map.addresses[int(node)], codec) for node in np.unique(nodes)]
 
-    def _share(self, index: int, part: _Part, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> Share:
+    def _share(self, index: int, part: _PartInProgress, rows: Rows, address: str, codec: Codec, *, asking: bool = False) -> NodeShare:
         keys = part.keys[rows] if isinstance(rows, slice) else part.keys.take(rows)
         steps, buffers = self._steps(index, keys, rows, codec)
         slot = int(part.slots[rows][-1])
-        return Share(address, index, rows, slot, asking, NodeSteps(address, keys, steps), buffers)
+        return NodeShare(address, index, rows, slot, asking, NodeSteps(address, keys, steps), buffers)
 
-    def _redirect(self, part: _Part, share: Share, positions: NDArray[np.intp], good: NDArray[np.bool_], redirects: Redirects) -> None:
+    def _redirect(
+        self, part: _PartInProgress, share: NodeShare, positions: NDArray[np.intp], good: NDArray[np.bool_], redirects: Redirects
+    ) -> None:
         again = []
         for row, line in share.steps.row_errors():
             good[row] = False
@@ -228,11 +230,11 @@ class ReadBatch(ClusterBatch):
         steps = tell_foreign(codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), foreign)
         return steps, (records, found) if foreign is None else (records, found, foreign)
 
-    def _missing(self, share: Share) -> NDArray[np.bool_] | bool:
+    def _missing(self, share: NodeShare) -> NDArray[np.bool_] | bool:
         missing: NDArray[np.bool_] = ~share.buffers[1].astype(bool)
         return missing
 
-    def _place(self, share: Share, good: NDArray[np.bool_]) -> None:
+    def _place(self, share: NodeShare, good: NDArray[np.bool_]) -> None:
         if isinstance(share.rows, slice):
             return
         result, rows = self.results[share.part], share.rows[good]
@@ -251,11 +253,11 @@ class WriteBatch(ClusterBatch):
 
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         if order is not None:
-            self._records[part] = Records(self._requests[part].records, order).bytes()
+            self._records[part] = RecordsToWrite(self._requests[part].records, order).bytes()
 
     def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
-        return codec.write_steps(keys, Records(self._records[part][rows]), None, out), (out,)
+        return codec.write_steps(keys, RecordsToWrite(self._records[part][rows]), None, out), (out,)
 
 
 class EraseBatch(ClusterBatch):

@@ -24,7 +24,7 @@ from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import N_SLOTS, RowKeys, text_slot
 from kvemb.stores.node_batch import NodeSteps, server_error, unexpected_value
-from kvemb.stores.read_retry import waiting, waits
+from kvemb.stores.read_retry import retries, retry_read
 from kvemb.stores.redirects import REDIRECTS, redirect_target
 from kvemb.stores.redis_cluster.cluster_members import MEMBERS, decode_members, process_of
 from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map
@@ -62,7 +62,7 @@ class ClusterLinks(Store):
         self._whole: frozenset[str] = frozenset()
         self._owner: tuple[int, int, bytes] | None = None
         self._still_ours: Callable[[], None] | None = None
-        self._waits = waits(role, config.on_lost_node)
+        self._waits = retries(role, config.on_lost_node)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class ClusterLinks(Store):
         def get() -> BlobReply | CodeReply:
             return self._meta(name, lambda: self._codec.get_step(name.encode()), deadline)
 
-        reply = waiting(get, deadline) if self._waits else get()
+        reply = retry_read(get, deadline) if self._waits else get()
         assert isinstance(reply, BlobReply)
         return [reply.value]
 

@@ -14,9 +14,9 @@ from kvemb.coordination.markers import Identity, Marker, accept, diagnose, why_l
 from kvemb.errors import DeadlineExceededError, InvalidInputError, NodeUnavailableError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import N_SLOTS
-from kvemb.stores.coalesce import read_joined, write_joined
-from kvemb.stores.read_retry import PASSING, waiting
-from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, ReadBatch, Redirects, Share, WriteBatch
+from kvemb.stores.coalesce import read_coalesced, write_coalesced
+from kvemb.stores.read_retry import PASSING, retry_read
+from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, EraseBatch, NodeShare, ReadBatch, Redirects, WriteBatch
 from kvemb.stores.redis_cluster.cluster_members import MEMBERS, encode_members, process_of, run_id_in
 from kvemb.stores.redis_cluster.cluster_repair import Begun, ClusterRepair
 from kvemb.stores.redis_cluster.slot_map import SlotMap
@@ -41,7 +41,7 @@ class RedisClusterStore(ClusterRepair):
         return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+        return retry_read(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._pool.require_open()
@@ -87,7 +87,7 @@ class RedisClusterStore(ClusterRepair):
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return waiting(lambda: self._read(parts, deadline), deadline) if self._waits else self._read(parts, deadline)
+        return retry_read(lambda: self._read(parts, deadline), deadline) if self._waits else self._read(parts, deadline)
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
         def run(joined: Sequence[ReadPart]) -> list[ReadResult]:
@@ -95,7 +95,7 @@ class RedisClusterStore(ClusterRepair):
             self._run(batch, deadline, repair)
             return batch.results
 
-        return read_joined(parts, run)
+        return read_coalesced(parts, run)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         return self._write(parts, deadline)
@@ -105,7 +105,7 @@ class RedisClusterStore(ClusterRepair):
             self._run(WriteBatch(joined), deadline, repair)
             return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in joined]
 
-        return write_joined(parts, run)
+        return write_coalesced(parts, run)
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         self._run(EraseBatch(parts), deadline)
@@ -170,7 +170,7 @@ class RedisClusterStore(ClusterRepair):
         moved = {check.address for check in here if not self._marker_stays(check.slot, check.reply)}
         return batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
 
-    def _checks(self, batch: ClusterBatch, shares: list[Share], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
+    def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
         """The markers to read: one of every node that is asked, and those of its slots that came from another node."""
         checks = {}
         last_slot = {share.address: share.slot for share in shares if not share.asking}

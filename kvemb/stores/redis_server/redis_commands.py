@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Link, connect
+from kvemb.net.link import Link, connect_link
 from kvemb.stores.node_batch import server_error
 from kvemb.wire.resp.resp_codec import command
 from kvemb.wire.resp.resp_value import ErrorLine, Value, ValueReply
@@ -34,7 +34,7 @@ def open_admin(address: str, config: StorageConfig, deadline: Deadline, name: st
         ConfigError: the credentials were refused.
         ProtocolError: this is no Redis or Valkey server.
     """
-    link = Link(connect(address, deadline), address)
+    link = Link(connect_link(address, deadline), address)
     try:
         if config.password is not None:
             ask(link, deadline, "AUTH", *([config.username] if config.username else []), config.password)

@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Link, connect
+from kvemb.net.link import Link, connect_link
 from kvemb.schema.keys import KEY_SIZE
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.standalone.node_store import NodeStore
@@ -41,7 +41,7 @@ class MemcachedStore(NodeStore):
         return [self.stats_or_error(address, deadline) for address in self.addresses]
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
-        return Link(connect(address, deadline), address)
+        return Link(connect_link(address, deadline), address)
 
     def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         settings = _ask(address, deadline, "settings")
@@ -120,7 +120,7 @@ def _number(address: str, fields: dict[str, str], name: str) -> int:
 @contextmanager
 def _connected(address: str, deadline: Deadline) -> Iterator[Link]:
     """A connection for a few administrative commands."""
-    link = Link(connect(address, deadline), address)
+    link = Link(connect_link(address, deadline), address)
     try:
         yield link
     finally:

@@ -33,13 +33,13 @@ from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.coalesce import read_joined, write_joined
-from kvemb.stores.node_batch import Grouped, NodeSteps, group, raise_row_errors, server_error, tell_foreign, unexpected_value
-from kvemb.stores.read_retry import ABSENT, PASSING, waiting, waits
+from kvemb.stores.coalesce import read_coalesced, write_coalesced
+from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, server_error, tell_foreign, unexpected_value
+from kvemb.stores.read_retry import ABSENT, PASSING, retries, retry_read
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
 from kvemb.stores.store import Store
-from kvemb.wire.codec import Codec, Records
+from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import BlobReply, Step, UnexpectedValueError
 
 log = logging.getLogger("kvemb")
@@ -68,7 +68,7 @@ class NodeStore(NodeRepair, Store):
         self._pool = LinkPool(self._checked_link, self._dropped, doubts)
         self._plain_pool = LinkPool(self._plain_link, self._dropped, doubts)  # to nodes in any state, for repair
         self._meta_pool = self._pool
-        self._waits = waits(role, config.on_lost_node)
+        self._waits = retries(role, config.on_lost_node)
         self._nodes_now: Callable[[], tuple[str, ...]] | None = None
 
     # --- what a subclass brings -------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class NodeStore(NodeRepair, Store):
         return self._map.addresses
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return waiting(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+        return retry_read(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._pool.require_open()
@@ -163,18 +163,18 @@ class NodeStore(NodeRepair, Store):
         return self._erase(parts, deadline, self._lane(address, nonce, parts, deadline))
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None = None) -> list[ReadResult]:
-        return read_joined(parts, lambda joined: self._read_parts(joined, deadline, repair))
+        return read_coalesced(parts, lambda joined: self._read_parts(joined, deadline, repair))
 
     def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
         one_node = len(self.addresses) == 1
-        return write_joined(parts, lambda joined: self._write_parts(joined, deadline, repair), one_node=one_node)
+        return write_coalesced(parts, lambda joined: self._write_parts(joined, deadline, repair), one_node=one_node)
 
     def _read_parts(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None) -> list[ReadResult]:
         plan: Plan = []
         results = []
         for part in parts:
             kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
-            grouped = group(part.keys, self._map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, self._map.nodes_of(part.keys), kinds)
             result = self._empty_result(part, grouped)
             results.append(result)
             keys = grouped.keys
@@ -191,10 +191,10 @@ class NodeStore(NodeRepair, Store):
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
         for part in parts:
             kinds = self._codec.write_kinds(part.keys, part.tokens)
-            grouped = group(part.keys, self._map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, self._map.nodes_of(part.keys), kinds)
             out = np.zeros(len(part.keys), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
-            keys, records = grouped.keys, Records(part.records, grouped.order)
+            keys, records = grouped.keys, RecordsToWrite(part.records, grouped.order)
             tokens = part.tokens[order].copy() if part.tokens is not None and self.capabilities.cas else None
             outs.append((grouped, out, tokens))
             for node, rows in grouped.shares:
@@ -207,7 +207,7 @@ class NodeStore(NodeRepair, Store):
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
         for part in parts:
-            grouped = group(part.keys, self._map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
+            grouped = group_by_node(part.keys, self._map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
             out = np.zeros(len(part.keys), dtype=np.uint8)
             outs.append((grouped, out))
             order = slice(None) if grouped.order is None else grouped.order
@@ -233,7 +233,7 @@ class NodeStore(NodeRepair, Store):
 
     def _patiently(self, call: Callable[[], R], deadline: Deadline) -> R:
         following = call if self._nodes_now is None else lambda: self._following(call)
-        return waiting(following, deadline) if self._waits else following()
+        return retry_read(following, deadline) if self._waits else following()
 
     def _following(self, call: Callable[[], R]) -> R:
         """Call, and once more if nodes turn out to be at other addresses."""

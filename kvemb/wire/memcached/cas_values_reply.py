@@ -18,7 +18,7 @@ _MAX_DIGITS = 20
 
 
 @dataclass(eq=False)
-class TokenReply:
+class CasValuesReply:
     """n values of one size with their tokens, each of which may be missing.
 
     Args:

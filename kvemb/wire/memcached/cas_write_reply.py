@@ -23,7 +23,7 @@ _GATHERED_BYTES = 16 << 10
 
 
 @dataclass(eq=False)
-class StoredReply:
+class CasWriteReply:
     """n answers to `ms` with the flag c.
 
     Args:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.schema.keys import RowKeys
-from kvemb.wire.codec import Records
-from kvemb.wire.fixed_size_values import StrideReply
-from kvemb.wire.memcached.cas_values_reply import TokenReply
-from kvemb.wire.memcached.cas_write_reply import StoredReply
+from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.memcached.cas_values_reply import CasValuesReply
+from kvemb.wire.memcached.cas_write_reply import CasWriteReply
 from kvemb.wire.replies import BlobReply, CodeReply, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
 
@@ -41,12 +41,12 @@ class MetaCodec:
             request = partial(_shared_request, shared, rows)
             if tokens is None:
                 size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
-                steps.append(Step(request, StrideReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
+                steps.append(Step(request, FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
             else:
-                steps.append(Step(request, TokenReply(record_bytes, out[rows], found[rows], tokens[rows])))
+                steps.append(Step(request, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows])))
         return steps
 
-    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.write_steps`; new rows (token 0) come before the others.
 
         Raises:
@@ -62,7 +62,7 @@ class MetaCodec:
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
                 condition = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
-                steps.append(Step(partial(_store_request, keys[at], records[at], condition), StoredReply(out[at], tokens[at])))
+                steps.append(Step(partial(_store_request, keys[at], records[at], condition), CasWriteReply(out[at], tokens[at])))
         return steps
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
@@ -101,7 +101,7 @@ def _erase_request(keys: RowKeys, tokens: NDArray[np.uint64] | None) -> memoryvi
     return columns(len(keys), b"md ", keys.encode(), *condition, b"\r\n").reshape(-1).data
 
 
-def _store_request(keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None) -> memoryview:
+def _store_request(keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None) -> memoryview:
     """Store under a condition: the tokens, or None for rows that must not exist."""
     condition = [b"ME c"] if tokens is None else [b"C", decimals(tokens), b" c"]
     size = b" %d " % records.size_bytes

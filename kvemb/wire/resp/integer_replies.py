@@ -18,7 +18,7 @@ _OK = int.from_bytes(b"+OK", "little")
 
 
 @dataclass(eq=False)
-class LinesReply:
+class IntegerReplies:
     """n rows of several lines each, the last one an integer.
 
     Args:

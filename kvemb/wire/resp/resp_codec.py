@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from kvemb.schema.keys import KEY_SIZE, RowKeys
 from kvemb.schema.pages import PagedKeys
-from kvemb.wire.codec import Records
-from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import BlobReply, CodeReply, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns
 from kvemb.wire.resp.resp_pages import PageRequests
@@ -45,11 +45,11 @@ class RespCodec:
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
             preamble = b"*%d\r\n" % (rows.stop - rows.start) if self._multi_get else b""
-            reply = StrideReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
+            reply = FixedSizeValuesReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
             steps.append(Step(partial(self._get_request, shared, rows), reply, len(reply.found) * (len(head) + record_bytes + 2)))
         return steps
 
-    def write_steps(self, keys: RowKeys, records: Records, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
         """See `Codec.write_steps`: pipelined SETs, which never conflict."""
         if isinstance(keys, PagedKeys):
             return self._pages.write_steps(keys, records, out)
@@ -97,7 +97,7 @@ class RespCodec:
         head = b"*%d\r\n$4\r\nMGET\r\n" % (rows.stop - rows.start + 1)
         return np.concatenate([np.frombuffer(head, dtype=np.uint8), body]).data
 
-    def _set_request(self, keys: RowKeys, records: Records) -> memoryview:
+    def _set_request(self, keys: RowKeys, records: RecordsToWrite) -> memoryview:
         head, middle = self._ask + b"*3\r\n$3\r\nSET\r\n" + _KEY_HEAD, b"\r\n$%d\r\n" % records.size_bytes
         return columns(len(keys), head, keys.encode(), middle, records.bytes(), b"\r\n").reshape(-1).data
 

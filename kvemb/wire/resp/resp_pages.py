@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from kvemb.schema.keys import KEY_SIZE
 from kvemb.schema.pages import PagedKeys, PageLayout
 from kvemb.schema.record import HEADER_SIZE
-from kvemb.wire.codec import Records
-from kvemb.wire.fixed_size_values import StrideReply
+from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import Step
 from kvemb.wire.request_arrays import Bytes, chunks, columns
-from kvemb.wire.resp.integer_replies import LinesReply
+from kvemb.wire.resp.integer_replies import IntegerReplies
 
 _KEY_HEAD = b"$%d\r\n" % KEY_SIZE
 _GETRANGE = b"*4\r\n$8\r\nGETRANGE\r\n" + _KEY_HEAD
@@ -59,11 +59,11 @@ class PageRequests:
         steps = []
         for rows, kind in self._runs(texts.kinds[keys.places]):
             request = partial(self._get_request, keys[rows], texts, kind)
-            reply = StrideReply(head, size, self._asked + _MISS, out[rows], found[rows], b"", self._asked, blank_bytes=HEADER_SIZE)
+            reply = FixedSizeValuesReply(head, size, self._asked + _MISS, out[rows], found[rows], b"", self._asked, blank_bytes=HEADER_SIZE)
             steps.append(Step(request, reply, len(reply.found) * (len(head) + size + 2)))
         return steps
 
-    def write_steps(self, keys: PagedKeys, records: Records, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: PagedKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[Step]:
         """Write n records."""
         return self._set_steps(keys, records, records.size_bytes, out)
 
@@ -82,13 +82,13 @@ class PageRequests:
         kinds = _offset_texts(keys.layout, 0).kinds[keys.places]
         return kinds if keys.opens is None else kinds + np.where(keys.opens, np.int8(0), np.int8(_PAGE_IS_MADE))
 
-    def _set_steps(self, keys: PagedKeys, records: Records | None, size: int, out: NDArray[np.uint8]) -> list[Step]:
+    def _set_steps(self, keys: PagedKeys, records: RecordsToWrite | None, size: int, out: NDArray[np.uint8]) -> list[Step]:
         texts, line = _offset_texts(keys.layout, size), (b"+:" if self._asked else b":")
         steps = []
         for rows, kind in self._runs(self.write_kinds(keys)):
             opens = kind < _PAGE_IS_MADE
             request = partial(self._set_request, keys[rows], None if records is None else records[rows], texts, kind % _PAGE_IS_MADE, opens)
-            steps.append(Step(request, LinesReply(line * (1 + opens), keys.layout.page_bytes, out[rows])))
+            steps.append(Step(request, IntegerReplies(line * (1 + opens), keys.layout.page_bytes, out[rows])))
         return steps
 
     def _runs(self, kinds: NDArray[np.int8]) -> list[tuple[slice, int]]:
@@ -105,7 +105,7 @@ class PageRequests:
     def _get_request(self, keys: PagedKeys, texts: "_Texts", kind: int) -> memoryview:
         return columns(len(keys), self._ask + _GETRANGE, keys.encode(), texts.of(kind, keys.places)).reshape(-1).data
 
-    def _set_request(self, keys: PagedKeys, records: Records | None, texts: "_Texts", kind: int, opens: bool) -> memoryview:
+    def _set_request(self, keys: PagedKeys, records: RecordsToWrite | None, texts: "_Texts", kind: int, opens: bool) -> memoryview:
         name, command = keys.encode(), self._ask + _SETRANGE
         last = b"%d" % (keys.layout.page_bytes - 1)
         opening: list[bytes | Bytes] = [command, name, b"\r\n$%d\r\n%s\r\n$1\r\n\0\r\n" % (len(last), last)] if opens else []
