@@ -5,6 +5,7 @@ Fixtures of one part live with its tests.
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
@@ -14,6 +15,12 @@ import pytest
 from kvemb.stores import storage_kinds
 
 pytest.register_assert_rewrite("kvemb.testing")
+
+# A shell ignores SIGINT for what a script starts in the background, and nohup ignores SIGHUP; whatever is started from there inherits it.
+# Programs that leave it so do right, but tests that interrupt one need what a terminal gives.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # No deadline: no time is asserted, on no machine. In CI the same examples every run.
 hypothesis.settings.register_profile("kvemb", deadline=None, derandomize=os.environ.get("CI") == "true")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -169,15 +170,20 @@ def python_env() -> dict[str, str]:
 
 
 def free_ports(n: int) -> list[int]:
-    """Return n distinct ports that were free on loopback a moment ago."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    """Return n distinct loopback ports that nobody listens on, each set aside for about a minute.
+
+    A connection that was just closed keeps the system from giving its port to another process that asks for any; a server that
+    listens with SO_REUSEADDR, as all of ours do, may have it.
+    """
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for listener in listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            with socket.create_connection(listener.getsockname()):
+                listener.accept()[0].close()
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def accepts(port: int) -> bool:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from kvemb.cluster import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
 from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.launcher import LocalCluster, local
-from kvemb.local_cluster.processes import LocalProcess, LocalProcessError
+from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
 from kvemb.local_cluster.storage_servers import KINDS, find_server, start_servers
 from kvemb.net.deadline import Deadline
 
@@ -288,3 +289,13 @@ def test_a_shard_that_ended_tells_its_last_words_to_trainers_of_the_machine() ->
             started.start_shard(0, "--start-timeout", "1")
         with pytest.raises(ShardUnavailableError, match=r"shard 0 .*It has ended; its last words: NodeUnavailableError: .*"):
             connect(started.url, timeout_s=1)
+
+
+def test_a_port_that_was_handed_out_is_given_to_nobody_else_and_its_server_may_have_it() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server:  # with SO_REUSEADDR
+            assert server.getsockname()[1] == port
