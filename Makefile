@@ -15,14 +15,17 @@ SECONDS ?= 180
 SEED ?=
 STORE ?= redis
 export TORCH_SPEC PYTHON PEER_PYTHON
+# The tests and the demo start hundreds of Python processes: what one has compiled the others shall find.
+unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help demo test chaos libraries compose-test lint format types bench bench-peers setup clean
+.PHONY: help demo test test-all test-matrix chaos libraries compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
-	@echo 'make test     the whole test suite against real Valkey, Redis, Redis Cluster and memcached'
+	@echo 'make test     the test suite against real Valkey, Redis, Redis Cluster and memcached, in several processes'
+	@echo 'make test-all the same and then make test-matrix: whole clusters on every other storage kind'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
@@ -35,9 +38,18 @@ demo:
 	@sh scripts/setup.sh demo
 	@exec .venv/bin/kvemb demo $(ARGS)
 
+# A file's tests stay in one process, in which they share their cluster; the folders of slow tests come first. ARGS="-n 0 …": in this process.
+PYTEST := $(PY) -m pytest -n auto --dist loadscope --no-loadscope-reorder
+
 test: setup
 	@sh scripts/servers.sh
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) -m 'not matrix and not long' $(ARGS)
+
+test-matrix: setup
+	@sh scripts/servers.sh
+	@$(PYTEST) -m 'matrix and not long' $(ARGS)
+
+test-all: test test-matrix
 
 chaos: setup
 	@sh scripts/servers.sh

@@ -29,19 +29,10 @@ hypothesis.settings.load_profile("kvemb")
 PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memcached": "memcached"}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--long`: everything, the faults of Redis Cluster included."""
-    parser.addoption("--long", action="store_true", help="also the tests of faults on Redis Cluster, about ten minutes more")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long tests out unless they are asked for; pytest says how many were deselected."""
-    if config.getoption("--long"):
-        return
-    long = [item for item in items if item.get_closest_marker("long") is not None]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item.get_closest_marker("long") is None]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: two workers for each core, for tests of clusters wait about as long as they work; at most 8, each takes half a GB."""
+    return min(8, 2 * (os.cpu_count() or 1))
 
 
 def find_server(name: str) -> str:

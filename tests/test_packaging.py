@@ -195,7 +195,7 @@ def test_a_script_is_valid_shell(script: str) -> None:
 
 
 def test_the_ci_script_runs_the_command_of_the_readme() -> None:
-    assert "make test" in read(".ci/run")
+    assert {"make test ", "make test-matrix "} <= set(re.findall(r"make test(?:-matrix)? ", read(".ci/run")))
     assert (ROOT / ".ci/run").stat().st_mode & stat.S_IXUSR
 
 

@@ -82,12 +82,16 @@ class LedgerRun:
                 raise TimeoutError(f"acknowledged {self.n_acked()}, waited for {wanted}:\n{self.last_words()}")
             time.sleep(0.05)
 
-    def finish(self, timeout_s: float = 90.0) -> Verdict:
-        """Stop the trainers, wait until all that was accepted is applied, read every row, and judge."""
+    def stop(self, timeout_s: float = 90.0) -> None:
+        """Stop the trainers, each once what it sent is acknowledged or its grace is over."""
         for process in self.trainers:
             process.signal(signal.SIGTERM)
         for process in self.trainers:
             process.stop(timeout_s)
+
+    def finish(self, timeout_s: float = 90.0) -> Verdict:
+        """Stop the trainers, wait until all that was accepted is applied, read every row, and judge."""
+        self.stop(timeout_s)
         self._await_applied(Deadline.after(timeout_s))
         with kvemb.connect(self.cluster.url, read_only=True, timeout_s=timeout_s) as cluster:
             table = cluster.table(TABLE)

@@ -4,21 +4,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
 from jobs import PATIENCE_S
+from matrix import one_of
 
 import kvemb
 from kvemb.net.deadline import Deadline
 
 LAUNCHER = str(Path(__file__).with_name("shard_launcher.py"))
-KINDS = ("memcached", "redis", pytest.param("redis-cluster", marks=pytest.mark.long))
+KINDS = (*one_of("memcached", "redis"), pytest.param("redis-cluster", marks=pytest.mark.long))
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
     """Each storage kind, where its server is installed."""
     name = str(request.param)
@@ -27,17 +29,18 @@ def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(kind: str) -> Iterator[FaultyCluster]:
-    """Three nodes and two shards of that kind, a proxy before each; see `local`."""
-    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 1}) as cluster:
-        yield cluster
+def shared_clusters() -> Iterator[Callable[[str], FaultyCluster]]:
+    """By kind, started when first asked for: three nodes and two shards, a proxy before each; see `local`."""
+    with ExitStack() as stack:
+        yield cache(lambda kind: stack.enter_context(FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 1})))
 
 
 @pytest.fixture
-def local(shared_cluster: FaultyCluster) -> Iterator[FaultyCluster]:
-    """The session's cluster, healed after each test. For faults that leave no rows lost."""
-    yield shared_cluster
-    shared_cluster.heal()
+def local(kind: str, shared_clusters: Callable[[str], FaultyCluster]) -> Iterator[FaultyCluster]:
+    """The session's cluster of that kind, healed after each test. For faults that leave no rows lost."""
+    cluster = shared_clusters(kind)
+    yield cluster
+    cluster.heal()
 
 
 @pytest.fixture
@@ -95,21 +98,26 @@ class Training:
 
 
 @pytest.fixture(scope="session")
-def shared_training(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """Two trainers, two shards, three nodes of that kind; see `training`."""
-    points = tmp_path_factory.mktemp("points")
-    program = [sys.executable, LAUNCHER, str(points)]
+def shared_trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Training]]:
+    """By kind, started when first asked for: two trainers, two shards, three nodes; see `training`."""
     with ExitStack() as stack:
-        cluster = stack.enter_context(FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, shard_program=program))
-        yield Training(stack.enter_context(LedgerRun(cluster, n_trainers=2, seed=1, grace_s=25)), points)
+
+        def start(kind: str) -> Training:
+            points = tmp_path_factory.mktemp("points")
+            program = [sys.executable, LAUNCHER, str(points)]
+            cluster = stack.enter_context(FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, shard_program=program))
+            return Training(stack.enter_context(LedgerRun(cluster, n_trainers=2, seed=1, grace_s=25)), points)
+
+        yield cache(start)
 
 
 @pytest.fixture
-def training(shared_training: Training) -> Training:
-    """The session's, every trainer at work."""
-    run = shared_training.run
-    for trainer, process in enumerate(run.trainers):
+def training(kind: str, shared_trainings: Callable[[str], Training]) -> Iterator[Training]:
+    """The session's of that kind, every trainer at work until the test ends."""
+    shared = shared_trainings(kind)
+    for trainer, process in enumerate(shared.run.trainers):
         if process.poll() is not None:
-            run.start_trainer(trainer)
-    shared_training.goes_on()
-    return shared_training
+            shared.run.start_trainer(trainer)
+    shared.goes_on()
+    yield shared
+    shared.run.stop()

@@ -16,6 +16,7 @@ from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
 from conftest import LAUNCHER
 from jobs import PATIENCE_S, eventually
+from matrix import one_of
 from replayed import Replayed
 from shard_launcher import LOAD_POINTS, SAVE_POINTS, SNAPSHOT_POINTS
 
@@ -56,7 +57,7 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("points")
 
 
-@pytest.fixture(scope="module", params=["memcached", "redis"])
+@pytest.fixture(scope="module", params=one_of("memcached", "redis"))
 def local(request: pytest.FixtureRequest, points: Path, require_server: Callable[[str], str]) -> Iterator[FaultyCluster]:
     """Two shards that die where they are told to."""
     require_server("memcached" if request.param == "memcached" else "redis-server")

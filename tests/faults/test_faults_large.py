@@ -8,6 +8,7 @@ import pytest
 from chaos.cluster import FaultyCluster
 from chaos.proxy import DOWN, UP, Flow
 from jobs import PATIENCE_S
+from matrix import one_of
 
 import kvemb
 import kvemb.errors
@@ -24,7 +25,7 @@ LONG_S = 4 * PATIENCE_S
 SERVERS = {"redis": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=one_of(*SERVERS))
 def slow(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[FaultyCluster]:
     """One node, which gets and sends little in a second, and one shard."""
     require_server(SERVERS[request.param])

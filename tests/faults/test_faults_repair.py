@@ -12,6 +12,7 @@ from chaos.ledger import TABLE
 from chaos.proxy import Flow
 from conftest import Training
 from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
+from matrix import one_of
 
 import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError, WrongNodeError
@@ -159,7 +160,7 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
 
 
 @pytest.mark.parametrize("policy", ["wait", "fail"])
-@pytest.mark.parametrize("store", ["memcached", "redis"])
+@pytest.mark.parametrize("store", one_of("memcached", "redis"))
 def test_connecting_to_a_node_that_is_down_waits_or_fails_as_configured(
     store: str, policy: str, require_server: Callable[[str], str]
 ) -> None:

@@ -21,12 +21,16 @@ from kvemb.net.deadline import Deadline
 
 IDS = np.arange(100)
 STORAGE_POINTS = ("in the middle of a write", "after a write")
+# On Redis Cluster those in which storage takes part.
+POINTS_OF_KINDS = [
+    *(("memcached", point) for point in POINTS),
+    *(pytest.param("redis", point, marks=pytest.mark.matrix) for point in POINTS),
+    *(pytest.param("redis-cluster", point, marks=pytest.mark.long) for point in STORAGE_POINTS),
+]
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_shard_killed_at_any_point_goes_on_where_its_journal_ends(point: str, kind: str, training: Training) -> None:
-    if kind != "redis" and point not in STORAGE_POINTS:
-        pytest.skip("nothing of the storage kind takes part in it")
+@pytest.mark.parametrize(("kind", "point"), POINTS_OF_KINDS, indirect=["kind"])
+def test_a_shard_killed_at_any_point_goes_on_where_its_journal_ends(point: str, training: Training) -> None:
     shard = POINTS.index(point) % 2
     (training.points / f"{point} {shard}").touch()
     process = training.cluster.shards[shard]

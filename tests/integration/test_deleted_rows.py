@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 import kvemb.init
@@ -25,10 +26,7 @@ IDS = np.arange(3000)
 GONE = IDS[::50]
 PROGRAMS = {"redis": "redis-server", "memcached": "memcached", "redis-cluster": "redis-server"}
 KINDS = [
-    ("redis", None),
-    ("redis", 5000),
-    ("valkey", None),
-    ("valkey", 5000),
+    *one_of(("redis", 5000), ("redis", None), ("valkey", None), ("valkey", 5000)),
     ("memcached", None),
     pytest.param(("redis-cluster", None), marks=pytest.mark.long),
     pytest.param(("redis-cluster", 5000), marks=pytest.mark.long),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matrix import one_of
 
 import kvemb
 from kvemb.cli import main
@@ -32,7 +33,7 @@ def start(kind: str, require_server: Callable[[str], str], **options: int) -> Lo
     return LocalCluster(kind, 2, shards=2, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=sorted(PROGRAMS))
+@pytest.fixture(scope="module", params=one_of("valkey", "memcached", "redis"))
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     with start(request.param, require_server) as running:
         yield running

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from matrix import one_of
 
 import kvemb
 import kvemb.init
@@ -31,7 +32,7 @@ IDS, DIM = np.arange(3000), 4
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=one_of("memcached", "redis"))
 def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
     require_server(KINDS[request.param])
     return str(request.param)

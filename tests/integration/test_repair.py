@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from matrix import one_of
 from pymemcache.client.base import Client
 
 import kvemb
@@ -32,7 +33,7 @@ IDS = np.arange(N)
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=one_of("memcached", "redis"))
 def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
     require_server(KINDS[request.param])
     return str(request.param)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
@@ -31,7 +32,7 @@ def nodes_of(kind: str) -> int:
     return 3 if kind == "redis-cluster" else 2
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=one_of("memcached", "valkey", "redis-cluster"))
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with LocalCluster(request.param, nodes_of(request.param), shards=2) as running:
         with kvemb.connect(running.url) as client:
@@ -360,6 +361,7 @@ def test_the_commands_say_in_one_line_what_is_wrong(small: LocalCluster, tmp_pat
 # --- S3 ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix  # the chain of test_checkpoint_s3 once more, written by shards
 def test_shards_save_to_s3_and_load_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server")
     s3fs = pytest.importorskip("s3fs")

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 import kvemb.init
@@ -34,7 +35,7 @@ N_IDS, PER_PUSH = 64, 24
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(params=["redis", "memcached"])
+@pytest.fixture(params=one_of("memcached", "redis"))
 def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
     require_server(KINDS[request.param])
     return str(request.param)

@@ -79,8 +79,7 @@ JOBS: dict[str, tuple[Make, bool, bool]] = {
     "adam": (partial(optim.Adam, lr=0.01), False, True),
     "adamw": (partial(optim.AdamW, lr=0.01), False, True),
 }
-# What differs between stores, a few rules show.
-CASES = [("redis", job) for job in JOBS] + [("memcached", job) for job in ("adagrad", "sparse-adam", "adam")]
+CASES = [("memcached", job) for job in JOBS] + [pytest.param("redis", job, marks=pytest.mark.matrix) for job in JOBS]
 
 
 @pytest.fixture(scope="module")

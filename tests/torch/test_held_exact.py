@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 import pytest
+from matrix import one_of
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
@@ -50,7 +51,7 @@ def train(model: Model, batches: Iterable[torch.Tensor], at_step: Callable[[int]
     return losses
 
 
-@pytest.mark.parametrize("kind", ["redis", "memcached"])
+@pytest.mark.parametrize("kind", one_of("memcached", "redis"))
 def test_exact_training_is_the_same_while_shards_are_killed(kind: str, require_server: Callable[[str], str]) -> None:
     require_server({"redis": "redis-server"}.get(kind, kind))
     with LocalCluster(kind, 2, shards=2, mode="sync", trainers=1, barrier_timeout_s=60) as local:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
@@ -28,7 +29,7 @@ N_TRAINERS = 2
 SERVER = {"redis": "redis-server", "redis-cluster": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(scope="module", params=["valkey", "redis", "redis-cluster", "memcached"])
+@pytest.fixture(scope="module", params=one_of("memcached", "valkey", "redis", "redis-cluster"))
 def sync_losses(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]
 ) -> dict[str, np.ndarray]:
