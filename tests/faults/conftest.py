@@ -3,20 +3,16 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from jobs import PATIENCE_S
 from matrix import one_of
+from training import LAUNCHER, Training
 
 import kvemb
-from kvemb.net.deadline import Deadline
 
-LAUNCHER = str(Path(__file__).with_name("shard_launcher.py"))
 KINDS = (*one_of("memcached", "redis"), pytest.param("redis-cluster", marks=pytest.mark.long))
 
 
@@ -67,34 +63,6 @@ def single(redis_cluster_of_one: FaultyCluster) -> Iterator[FaultyCluster]:
     """The same, healed after each test."""
     yield redis_cluster_of_one
     redis_cluster_of_one.heal()
-
-
-@dataclass(frozen=True)
-class Training:
-    """Trainers of the ledger at work.
-
-    Args:
-        run: theirs.
-        points: folder in which a file of the name "<point> <shard>" ends that shard at that point; see shard_launcher.
-    """
-
-    run: LedgerRun
-    points: Path
-
-    @property
-    def cluster(self) -> FaultyCluster:
-        """Theirs."""
-        return self.run.cluster
-
-    def goes_on(self, n_pushes: int = 10) -> None:
-        """Every trainer has so many more pushes acknowledged."""
-        self.run.wait_for_acks(n_pushes, Deadline.after(2 * PATIENCE_S))
-
-    def is_kept(self) -> None:
-        """Stop, verify every row and every push so far."""
-        verdict = self.run.finish()
-        assert verdict.kept, f"{verdict}\n{self.run.last_words()}"
-        assert verdict.pushes_acked >= 20
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from conftest import LAUNCHER
 from jobs import PATIENCE_S, eventually
 from matrix import one_of
 from replayed import Replayed
 from shard_launcher import LOAD_POINTS, SAVE_POINTS, SNAPSHOT_POINTS
+from training import LAUNCHER
 
 import kvemb
 from kvemb.checkpoint.verify import verify

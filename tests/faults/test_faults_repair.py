@@ -10,9 +10,9 @@ from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.ledger import TABLE
 from chaos.proxy import Flow
-from conftest import Training
 from jobs import PATIENCE_S, RawShard, add, counting_table, eventually, nodes_of, require
 from matrix import one_of
+from training import Training
 
 import kvemb
 from kvemb.errors import NodeLostError, NodeUnavailableError, WrongNodeError

@@ -11,9 +11,9 @@ import yaml
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from chaos.run import LedgerRun
-from conftest import Training
 from jobs import PATIENCE_S, RawShard, RawStream, add, counting_table, eventually, ids_of_shard, raw_part, require
 from shard_launcher import POINTS
+from training import Training
 
 import kvemb
 from kvemb.local_cluster.processes import LocalProcessError

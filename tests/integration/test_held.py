@@ -20,10 +20,11 @@ from kvemb.config import StorageConfig
 from kvemb.datapath.prefetched_rows import route_prefetched
 from kvemb.errors import ClosedError, InvalidInputError, ShardUnavailableError, UnknownTableError
 from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
 from kvemb.protocol.messages import digest_tables
 from kvemb.protocol.shard_routing import split
-from tests.integration.test_paramserver import Cluster as Shards
-from tests.integration.test_paramserver import Pushes, Server, free_port, part, redis_command
+from tests.integration.shard_processes import Cluster as Shards
+from tests.integration.shard_processes import Pushes, Server, part, redis_command
 
 IDS = np.arange(400)
 PATIENCE_S = 60.0
@@ -307,7 +308,7 @@ def test_in_async_mode_held_rows_are_refused(require_server: Callable[[str], str
 
 
 def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp_path: Path, require_server: Callable[[str], str]) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     server = Server(redis_command(require_server("redis-server"), port), port, tmp_path)
     shards = Shards(tmp_path, StorageConfig("redis", (f"127.0.0.1:{port}",)), extra=", mode: sync, trainers: 1")
     try:

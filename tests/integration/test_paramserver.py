@@ -1,21 +1,15 @@
 """The real shard process on loopback, over real gRPC, on a real storage server: what a trainer, an operator and a supervisor see."""
 
 import os
-import queue
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 import kvemb.init
 import kvemb.optim
@@ -29,252 +23,32 @@ from kvemb.errors import (
     TableMismatchError,
     UnknownTableError,
     WrongNodeError,
-    from_wire,
 )
-from kvemb.net.deadline import Deadline
-from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
+from kvemb.local_cluster.processes import free_ports
+from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
-    SERVICE,
     ByeRequest,
     CountReply,
     CreateTableRequest,
     DescribeReply,
     Empty,
-    FlushRequest,
     HelloReply,
     HelloRequest,
     IdsReply,
     IdsRequest,
     PushPart,
     PushReply,
-    Reply,
     RowsRequest,
     StatusReply,
     TableReply,
     TableRequest,
     digest_tables,
 )
-from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart
-from kvemb.stores.storage_kinds import open_store
+from tests.integration.shard_processes import TABLE, Cluster, Pushes, Server, Shard, cluster, first_rows, part, server, until
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
-TABLE = TableDef("user", 2, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0))
-M = TypeVar("M", bound=Message)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Process:
-    """A child process of the test, ended by its id."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        self.log = log
-        with log.open("ab") as out:
-            self.child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-
-    def wait(self) -> int:
-        return self.child.wait(PATIENCE_S)
-
-    def end(self) -> None:
-        if self.child.poll() is None:
-            self.child.kill()
-        self.child.wait(PATIENCE_S)
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def until(ready: Callable[[], bool], process: Process) -> None:
-    deadline = Deadline.after(PATIENCE_S)
-    while not ready():
-        assert process.child.poll() is None, process.text()
-        assert not deadline.expired, process.text()
-        time.sleep(0.02)
-
-
-class Shard:
-    """One running shard, and a raw client of it."""
-
-    def __init__(self, process: Process, address: str) -> None:
-        self.process, self.address = process, address
-        # The client may send more than the server takes: the server must be the one that refuses.
-        limits = [("grpc.max_send_message_length", 2 * MAX_MESSAGE_BYTES), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        self.channel = grpc.insecure_channel(address, options=limits)
-
-    def raw(self, method: str, data: bytes) -> Reply:
-        return Reply.decode(self.channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=PATIENCE_S, wait_for_ready=True))
-
-    def call(self, method: str, request: Message, reply_type: type[M]) -> M:
-        reply = self.raw(method, request.encode())
-        if reply.error:
-            raise from_wire(reply.error)
-        return reply_type.decode(reply.body)
-
-    def create(self, table: TableDef = TABLE, *, exist_ok: bool = False) -> TableDef:
-        return TableDef.from_dict(self.call("CreateTable", CreateTableRequest(table.to_dict(), exist_ok), TableReply).table)
-
-    def hello(self, trainer: str = "a", incarnation: int = 0) -> HelloReply:
-        about = self.call("Describe", Empty(), DescribeReply)
-        return self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, about.n_shards), HelloReply)
-
-    def flush(self) -> None:
-        self.call("Flush", FlushRequest(PATIENCE_S), Empty)
-
-    def count(self, table: str = "user") -> int:
-        return self.call("Count", TableRequest(table), CountReply).n_rows
-
-    def health(self) -> int:
-        reply = health_pb2_grpc.HealthStub(self.channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-        return int(reply.status)
-
-
-class Pushes:
-    """A push stream, part by part."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._parts: queue.Queue[bytes | None] = queue.Queue(100)
-        self._replies = shard.channel.stream_stream(f"/{SERVICE}/Push")(iter(self._parts.get, None), timeout=PATIENCE_S)
-
-    def send(self, part: PushPart) -> None:
-        self._parts.put(part.encode())
-
-    def send_raw(self, data: bytes) -> None:
-        self._parts.put(data)
-
-    def next(self) -> PushReply:
-        return PushReply.decode(next(self._replies))
-
-    def error(self) -> KvembError:
-        reply = self.next()
-        assert reply.state == "failed"
-        return from_wire(reply.error)
-
-    def applied(self, part: PushPart) -> PushReply:
-        """Send a part and see it through."""
-        self.send(part)
-        assert self.next().state == "accepted"
-        return self.next()
-
-    def end(self) -> list[bytes]:
-        self._parts.put(None)
-        return list(self._replies)
-
-
-def part(hello: HelloReply, sequence: int, ids: list[int], grad: float = 1.0, *, trainer: str = "a", table: TableDef = TABLE) -> PushPart:
-    rows = TableRows(table.name, table.schema, np.array(ids, np.uint64), np.full((len(ids), table.dim), grad, np.float32))
-    return PushPart(trainer, hello.incarnation, sequence, sequence, False, [rows], digest_tables([rows]))
-
-
-class Cluster:
-    """A configuration file, its storage server, and the shards that a test starts."""
-
-    def __init__(self, folder: Path, storage: StorageConfig, *, n_shards: int = 1, extra: str = "") -> None:
-        self.folder, self.storage, self.n_shards = folder, storage, n_shards
-        self.shards: list[Shard] = []
-        self.write(n_shards, extra)
-
-    def write(self, n_shards: int, extra: str = "") -> None:
-        shards = [f"127.0.0.1:{port}" for port in range(1, n_shards + 1)]  # never bound: every shard is told where to listen
-        self.folder.joinpath("kvemb.yaml").write_text(
-            f"cluster: test\nstorage: {{kind: {self.storage.kind}, nodes: {list(self.storage.nodes)}, timeout_s: 2}}\n"
-            f"parameter_servers: {{shards: {shards}, data_dir: {self.folder}/data{extra}}}\n"
-        )
-
-    def launch(self, shard: int = 0, *options: str) -> Process:
-        command = [sys.executable, "-m", "paramserver", "--config", f"{self.folder}/kvemb.yaml", "--shard", str(shard)]
-        command += ["--listen", "127.0.0.1:0", "--ready-file", f"{self.folder}/ready-{shard}", *options]
-        self.folder.joinpath(f"ready-{shard}").unlink(missing_ok=True)
-        return Process(command, self.folder / f"shard-{shard}-{len(self.shards)}.log")
-
-    def start(self, shard: int = 0, *options: str) -> Shard:
-        process = self.launch(shard, *options)
-        ready = self.folder / f"ready-{shard}"
-        try:
-            until(ready.exists, process)
-        except BaseException:
-            process.end()
-            raise
-        self.shards.append(Shard(process, ready.read_text().strip()))
-        return self.shards[-1]
-
-    def refused(self, shard: int = 0, *options: str) -> tuple[int, str]:
-        """Start a shard that must not come up; return exit code and log."""
-        process = self.launch(shard, *options)
-        try:
-            return process.wait(), process.text()
-        finally:
-            process.end()
-
-    def weights(self, ids: list[int], table: TableDef = TABLE) -> np.ndarray:
-        """Read rows as a trainer does."""
-        with open_store(self.storage, role="trainer") as store:
-            store.open(Deadline.after(PATIENCE_S))
-            keys = RowKeys(table.tag, np.array(ids, np.uint64))
-            read = store.read([ReadPart(keys, table.record.size_bytes, table.record.prefix_bytes)], Deadline.after(PATIENCE_S))[0]
-        got = read.in_key_order()
-        assert got.found.all()
-        table.record.check(got.records, keys.ids, got.found)
-        return table.record.weights(got.records)
-
-    def close(self) -> None:
-        for shard in self.shards:
-            shard.channel.close()
-            shard.process.end()
-
-
-def redis_command(path: str, port: int) -> list[str]:
-    return [path, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-
-
-class Server:
-    """A storage server that a test may stop and start again."""
-
-    def __init__(self, command: list[str], port: int, folder: Path) -> None:
-        self._command, self.port, self._folder = command, port, folder
-        self.start()
-
-    def start(self) -> None:
-        self.process = Process(self._command, self._folder / "storage.log")
-        until(self._answers, self.process)
-
-    def _answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def pause(self) -> None:
-        os.kill(self.process.child.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        if self.process.child.poll() is None:
-            os.kill(self.process.child.pid, signal.SIGCONT)
-
-
-@pytest.fixture
-def server(tmp_path: Path, require_server: Callable[[str], str]) -> Iterator[Server]:
-    port = free_port()
-    made = Server(redis_command(require_server("redis-server"), port), port, tmp_path)
-    yield made
-    made.go_on()
-    made.process.end()
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, server: Server) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, StorageConfig("redis", (f"127.0.0.1:{server.port}",)))
-    yield made
-    made.close()
-
-
-def first_rows(ids: list[int]) -> np.ndarray:
-    return TABLE.initializer.rows(np.array(ids, np.uint64), TABLE.dim, table=TABLE.name, seed=TABLE.seed)
+__all__ = ["cluster", "server"]  # fixtures
 
 
 def test_a_push_becomes_rows_in_storage(cluster: Cluster) -> None:
@@ -518,7 +292,7 @@ def test_a_changed_name_of_the_cluster_is_refused_and_the_old_one_goes_on(cluste
     [(["--shard", "7"], 2, "ConfigError: --shard 7"), (["--start-timeout", "0.1"], 3, "NodeUnavailableError")],
 )
 def test_a_start_that_cannot_be_is_one_line(tmp_path: Path, options: list[str], code: int, says: str) -> None:
-    cluster = Cluster(tmp_path, StorageConfig("redis", (f"127.0.0.1:{free_port()}",)))
+    cluster = Cluster(tmp_path, StorageConfig("redis", (f"127.0.0.1:{free_ports(1)[0]}",)))
     got, text = cluster.refused(0, *options)
     assert (got, says in text.strip().splitlines()[-1], "Traceback" in text) == (code, True, False)
 
@@ -556,7 +330,7 @@ def test_a_sync_step_is_released_to_all_at_once(cluster: Cluster) -> None:
 
 
 def test_the_same_on_memcached(tmp_path: Path, require_server: Callable[[str], str]) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     command = [require_server("memcached"), "-l", "127.0.0.1", "-p", str(port), "-U", "0", "-M", "-o", "no_slab_reassign"]
     if os.geteuid() == 0:
         command += ["-u", "root"]

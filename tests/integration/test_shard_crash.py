@@ -24,52 +24,20 @@ from kvemb.client import push_session
 from kvemb.config import StorageConfig, load
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
+from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, FlushRequest, StatusReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
-from tests.integration.test_paramserver import Cluster, Deadline, Pushes, Server, first_rows, free_port, part, until
-
-PATIENCE_S = 60.0
-N_IDS, PER_PUSH = 64, 24
-KINDS = {"redis": "redis-server", "memcached": "memcached"}
+from tests.integration.counting_trainers import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
+from tests.integration.shard_processes import Cluster, Pushes, Server, first_rows, part, until
 
 
 @pytest.fixture(params=one_of("memcached", "redis"))
 def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> str:
     require_server(KINDS[request.param])
     return str(request.param)
-
-
-class Trainer(threading.Thread):
-    """Pushes 1 to random rows of two tables until it is told to stop, then waits until all of it is applied."""
-
-    def __init__(self, url: str, number: int, stop: threading.Event) -> None:
-        super().__init__(name=f"trainer-{number}", daemon=True)
-        self._url, self._number, self._stop_it = url, number, stop
-        self.counts = np.zeros((N_IDS, 4))
-        self.n_pushes = 0
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._train()
-        except BaseException as error:
-            self.error = error
-
-    def _train(self) -> None:
-        random = np.random.default_rng(self._number)
-        with kvemb.connect(self._url, trainer=f"t{self._number}") as cluster:
-            table = cluster.table("ledger")
-            acks = []
-            while not self._stop_it.is_set():
-                ids = random.choice(N_IDS, PER_PUSH, replace=False)
-                grads = -np.eye(4, dtype=np.float32)[random.integers(0, 4, PER_PUSH)]  # one of its own to every row
-                acks.append(table.push(ids, grads, timeout_s=PATIENCE_S))
-                self.counts[ids] -= grads
-                self.n_pushes += 1
-            for ack in acks:
-                ack.wait_applied(PATIENCE_S)
 
 
 def test_every_push_is_applied_exactly_once_while_shards_are_killed_under_load(kind: str) -> None:
@@ -116,7 +84,7 @@ def test_a_push_in_many_parts_survives_a_kill_as_a_whole(require_server: Callabl
 @pytest.fixture
 def cluster(kind: str, tmp_path: Path, require_server: Callable[[str], str]) -> Iterator[tuple[Cluster, Server]]:
     """One shard on one storage server that a test may stop."""
-    port = free_port()
+    port = free_ports(1)[0]
     command = [require_server(KINDS[kind])]
     if kind == "memcached":
         command += ["-l", "127.0.0.1", "-p", str(port), "-U", "0", "-M", "-o", "no_slab_reassign"] + ["-u", "root"] * (os.geteuid() == 0)
@@ -340,11 +308,3 @@ def test_a_sync_job_survives_killed_shards_and_ends_with_the_same_bits(require_s
     undisturbed, disturbed = results
     assert len(undisturbed) == 40
     assert disturbed == undisturbed
-
-
-def wait_for(ready: Callable[[], bool]) -> None:
-    deadline = Deadline.after(PATIENCE_S)
-    pause = threading.Event()
-    while not ready():
-        assert not deadline.expired
-        pause.wait(0.02)

@@ -15,6 +15,7 @@ import pytest
 import kvemb
 from kvemb.config import load
 from kvemb.errors import InvalidInputError
+from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, CreateTableRequest, Empty, PushPart, PushReply, StatusReply, TableReply
 from paramserver.ingest import sessions
@@ -22,7 +23,7 @@ from paramserver.ingest.unapplied_parts import Limits
 from paramserver.lifecycle.start import start
 from paramserver.model import table_registry
 from paramserver.rpc import push_parts, stream_limits
-from tests.integration.test_paramserver import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, free_port, part, server
+from tests.integration.shard_processes import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, part, server
 
 __all__ = ["cluster", "server"]  # fixtures
 
@@ -41,7 +42,7 @@ class InProcess:
 
     def __init__(self, made: Cluster) -> None:
         path = made.folder / "kvemb.yaml"
-        path.write_text(path.read_text().replace("127.0.0.1:1'", f"127.0.0.1:{free_port()}'"))
+        path.write_text(path.read_text().replace("127.0.0.1:1'", f"127.0.0.1:{free_ports(1)[0]}'"))
         self.config = load(path, {})
         self.url = path.as_uri()
         address = self.config.servers.shards[0]

@@ -12,7 +12,7 @@ import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
-from tests.integration.test_shard_crash import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
+from tests.integration.counting_trainers import KINDS, N_IDS, PATIENCE_S, Trainer, wait_for
 
 
 @pytest.mark.parametrize("kind", one_of("memcached", "redis"))

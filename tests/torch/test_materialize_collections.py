@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
 import torch
+from collection_features import configs, random_features
 from creating_cluster import pushed_grad
 from making_cluster import MakingCluster
-from test_collections import configs, random_features
-from test_columns_dense_features import tensorflow_columns, tensorflow_features
+from tensorflow_features import tensorflow_columns, tensorflow_features
 from torch import nn
 
 from kvemb import init, optim

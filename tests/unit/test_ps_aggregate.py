@@ -12,7 +12,7 @@ from paramserver.apply.staleness import staleness
 from paramserver.ingest.aggregate import MAX_MERGED_BYTES, hyper_by_table, merge_pushes, n_mergeable
 from paramserver.model.batch import CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.optim.update_rule import GRAD_LIMIT
-from tests.unit.test_ps_engine import engine_on, make_store, never, read
+from tests.unit.engine_storage import engine_on, make_store, never, read
 
 SUM = TableDef("s", 1, kvemb.optim.sgd(0.1), kvemb.init.zeros())
 MEAN = TableDef("m", 1, kvemb.optim.sgd(0.1), kvemb.init.zeros(), reduce="mean")

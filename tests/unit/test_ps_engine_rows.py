@@ -14,7 +14,7 @@ from kvemb.schema.record import make_version
 from kvemb.stores.row_io import WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine
 from paramserver.model.batch import APPLY, Batch
-from tests.unit.test_ps_engine import ADAM, HALF, SGD, Storage, engine_on, read, rows
+from tests.unit.engine_storage import ADAM, HALF, SGD, Storage, engine_on, read, rows
 
 IDS = list(range(0, 300, 3))
 

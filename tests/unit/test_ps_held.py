@@ -21,9 +21,9 @@ from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from paramserver.rpc import push_parts
 from paramserver.rpc.push_parts import _Outbox
-from tests.unit.test_ps_engine import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
-from tests.unit.test_ps_validate import OWNED, find, part
-from tests.unit.test_ps_validate import rows as sent
+from tests.unit.engine_storage import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
+from tests.unit.sent_parts import OWNED, find, part
+from tests.unit.sent_parts import rows as sent
 
 
 class Shard:

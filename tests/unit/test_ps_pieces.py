@@ -19,8 +19,8 @@ from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Replay
+from tests.unit.engine_storage import ADAM, SGD, Storage, make_store, never, read, rows
 from tests.unit.memory_nodes import unused_nodes
-from tests.unit.test_ps_engine import ADAM, SGD, Storage, make_store, never, read, rows
 
 IDS = list(range(0, 3000, 3))
 

@@ -15,7 +15,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
 from paramserver.repair.scrub import Scrub
-from tests.unit.test_ps_repair import ADAM, SGD, Shard, provision
+from tests.unit.repairing_shard import ADAM, SGD, Shard, provision
 
 N = 30_000
 _NUMBERS = count()

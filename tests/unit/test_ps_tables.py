@@ -13,7 +13,7 @@ from paramserver.engine.engine import Engine
 from paramserver.ingest.aggregate import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import TableState
-from tests.unit.test_ps_engine import SGD, engine_on, make_store, rows
+from tests.unit.engine_storage import SGD, engine_on, make_store, rows
 
 
 def u64(ids: Sequence[int]) -> np.ndarray:

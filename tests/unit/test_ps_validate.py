@@ -8,32 +8,13 @@ import pytest
 import kvemb.init
 import kvemb.optim
 from kvemb.arrays.hashing import shard_of
-from kvemb.errors import PushRejectedError, UnknownTableError
+from kvemb.errors import PushRejectedError
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.protocol.messages import PushPart
 from kvemb.schema.table_def import TableDef
 from paramserver.ingest.validation import check_part, check_rows
 from paramserver.model.batch import ASSIGN, ERASE
-
-TABLE = TableDef("user", 2, kvemb.optim.adam(lr=0.5), kvemb.init.zeros())
-OWNED = np.arange(1000, dtype=np.uint64)
-OWNED = OWNED[shard_of(OWNED, 3) == 1][:4]
-
-
-def find(name: str, schema: int) -> TableDef:
-    if name != TABLE.name:
-        raise UnknownTableError(f"no table {name!r}; existing: user")
-    return TABLE
-
-
-def rows(**changes: Any) -> TableRows:
-    fields = {"table": "user", "schema": TABLE.schema, "ids": OWNED, "rows": np.ones((len(OWNED), 2), np.float32)}
-    return TableRows(**{**fields, **changes})
-
-
-def part(*tables: TableRows, **changes: Any) -> PushPart:
-    fields = {"trainer": "a", "incarnation": 1, "sequence": 1, "step": 1, "more": False}
-    return PushPart(**{**fields, "tables": list(tables), "digest": digest_tables(list(tables)), **changes})
+from tests.unit.sent_parts import OWNED, TABLE, find, part, rows
 
 
 def check(it: PushPart) -> Any:

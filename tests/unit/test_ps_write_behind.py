@@ -51,7 +51,7 @@ from paramserver.snapshot import WantedVersions
 from paramserver.snapshot.snapshotter import from_storage
 from tests.unit.forgetful_journal import ForgetfulJournal
 from tests.unit.memory_nodes import unused_nodes
-from tests.unit.test_ps_replay import (
+from tests.unit.mortal_shard import (
     BATCHES,
     EPOCH,
     IDS,
@@ -61,8 +61,8 @@ from tests.unit.test_ps_replay import (
     Life,
     MortalStore,
     Saved,
-    _batch,
     cut_at,
+    drawn_batch,
     journal_of,
     known,
     live_on,
@@ -368,7 +368,7 @@ def test_updated_rows_come_back_whether_they_are_written_or_not(shard: Shard) ->
 
 
 def test_replay_writes_every_row_at_once() -> None:
-    entries = journal_of([_batch(APPLY, {"momentum": {0, 1}}, seed) for seed in range(4)])
+    entries = journal_of([drawn_batch(APPLY, {"momentum": {0, 1}}, seed) for seed in range(4)])
     life = BehindLife(make_store(), Saved(), epoch=EPOCH + 1, cache_bytes=1 << 20, bound=FOREVER)
     life.recover(entries)
     assert life.engine.behind is not None

@@ -13,7 +13,7 @@ from kvemb.protocol.messages import PushReply
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from tests.unit.test_client_pull import ITEM, SOON, USER, CountingStore, store, write
+from tests.unit.counting_store import ITEM, SOON, USER, CountingStore, store, write
 
 __all__ = ["store"]  # the fixture
 EPOCH, K = 3, 9
