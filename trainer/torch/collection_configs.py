@@ -9,7 +9,6 @@ Source: torchrec.modules.embedding_configs (interface only).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
@@ -17,36 +16,9 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 from .ports import TablePort
+from .table_creator import TableCreator
 
 POOLINGS = ("sum", "mean")
-
-
-class CreatedTable(TablePort, Protocol):
-    """A table whose gradients may travel in 16 bits: `kvemb.Table`."""
-
-    def set_wire_dtype(self, name: str) -> None:
-        """Choose how gradients travel."""
-        ...
-
-
-class TableCreator(Protocol):
-    """What is needed of a cluster: `kvemb.Cluster.create_table`."""
-
-    def create_table(
-        self,
-        name: str,
-        *,
-        dim: int,
-        optimizer: OptimizerSpec,
-        initializer: Initializer | None,
-        dtype: str,
-        seed: int,
-        reduce: str,
-        num_ids: int | None,
-        exist_ok: bool,
-    ) -> CreatedTable:
-        """Create a table, or open it."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ Source: torchrec.modules.embedding_modules (interface only).
 
 from collections.abc import Sequence
 
-from .collection_configs import EmbeddingBagConfig, EmbeddingConfig, TableCreator
+from .collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from .collection_tables import TableCollection
 from .eager import eager
 from .jagged import JaggedTensor
 from .keyed_recipes import BagRecipe, KeyedJagged, SequenceRecipe
 from .keyed_tensor import KeyedTensor
+from .table_creator import TableCreator
 
 
 class EmbeddingBagCollection(TableCollection[BagRecipe]):

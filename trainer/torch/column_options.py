@@ -12,8 +12,8 @@ from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
 from ..columns.columns import EmbeddingColumn
-from .collection_configs import TableCreator
 from .ports import TablePort
+from .table_creator import TableCreator
 
 DENSE_MOST = 1 << 30
 """Up to so many buckets a table is dense: most of its rows will come to exist, and pages suit them."""

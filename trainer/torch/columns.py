@@ -17,12 +17,12 @@ from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
 from ..columns.columns import CategoricalColumn, DenseColumn, EmbeddingColumn
-from .collection_configs import TableCreator
 from .collection_tables import TableCollection
 from .column_options import Options, tables_of
 from .column_recipe import ColumnRecipe
 from .eager import eager
 from .feature_reading import Feature
+from .table_creator import TableCreator
 
 
 class DenseFeatures(TableCollection[ColumnRecipe]):

@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,9 +20,6 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grad
 
 from kvemb.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from .pending import Pending
 
 log = logging.getLogger("kvemb")
 _NAME = "waiting_rows"
@@ -32,6 +29,26 @@ _bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by ev
 _MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
 _IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  # torch's, and TorchRec's
 _DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
+
+
+class NamedTable(Protocol):
+    """A table, for messages."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+
+class HasLeaves(Protocol):
+    """What waits for a step of one table's rows: `pending.Pending`."""
+
+    leaves: list[Tensor]
+
+    @property
+    def table(self) -> NamedTable:
+        """The table."""
+        ...
 
 
 def n_ranks() -> int:
@@ -51,7 +68,7 @@ class WaitingParameters(dict[str, Any]):
     told = False
     """Whether it was told that torch's clipping leaves rows out: once in a process."""
 
-    def __init__(self, own: Mapping[str, Any], pending: "Pending", stand_in: nn.Parameter | None = None) -> None:
+    def __init__(self, own: Mapping[str, Any], pending: HasLeaves, stand_in: nn.Parameter | None = None) -> None:
         super().__init__({name: own[name] for name in own})
         self._pending, self._only_own = pending, False
         self._stand_in = stand_in
@@ -94,7 +111,7 @@ class RankParams(list[Tensor]):
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__(own)
-        self.waiting: dict[str, Pending] = {}
+        self.waiting: dict[str, HasLeaves] = {}
         """By table."""
 
     def __iter__(self) -> Iterator[Tensor]:
