@@ -29,7 +29,7 @@ class LocalAck:
 
 
 class LocalTable:
-    """One table; `trainer.torch.ports.TablePort`.
+    """One table; `trainer.bridge.cluster_ports.TablePort`.
 
     Args:
         cluster: it belongs to.
@@ -68,7 +68,7 @@ class LocalTable:
 
 
 class LocalRows:
-    """Several tables; `trainer.torch.ports.ClusterPort`."""
+    """Several tables; `trainer.bridge.cluster_ports.ClusterPort`."""
 
     mode = "async"
 

@@ -45,7 +45,7 @@ class MemoryAck:
 
 
 class MemoryPsTable:
-    """One table; `trainer.torch.ports.TablePort`."""
+    """One table; `trainer.bridge.cluster_ports.TablePort`."""
 
     def __init__(self, cluster: "MemoryPsCluster", definition: TableDef) -> None:
         self.cluster, self.definition = cluster, definition
@@ -66,7 +66,7 @@ class MemoryPsTable:
 
 
 class MemoryPsCluster:
-    """Some shards; `trainer.torch.ports.ClusterPort`.
+    """Some shards; `trainer.bridge.cluster_ports.ClusterPort`.
 
     Args:
         addresses: of the shards.

@@ -5,6 +5,6 @@ What must not live here: parameter-server code, and any import of a framework. I
 """
 
 from .lookahead import Prefetch, prefetch
-from .report import StepReport
+from .report.step_report import StepReport
 
 __all__ = ["Prefetch", "StepReport", "prefetch"]

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from kvemb import init, optim
-from trainer.torch.collection_configs import EmbeddingBagConfig
-from trainer.torch.jagged import KeyedJaggedTensor
+from trainer.torch.collections.collection_configs import EmbeddingBagConfig
+from trainer.torch.collections.jagged_tensors import KeyedJaggedTensor
 
 N_IDS, N_BAGS = 40, 7
 FIRST = init.normal(std=1.0)

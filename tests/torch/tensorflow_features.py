@@ -15,8 +15,8 @@ from trainer.columns import (
     shared_embedding_columns,
     weighted_categorical_column,
 )
-from trainer.columns.columns import DenseColumn
-from trainer.torch.jagged import JaggedTensor
+from trainer.columns.column_kinds import DenseColumn
+from trainer.torch.collections.jagged_tensors import JaggedTensor
 
 FIRST = init.normal(std=1.0)
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
+from trainer.bridge.shared_lookups import Ahead, distinct_of, found_of
 from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.collection_configs import EmbeddingBagConfig, EmbeddingConfig
-from trainer.torch.collections import EmbeddingBagCollection, EmbeddingCollection
-from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
-from trainer.torch.shared import Ahead, distinct_of, found_of
+from trainer.torch.collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
+from trainer.torch.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
+from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
 
 DIMS = {"page": 4, "ad": 3, "word": 2}
 

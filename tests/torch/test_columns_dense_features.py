@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kvemb import optim
 from kvemb.errors import InvalidInputError
+from trainer.bridge.shared_lookups import Ahead, distinct_of, found_of
 from trainer.columns import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
@@ -25,9 +26,8 @@ from trainer.columns import (
     weighted_categorical_column,
 )
 from trainer.torch import SparseOptimizer, prepare
-from trainer.torch.columns import DenseFeatures
-from trainer.torch.jagged import JaggedTensor
-from trainer.torch.shared import Ahead, distinct_of, found_of
+from trainer.torch.collections.jagged_tensors import JaggedTensor
+from trainer.torch.modules.dense_features import DenseFeatures
 
 
 def embedded(key: str, dim: int = 3, combiner: str = "mean") -> Any:

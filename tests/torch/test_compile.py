@@ -9,7 +9,8 @@ from making_cluster import MakingCluster
 from torch import nn
 
 import kvemb
-from trainer.torch import SparseOptimizer, clip_grad_norm_, distribute
+from trainer.torch import SparseOptimizer, clip_grad_norm_
+from trainer.torch.conversion import distribute
 
 
 class Model(nn.Module):

@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import kvemb
 from kvemb.errors import InvalidInputError
-from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, SparseOptimizer, distribute
+from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, SparseOptimizer
+from trainer.torch.conversion import distribute
 
 IDS = torch.arange(20)
 names = (f"user{i}" for i in range(100))

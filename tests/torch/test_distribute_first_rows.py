@@ -17,8 +17,8 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
-from trainer.torch import distribute
-from trainer.torch.distribute_read_off import read_off
+from trainer.torch.conversion import distribute
+from trainer.torch.conversion.recognize_initializer import read_off
 
 N = 20_000
 
@@ -44,7 +44,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def at_most_100_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything larger is too large to be assigned unasked."""
-    monkeypatch.setattr(import_module("trainer.torch.distribute_first"), "CARRY_ROWS", 100)
+    monkeypatch.setattr(import_module("trainer.torch.conversion.first_rows"), "CARRY_ROWS", 100)
 
 
 def model_of(draw: Callable[[torch.Tensor], Any], padding_idx: int | None = None) -> nn.Module:
@@ -136,7 +136,7 @@ def test_not_carrying_reads_off_what_is_small_too(cluster: kvemb.Cluster, name: 
 def test_the_smallest_tables_are_assigned_while_all_together_are_not_too_many(
     cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("trainer.torch.distribute_first"), "CARRY_BYTES", 4 * (20_000 + 30_000))
+    monkeypatch.setattr(import_module("trainer.torch.conversion.first_rows"), "CARRY_BYTES", 4 * (20_000 + 30_000))
     model = nn.ModuleList([nn.Embedding(n, 1) for n in (40_000, 20_000, 30_000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     tables = distribute(model, cluster, optimizer=optimizer, names=lambda path: name + path, quiet=True).tables
@@ -167,7 +167,7 @@ def test_a_table_that_was_made_with_drawn_rows_is_not_waited_for(cluster: kvemb.
 def test_trainers_that_begin_together_without_a_word_all_find_one_ones_weights(
     url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("trainer.torch.distribute_carry"), "CHUNK_ROWS", 500)
+    monkeypatch.setattr(import_module("trainer.torch.conversion.weight_transfer"), "CHUNK_ROWS", 500)
     models = [model_of(nn.init.normal_) for _ in range(3)]
     for rank, model in enumerate(models):
         nn.init.constant_(model[0].weight, rank)

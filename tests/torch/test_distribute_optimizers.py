@@ -13,7 +13,7 @@ from torch import nn, optim
 
 from kvemb.errors import InvalidInputError
 from paramserver.optim import build_optimizer
-from trainer.torch.optimizer_map import MappedGroup
+from trainer.torch.optimizer.optimizer_map import MappedGroup
 
 MAPPED: dict[str, Callable[[list[nn.Parameter]], optim.Optimizer]] = {
     "SGD": partial(optim.SGD, lr=0.1),

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from kvemb.errors import InvalidInputError
 from trainer.torch import Embedding
-from trainer.torch.distribute_plan import make_plan
+from trainer.torch.conversion.distribute_plan import make_plan
 
 
 class Model(nn.Module):
@@ -261,7 +261,7 @@ def test_a_head_with_the_same_parameter_is_tied_while_the_table_is_small_enough_
     model = Model()
     tied(model)
     assert make_plan(model, 10).sites[0].tied == (("decoder.weight", model.decoder, "weight"),)
-    monkeypatch.setattr(import_module("trainer.torch.table_weight"), "WEIGHT_BYTES", 4 * 100 * 4 - 1)
+    monkeypatch.setattr(import_module("trainer.torch.lookup.table_weight"), "WEIGHT_BYTES", 4 * 100 * 4 - 1)
     with pytest.raises(InvalidInputError, match=r"'user': its weight is tied to 'decoder.weight' \(Linear\), which needs all"):
         make_plan(model, 10)
 

@@ -17,7 +17,8 @@ from making_cluster import MakingCluster
 from torch import nn
 
 from kvemb.errors import InvalidInputError, ShardUnavailableError
-from trainer.torch import Embedding, SparseOptimizer, distribute
+from trainer.torch import Embedding, SparseOptimizer
+from trainer.torch.conversion import distribute
 
 
 class Model(nn.Module):
@@ -371,7 +372,7 @@ def test_a_failure_in_the_middle_leaves_model_and_optimizer_as_they_were(fails_i
         def fail(*_: Any, **__: Any) -> None:
             raise ConnectionError("in the middle")
 
-        monkeypatch.setattr(import_module("trainer.torch.distribute"), failing, fail)
+        monkeypatch.setattr(import_module("trainer.torch.conversion.distribute"), failing, fail)
     with pytest.raises(ConnectionError):
         distribute(model, cluster, min_rows=10, optimizer=optimizer)
     assert {path: id(m) for path, m in model.named_modules()} == {path: id(m) for path, m in modules.items()}

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from kvemb.errors import InvalidInputError
-from trainer.torch.jagged import JaggedTensor, KeyedJaggedTensor
-from trainer.torch.keyed_tensor import KeyedTensor
+from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
+from trainer.torch.collections.keyed_tensor import KeyedTensor
 
 BAGS = [[1, 2], [], [3]]
 

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import kvemb
 from kvemb.errors import StorageError
 from kvemb.local_cluster import LocalCluster
-from trainer.lookahead.threads import NAME
-from trainer.torch import Embedding, SparseOptimizer, prepare
+from trainer.lookahead.pull_threads import NAME
+from trainer.torch import Embedding, SparseOptimizer
+from trainer.torch.loaders import prepare
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,9 @@ from memory_cluster import MemoryCluster
 from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
-from trainer.lookahead.threads import NAME
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
+from trainer.lookahead.pull_threads import NAME
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
+from trainer.torch.loaders import prepare
 
 Batch = dict[str, Tensor]
 FEATURES = {"users": "user", "items": "items"}

@@ -20,7 +20,8 @@ from torch import nn
 
 import kvemb
 from kvemb.errors import CheckpointError
-from trainer.torch import RowCheckpoints, distribute
+from trainer.torch import RowCheckpoints
+from trainer.torch.conversion import distribute
 
 pytestmark = pytest.mark.timeout(300)
 

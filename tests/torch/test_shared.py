@@ -10,8 +10,8 @@ from memory_cluster import MemoryCluster, MemoryTable
 from torch import Tensor, nn
 
 from kvemb import optim
+from trainer.bridge.shared_lookups import Ahead, SharedLookups, distinct_of, found_of
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
-from trainer.torch.shared import Ahead, SharedLookups, distinct_of, found_of
 
 IDS, OTHER_IDS = torch.tensor([5, 1, 5, 3]), torch.tensor([2, 1, 4, 4])
 

@@ -16,8 +16,9 @@ import kvemb
 from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from trainer import StepReport, prefetch
-from trainer.report import current_report
-from trainer.torch import Embedding, SparseOptimizer, prepare
+from trainer.report.step_report import current_report
+from trainer.torch import Embedding, SparseOptimizer
+from trainer.torch.loaders import prepare
 
 IDS = torch.arange(40).reshape(4, 10)
 

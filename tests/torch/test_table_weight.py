@@ -17,7 +17,9 @@ from torch import nn
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
-from trainer.torch import Embedding, distribute, materialize
+from trainer.torch import Embedding
+from trainer.torch.conversion import distribute
+from trainer.torch.export import materialize
 
 N, DIM = 40, 3
 
@@ -119,7 +121,7 @@ def test_the_text_names_who_else_holds_a_weight_with_the_whole_path() -> None:
 
 
 def test_a_table_too_large_to_be_read_whole_says_so_where_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("trainer.torch.table_weight"), "WEIGHT_BYTES", 4 * N * DIM - 1)
+    monkeypatch.setattr(import_module("trainer.torch.lookup.table_weight"), "WEIGHT_BYTES", 4 * N * DIM - 1)
     model = Penalised()
     text = str(distributed(model))
     assert "held at penalised[0][0][0]; calls there look the table up, and who reads a weight gets an error" in text
@@ -199,7 +201,7 @@ def test_a_failure_gives_everybody_the_weight_back(monkeypatch: pytest.MonkeyPat
     def failing(*args: object) -> None:
         raise RuntimeError("told to fail")
 
-    monkeypatch.setattr(import_module("trainer.torch.distribute"), "JoinedStep", failing)
+    monkeypatch.setattr(import_module("trainer.torch.conversion.distribute"), "JoinedStep", failing)
     torch.manual_seed(1)
     model = TiedHead()
     twin = copy.deepcopy(model)

@@ -20,11 +20,12 @@ from trainer.columns import (
     embedding_column,
     numeric_column,
 )
-from trainer.torch import SparseOptimizer, prepare
-from trainer.torch.collection_configs import EmbeddingBagConfig
-from trainer.torch.collections import EmbeddingBagCollection
-from trainer.torch.columns import DenseFeatures
-from trainer.torch.jagged import KeyedJaggedTensor
+from trainer.torch import SparseOptimizer
+from trainer.torch.collections.collection_configs import EmbeddingBagConfig
+from trainer.torch.collections.embedding_collections import EmbeddingBagCollection
+from trainer.torch.collections.jagged_tensors import KeyedJaggedTensor
+from trainer.torch.loaders import prepare
+from trainer.torch.modules.dense_features import DenseFeatures
 
 N_BATCHES, N_BAGS = 5, 6
 OPTIONS: dict[str, Any] = {"num_embeddings": 40, "initializer": init.normal(std=1.0), "optimizer": optim.sgd(0.5)}

@@ -16,9 +16,9 @@ from trainer.columns import (
     shared_embedding_columns,
     weighted_categorical_column,
 )
-from trainer.columns.bags import Bags, dense_bags, jagged_bags, list_bags
-from trainer.columns.columns import CategoricalColumn
-from trainer.columns.hashing import hash_buckets
+from trainer.columns.column_kinds import CategoricalColumn
+from trainer.columns.feature_bags import Bags, dense_bags, jagged_bags, list_bags
+from trainer.columns.value_hashing import hash_buckets
 
 
 def texts(*words: object) -> np.ndarray:

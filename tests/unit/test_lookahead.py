@@ -16,9 +16,9 @@ import pytest
 from kvemb.errors import ClosedError, DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from trainer import prefetch
+from trainer.lookahead.pool_sizes import CHOICE_EVERY, FIRST_CHOICE_AFTER, Sizes
 from trainer.lookahead.prefetch import size_of
-from trainer.lookahead.sizes import CHOICE_EVERY, FIRST_CHOICE_AFTER, Sizes
-from trainer.lookahead.threads import NAME, PullThreads
+from trainer.lookahead.pull_threads import NAME, PullThreads
 
 WAIT_S = 30.0
 

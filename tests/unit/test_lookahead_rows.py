@@ -13,9 +13,9 @@ from kvemb import init, optim
 from kvemb.errors import NodeUnavailableError
 from kvemb.schema.table_def import TableDef
 from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
-from trainer.lookahead.rows import RowsAhead, held_of_all
-from trainer.lookahead.sizes import Sizes
-from trainer.lookahead.staleness import StalenessLog
+from trainer.lookahead.pool_sizes import Sizes
+from trainer.lookahead.rows_ahead import RowsAhead, held_of_all
+from trainer.report.push_staleness import StalenessLog
 
 ids_of = st.lists(st.integers(0, 20), max_size=30).map(lambda ids: np.array(ids, np.uint64))
 

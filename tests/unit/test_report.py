@@ -8,9 +8,9 @@ import pytest
 
 from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError
-from trainer.report import StepReport, current_report
-from trainer.report_line import ProgressLine
-from trainer.report_times import StepTimes, counted
+from trainer.report.progress_line import ProgressLine
+from trainer.report.step_report import StepReport, current_report
+from trainer.report.step_times import StepTimes, counted
 
 
 class Clock:

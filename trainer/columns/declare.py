@@ -2,7 +2,7 @@
 
 Everything that can be wrong with an argument is found here. Left out, since nothing here could honour them: of `numeric_column`
 default_value and dtype (they belong to parsing; results are float32), of embedding columns ckpt_to_load_from, tensor_name_in_ckpt,
-max_norm and trainable. What must not live here: what a column does (`columns`).
+max_norm and trainable. What must not live here: what a column does (`column_kinds`).
 
 Source: tf.feature_column of TensorFlow 2.
 """
@@ -19,7 +19,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.schema.table_def import MAX_DIM, check_table_name
 
-from .columns import (
+from .column_kinds import (
     COMBINERS,
     NO_ROW,
     BucketizedColumn,
@@ -34,7 +34,7 @@ from .columns import (
     check_integer,
     check_key,
 )
-from .hashing import text_bytes
+from .value_hashing import text_bytes
 
 _CATEGORICAL = IdentityColumn | HashedColumn | VocabularyColumn
 _MOST = 1 << 63
@@ -84,7 +84,7 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
 def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int, dtype: str = "string") -> HashedColumn:
     """Declare values that are hashed to rows; two values may meet in one.
 
-    The hash is `trainer.columns.hashing`'s, so not TensorFlow's: rows of a model trained there cannot be carried over by bucket.
+    The hash is `trainer.columns.value_hashing`'s, so not TensorFlow's: rows of a model trained there cannot be carried over by bucket.
 
     Args:
         key: the feature's name.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, StorageError
 
-from .rows import Changed, Puller, RowsAhead, held_of_all
+from .rows_ahead import Changed, Puller, RowsAhead, held_of_all
 
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as

@@ -1,6 +1,6 @@
 """One run over the batches of a loader: what a batch needs is fetched by threads while the batches before it are used.
 
-What must not live here: what is fetched (`work`), and how many threads and batches (`sizes`).
+What must not live here: what is fetched (`work`), and how many threads and batches (`pool_sizes`).
 
 Who does what:
 
@@ -29,9 +29,9 @@ from typing import Any, Generic, TypeVar
 from kvemb.errors import ClosedError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
 
-from ..report_times import counted
-from .sizes import Sizes
-from .threads import Executor, PullThreads
+from ..report.step_times import counted
+from .pool_sizes import Sizes
+from .pull_threads import Executor, PullThreads
 
 B = TypeVar("B")
 R = TypeVar("R")

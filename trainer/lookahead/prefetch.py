@@ -1,6 +1,6 @@
 """`prefetch`: any iterable of batches, each with what was fetched for it before it came.
 
-What must not live here: what a framework makes of it (`trainer.torch.prepare` finds by itself what a model needs).
+What must not live here: what a framework makes of it (`trainer.torch.loaders.prepare` finds by itself what a model needs).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import checked_timeout
 
+from .loader_runs import LoaderRuns
 from .pipeline import Pipeline, Waited
-from .run import LoaderRuns
-from .sizes import AUTO, Sizes
-from .threads import Executor
+from .pool_sizes import AUTO, Sizes
+from .pull_threads import Executor
 
 B = TypeVar("B")
 N = TypeVar("N")

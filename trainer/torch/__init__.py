@@ -1,26 +1,26 @@
 """The PyTorch bridge: embedding modules whose rows live in a kvemb table, and the optimizer that pushes their
 gradients.
 
-What must not live here: storage, wire formats, update rules. `ports` says what is needed of a table and a cluster,
-`lookup` how a forward pass becomes a gradient to push, `embedding` the modules, `optimizer` the step, `prepare` pulls
+What must not live here: storage, wire formats, update rules. `cluster_ports` says what is needed of a table and a cluster,
+`table_module` how a forward pass becomes a gradient to push, `embedding` the modules, `sparse_optimizer` the step, `prepare` pulls
 rows before their batch is used. Also reachable as `kvemb.torch`.
 """
 
-from .callbacks import hugging_face_callback, lightning_callback
-from .clipping import clip_grad_norm_
-from .collection_configs import EmbeddingBagConfig, EmbeddingConfig
-from .collections import EmbeddingBagCollection, EmbeddingCollection
-from .columns import DenseFeatures
-from .distribute import distribute
-from .embedding import Embedding, EmbeddingBag
-from .jagged import JaggedTensor, KeyedJaggedTensor
-from .keyed_tensor import KeyedTensor
-from .materialize import materialize
-from .optimizer import SparseOptimizer
-from .prepare import prepare
-from .prepared import Prepared
-from .row_checkpoints import RowCheckpoints
-from .steps import MixedStepsWarning
+from ..bridge.step_mark import MixedStepsWarning
+from .checkpoints.row_checkpoints import RowCheckpoints
+from .checkpoints.trainer_callbacks import hugging_face_callback, lightning_callback
+from .collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
+from .collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
+from .collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
+from .collections.keyed_tensor import KeyedTensor
+from .conversion.distribute import distribute
+from .export.materialize import materialize
+from .loaders.prepare import prepare
+from .loaders.prepared_loader import Prepared
+from .modules.dense_features import DenseFeatures
+from .modules.embedding import Embedding, EmbeddingBag
+from .optimizer.clipping import clip_grad_norm_
+from .optimizer.sparse_optimizer import SparseOptimizer
 
 __all__ = [
     "DenseFeatures",

@@ -1,0 +1,278 @@
+"""Feature columns under TensorFlow's names: what a feature's values mean, and which of a table's rows they are.
+
+A column is a frozen description; `buckets` is a pure function of values. Names, arguments, defaults and the order of results follow
+tf.feature_column, so that models move over; nothing else of it is here. What must not live here: rows, tables, frameworks (a bridge's
+DenseFeatures has them), and how values come in (`feature_bags`).
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+from kvemb.init import Initializer
+
+from .value_hashing import hash_buckets, text_bytes
+
+NO_ROW = -1
+"""The bucket of a value that stands for no row: it is left out of its bag."""
+COMBINERS = ("sum", "mean", "sqrtn")
+
+
+@dataclass(frozen=True)
+class NumericColumn:
+    """Make one with `numeric_column`."""
+
+    key: str
+    shape: tuple[int, ...]
+    normalizer_fn: Callable[[Any], Any] | None
+
+    @property
+    def name(self) -> str:
+        """What it is sorted by."""
+        return self.key
+
+    @property
+    def width(self) -> int:
+        """Values per example."""
+        return int(np.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class IdentityColumn:
+    """Make one with `categorical_column_with_identity`."""
+
+    key: str
+    num_buckets: int
+    default_value: int | None
+
+    @property
+    def name(self) -> str:
+        """What embedding columns of it are named after."""
+        return self.key
+
+    def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Return integers [m] themselves, those out of range replaced by the default, or refused where there is none."""
+        _require(self.key, values, "iu", "integers")
+        outside = (values < 0) | (values >= self.num_buckets)
+        if outside.any():
+            if self.default_value is None:
+                first = int(values[np.argmax(outside)])
+                raise InvalidInputError(
+                    f"feature {self.key!r}: {first} is outside 0 to {self.num_buckets} - 1, the column's num_buckets. Give the column a "
+                    "default_value, or hash such values with categorical_column_with_hash_bucket."
+                )
+            values = np.where(outside, values.dtype.type(0), values)
+        ids = values.astype(np.int64)
+        ids[outside] = self.default_value or 0
+        return ids
+
+
+@dataclass(frozen=True)
+class HashedColumn:
+    """Make one with `categorical_column_with_hash_bucket`."""
+
+    key: str
+    num_buckets: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """What embedding columns of it are named after."""
+        return self.key
+
+    def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Hash values [m] of the column's dtype."""
+        _require_dtype(self.key, values, self.dtype)
+        with _naming(self.key):
+            return hash_buckets(values, self.num_buckets)
+
+
+@dataclass(frozen=True)
+class VocabularyColumn:
+    """Make one with `categorical_column_with_vocabulary_list`."""
+
+    key: str
+    vocabulary: tuple[Any, ...]
+    dtype: str
+    default_value: int
+    num_oov_buckets: int
+
+    @property
+    def name(self) -> str:
+        """What embedding columns of it are named after."""
+        return self.key
+
+    @property
+    def num_buckets(self) -> int:
+        """Words and buckets for what is no word."""
+        return len(self.vocabulary) + self.num_oov_buckets
+
+    def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the place of each value [m] in the vocabulary; of others the default, or a bucket behind the vocabulary."""
+        _require_dtype(self.key, values, self.dtype)
+        ids = self._integers(values) if self.dtype == "int64" else self._texts(values)
+        unknown = ids == NO_ROW
+        if self.num_oov_buckets and unknown.any():
+            ids[unknown] = len(self.vocabulary) + hash_buckets(values[unknown], self.num_oov_buckets)
+        elif self.default_value != NO_ROW:
+            ids[unknown] = self.default_value
+        return ids
+
+    def _texts(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        with _naming(self.key):
+            place = {word: self._places.get(text_bytes(word), NO_ROW) for word in set(values.tolist())}
+        return np.fromiter(map(place.__getitem__, values.tolist()), np.int64, len(values))
+
+    def _integers(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        words, order = self._sorted
+        signed = values.astype(np.int64)
+        at = np.searchsorted(words, signed)
+        at[at == len(words)] = 0
+        known = (words[at] == signed) & ((values < 0) == (signed < 0))  # a uint64 may have become negative
+        return np.where(known, order[at], NO_ROW)
+
+    @cached_property
+    def _places(self) -> dict[bytes, int]:
+        return {text_bytes(word): at for at, word in enumerate(self.vocabulary)}
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        words = np.array(self.vocabulary, np.int64)
+        order = np.argsort(words)
+        return words[order], order.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BucketizedColumn:
+    """Make one with `bucketized_column`."""
+
+    source: NumericColumn
+    boundaries: tuple[float, ...]
+
+    @property
+    def key(self) -> str:
+        """The feature it reads."""
+        return self.source.key
+
+    @property
+    def name(self) -> str:
+        """What embedding columns of it are named after."""
+        return f"{self.source.name}_bucketized"
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of all values of an example together."""
+        return (len(self.boundaries) + 1) * self.source.width
+
+    def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the bucket of each of float32 [b * width] values; those of an example's j-th value come after those of the others.
+
+        A bucket holds its lower boundary and not its upper one; NaN is in the last.
+        """
+        found = np.searchsorted(np.array(self.boundaries, np.float32), values.astype(np.float32, copy=False), side="right")
+        width = self.source.width
+        shift = np.arange(width) * (len(self.boundaries) + 1)
+        return (found.reshape(-1, width) + shift).reshape(-1).astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
+class WeightedColumn:
+    """Make one with `weighted_categorical_column`."""
+
+    source: "IdentityColumn | HashedColumn | VocabularyColumn"
+    weight_key: str
+
+    @property
+    def key(self) -> str:
+        """The feature it reads its values from."""
+        return self.source.key
+
+    @property
+    def name(self) -> str:
+        """What embedding columns of it are named after."""
+        return f"{self.source.name}_weighted_by_{self.weight_key}"
+
+    @property
+    def num_buckets(self) -> int:
+        """Those of the column that is weighted."""
+        return self.source.num_buckets
+
+    def buckets(self, values: NDArray[Any]) -> NDArray[np.int64]:
+        """Those of the column that is weighted."""
+        return self.source.buckets(values)
+
+
+CategoricalColumn = IdentityColumn | HashedColumn | VocabularyColumn | BucketizedColumn | WeightedColumn
+
+
+@dataclass(frozen=True)
+class EmbeddingColumn:
+    """Make one with `embedding_column` or `shared_embedding_columns`."""
+
+    source: CategoricalColumn
+    dimension: int
+    combiner: str
+    initializer: Initializer
+    table_name: str
+    shared: bool
+
+    @property
+    def name(self) -> str:
+        """What it is sorted by, and what options by column are given for."""
+        return f"{self.source.name}_{'shared_embedding' if self.shared else 'embedding'}"
+
+
+DenseColumn = NumericColumn | EmbeddingColumn
+
+
+def check_key(key: object) -> str:
+    """Return the name of a feature, or refuse it."""
+    if not isinstance(key, str) or not key:
+        raise InvalidInputError(f"the key of a column must be the name of a feature, got {key!r}")
+    return key
+
+
+def check_integer(where: str, value: object, low: int, end: int) -> int:
+    """Return an integer in [low, end), or refuse it."""
+    try:
+        number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = low - 1
+    if not low <= number < end:
+        raise InvalidInputError(f"{where} is {value!r}; give an integer from {low} to {end - 1}")
+    return number
+
+
+def check_distinct(where: str, values: Sequence[Any]) -> None:
+    """Refuse the first value that stands twice."""
+    seen: set[Any] = set()
+    for value in values:
+        if value in seen:
+            raise InvalidInputError(f"{where}: {value!r} stands twice")
+        seen.add(value)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Say of which feature a value is that is refused."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"feature {key!r}: {error}") from error
+
+
+def _require_dtype(key: str, values: NDArray[Any], dtype: str) -> None:
+    _require(key, values, "iu" if dtype == "int64" else "O", "integers" if dtype == "int64" else "text")
+
+
+def _require(key: str, values: NDArray[Any], kinds: str, expected: str) -> None:
+    if values.dtype.kind not in kinds and len(values):
+        got = "text" if values.dtype.kind == "O" else str(values.dtype)
+        raise InvalidInputError(f"feature {key!r} holds {got}, its column expects {expected}; convert it, or give the column that dtype")

@@ -1,0 +1,139 @@
+"""What runs over a loader look like from outside: their iterator, the loader's, and what stands in the loader's place.
+
+What must not live here: what happens in a run (`pipeline`).
+"""
+
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Sized
+from inspect import GEN_RUNNING, getgeneratorstate
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+from kvemb.errors import InvalidInputError
+
+from .pool_sizes import Sizes
+
+T = TypeVar("T")
+
+
+class Run(Generic[T]):
+    """The iterator of a run, which ends with it. One that was ended because another one began says so, instead of looking exhausted.
+
+    Args:
+        batches: what happens in the run; nobody else may refer to it.
+    """
+
+    def __init__(self, batches: Generator[T, None, None]) -> None:
+        self._batches, self._replaced = batches, False
+
+    def __iter__(self) -> "Run[T]":
+        return self
+
+    def __next__(self) -> T:
+        """Return the next batch.
+
+        Raises:
+            InvalidInputError: the loader was iterated anew, or another thread waits for a batch.
+        """
+        self._check_idle()
+        if self._replaced:
+            raise InvalidInputError(
+                "this iteration was ended when the same prepared loader was iterated again: it has one run at a time. "
+                "Prepare another one for a loop inside of a loop."
+            )
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the run. Idempotent.
+
+        Raises:
+            InvalidInputError: another thread waits for a batch; the run goes on.
+        """
+        self._check_idle()
+        self._batches.close()
+
+    def replace(self) -> None:
+        """End the run, since another one begins; raises as `close`."""
+        self._check_idle()
+        self._replaced = True
+        self._batches.close()
+
+    def _check_idle(self) -> None:
+        if getgeneratorstate(self._batches) == GEN_RUNNING:
+            raise InvalidInputError(
+                "the next batch of this prepared loader is being waited for: iterate and close it in one thread. To end the loop from "
+                "outside, set a flag that the loop looks at."
+            )
+
+
+class _Lent(Generic[T]):
+    """An iterator that is the caller's own: it is not closed here, and may be gone on with."""
+
+    def __init__(self, batches: Iterator[T]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> "_Lent[T]":
+        return self
+
+    def __next__(self) -> T:
+        return next(self._batches)
+
+
+def iterator_of(loader: Iterable[T]) -> Iterator[T]:
+    """Begin to iterate a loader.
+
+    Returns:
+        An iterator that ends with the run; where the loader is one itself, it outlives it.
+    """
+    made: Iterator[T] = iter(loader)
+    return _Lent(made) if made is loader else made
+
+
+class LoaderRuns(Generic[T]):
+    """Stands in a loader's place: each `iter` is a new run over it (an epoch) and ends the run before. Use it from one thread.
+
+    Args:
+        loader: any iterable.
+        sizes: threads and capacity of its runs.
+    """
+
+    def __init__(self, loader: Iterable[Any], sizes: Sizes) -> None:
+        self._loader, self._sizes = loader, sizes
+        self._run: weakref.ref[Run[T]] | None = None  # weak: a loop that is left ends its run
+
+    def __iter__(self) -> Iterator[T]:
+        if (before := None if self._run is None else self._run()) is not None:
+            before.replace()
+        # Now, not at the first batch: a loader's processes are forked here, before any thread of this run exists.
+        run = Run(self._batches(iterator_of(self._loader)))
+        self._run = weakref.ref(run)
+        return run
+
+    def _batches(self, batches: Iterator[Any]) -> Generator[T, None, None]:
+        """Say what happens in a run; must not refer to `batches` any longer than it needs them."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._loader))
+
+    def close(self) -> None:
+        """End the present run: no thread of it is left. Idempotent; iterating again is fine."""
+        run = None if self._run is None else self._run()
+        if run is not None:
+            run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def threads_num(self) -> int:
+        """Threads in force."""
+        return self._sizes.threads_num
+
+    @property
+    def capacity(self) -> int:
+        """Batches ahead, in force."""
+        return self._sizes.capacity

@@ -1,0 +1,212 @@
+"""Where did the step go? The report of a training run: times per step, what to turn, scalars for TensorBoard, a progress line.
+
+What must not live here: any framework (a writer is whatever has add_scalar, a loss whatever float() takes), and the measuring, which those
+do that make the training thread wait (`trainer.report.step_times`). One thread: the one that trains.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from kvemb.errors import InvalidInputError
+
+from .progress_line import ProgressLine
+from .push_staleness import MeanStaleness, StalenessLog
+from .step_times import StepTimes, count_in, milliseconds
+
+DEFAULT_EVERY = 50
+
+
+class Writer(Protocol):
+    """Takes scalars, as torch.utils.tensorboard.SummaryWriter does."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Keep a number of a step."""
+        ...
+
+
+class StepReport:
+    """Measures the steps of a training loop while it is in force: inside `with`, or while a loader that was prepared with it is iterated.
+
+    Every optimizer step ends a step: `trainer.torch.SparseOptimizer` tells by itself, other loops call `step`. At the end one line is
+    written to `stream`: what the steps consisted of, and what to turn.
+
+    Args:
+        writer: gets loss, staleness, batches_elapsed, stall_ms (per step) and rows_per_s: the last loss and staleness, the others over
+            the steps since it got them before. None: nobody does.
+        every: steps between them; 50 unless given.
+        progress: whether to show a progress line while `stream` is a terminal; where it is none there is no line in any case.
+        prefix: of the scalars' tags.
+        stream: stderr unless given.
+        clock_s: a monotonic clock.
+
+    Raises:
+        InvalidInputError: on any of these not being so, or `every` without a writer.
+
+    Example:
+        >>> import sys
+        >>> with StepReport(stream=sys.stdout, clock_s=iter([0.0, 0.02, 0.04]).__next__) as report:
+        ...     for loss in (0.7, 0.6):
+        ...         report.step(loss=loss)
+        2 steps of 20 ms: compute 100 %; 0 rows/s pushed; compute-bound: nothing to turn
+    """
+
+    def __init__(
+        self,
+        *,
+        writer: Writer | None = None,
+        every: int | None = None,
+        progress: bool = True,
+        prefix: str = "kvemb",
+        stream: TextIO | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if writer is not None and not hasattr(writer, "add_scalar"):
+            raise InvalidInputError(f"writer is {type(writer).__name__}; give one with add_scalar(), e.g. a SummaryWriter")
+        if every is not None and (writer is None or isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise InvalidInputError(f"every is {every!r}; give a whole number of steps from 1 on, beside a writer")
+        self._writer, self._every, self._prefix = writer, every or DEFAULT_EVERY, prefix
+        self._stream = stream or sys.stderr
+        self._clock_s = clock_s
+        self._line = ProgressLine(self._stream, clock_s) if progress else None
+        self._staleness = StalenessLog()
+        self._loss: Any = None
+        self._since_s: float | None = None  # when the step under way began; None while the report is not in force
+        self._outer: StepReport | None = None  # the one that was in force before
+        self._seen, self._before = StepTimes(), StepTimes()  # sums behind the last step, and the one before it
+        self._written, self._shown = StepTimes(), StepTimes()
+        self.total = StepTimes()
+        """Sums over all steps; the one under way is in all but `n_steps` and `total_s`."""
+
+    def begin(self) -> None:
+        """Put it in force in this thread; the first step begins now. The one that was in force before is again behind `end`."""
+        self._since_s = self._clock_s()
+        if (outer := _current.get()) is not self:
+            self._outer = outer
+        _current.set(self)
+        count_in(self.total)
+
+    def end(self) -> None:
+        """Take it out of force, and write what is left to write and the summary. Idempotent; `begin` goes on with the same sums."""
+        if self._since_s is None:
+            return
+        self._since_s, self.total = None, self._seen.copy()  # what came behind the last step belongs to none
+        outer, self._outer = self._outer, None
+        if _current.get() is self:
+            outer = outer if outer is not None and outer.in_force else None
+            _current.set(outer)
+            count_in(None if outer is None else outer.total)
+        if self._line is not None:
+            self._line.end()
+        if self.total.n_steps > self._written.n_steps:
+            self._write()
+        if self.total.n_steps:
+            print(self.summary(), file=self._stream)
+
+    def __enter__(self) -> "StepReport":
+        self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def loss(self, value: Any) -> None:
+        """Say what the loss of this step is: a number, or a tensor of one element, which is looked at when it is shown or written."""
+        detach = getattr(value, "detach", None)  # the graph behind it must not be kept
+        self._loss = value if detach is None else detach()
+
+    def step(self, ack: Any = None, *, push_s: float = 0.0, window_s: float = 0.0, release_s: float = 0.0, loss: Any = None) -> None:
+        """End a step.
+
+        Args:
+            ack: of its push, for rows, staleness and the wait for the push window; None for a step without one.
+            push_s: seconds that handing over the push took, the wait for its window included.
+            window_s: seconds of waiting for earlier pushes besides.
+            release_s: seconds of waiting until it was released.
+            loss: see `loss`.
+        """
+        if loss is not None:
+            self.loss(loss)
+        total = self.total
+        if ack is not None:
+            in_push_s: float = getattr(ack, "window_s", 0.0)  # any object may stand for an ack that knows its staleness
+            total.window_s += in_push_s + window_s
+            total.push_s += max(0.0, push_s - in_push_s)
+            total.release_s += release_s
+            total.rows_pushed += getattr(ack, "n_rows", 0)
+            self._staleness.add(ack)
+        now_s = self._clock_s()
+        total.n_steps += 1
+        total.total_s += now_s - (now_s if self._since_s is None else self._since_s)
+        self._since_s = None if self._since_s is None else now_s
+        self._before, self._seen = self._seen, total.copy()
+        if self._writer is not None and total.n_steps - self._written.n_steps >= self._every:
+            self._write()
+        if self._line is not None and self._line.due:
+            self._line.show(self._progress())
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._since_s is not None
+
+    @property
+    def last(self) -> StepTimes:
+        """Of the last step."""
+        return self._seen.since(self._before)
+
+    @property
+    def mean_staleness(self) -> MeanStaleness:
+        """How stale rows were, over all pushes that were applied."""
+        return self._staleness.mean
+
+    def summary(self) -> str:
+        """Say in one line what the steps consisted of, and what to turn."""
+        if not self.total.n_steps:
+            return "no step yet"
+        stale = f"staleness: {self._staleness.mean}; " if self._staleness.mean.n else ""
+        return f"{self.total}; {stale}{self.total.advice()}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def _write(self) -> None:
+        if self._writer is None:
+            return
+        recent = self.total.since(self._written)
+        self._written = self.total.copy()
+        scalars = {
+            "stall_ms": 1e3 * recent.stalled_s / max(1, recent.n_steps),
+            "rows_per_s": recent.rows_pushed / max(recent.total_s, 1e-9),
+        }
+        if self._loss is not None:
+            scalars["loss"] = float(self._loss)
+        if (last := self._staleness.last) is not None:
+            scalars |= {"staleness": last.changed_fraction, "batches_elapsed": float(last.batches_elapsed)}
+        for name, value in scalars.items():
+            self._writer.add_scalar(f"{self._prefix}/{name}", value, self.total.n_steps)
+
+    def _progress(self) -> str:
+        recent = self.total.since(self._shown)
+        self._shown = self.total.copy()
+        waits = [(name, share) for name, share in recent.shares().items() if name not in ("compute", "push") and share >= 0.01]
+        texts = [
+            f"step {self.total.n_steps:,}",
+            milliseconds(recent.total_s / max(1, recent.n_steps)),
+            *([f"loss {float(self._loss):.4f}"] if self._loss is not None else []),
+            f"{recent.rows_pushed / max(recent.total_s, 1e-9):,.0f} rows/s",
+            *(f"waits for {name} {100 * share:.0f} %" for name, share in waits),
+            *([f"stale {100 * last.changed_fraction:.1f} %"] if (last := self._staleness.last) is not None else []),
+        ]
+        return "  ".join(texts)
+
+
+_current: ContextVar[StepReport | None] = ContextVar("kvemb_report", default=None)
+
+
+def current_report() -> StepReport | None:
+    """Return the report in force in this thread, if there is one."""
+    return _current.get()

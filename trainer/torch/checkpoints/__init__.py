@@ -1,0 +1,1 @@
+"""Rows saved beside the checkpoints of torch models and of other trainers."""

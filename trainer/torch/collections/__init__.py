@@ -1,0 +1,1 @@
+"""TorchRec's collections and jagged tensors over kvemb tables."""

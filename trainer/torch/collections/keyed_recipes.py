@@ -1,0 +1,166 @@
+"""What collections compute of a KeyedJaggedTensor: the ids of every table, and what becomes of their rows.
+
+What must not live here: rows and where they come from (`embedding_collections`, `plain_tables`), jagged tensors (`jagged_tensors`). Sizes
+are read as `shape[0]`: torch.export keeps that as a symbol, where `len` would fix it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvemb.errors import InvalidInputError
+
+from ..modules.pooling import pool
+from ..modules.recipes import LookedUp, LookUp, exporting
+from .collection_configs import EmbeddingBagConfig, EmbeddingConfig
+from .jagged_tensors import JaggedTensor
+from .keyed_tensor import KeyedTensor
+
+
+class KeyedJagged(Protocol):
+    """Our KeyedJaggedTensor, or TorchRec's."""
+
+    def keys(self) -> Sequence[str]:
+        """The features' names."""
+        ...
+
+    def values(self) -> Tensor:
+        """All values, feature by feature, bag after bag: [m]."""
+        ...
+
+    def lengths(self) -> Tensor:
+        """How many values each bag has: [features * b]."""
+        ...
+
+    def weights_or_none(self) -> Tensor | None:
+        """A weight per value [m], or None."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Ids [m] of one feature, in bags of `lengths` [b], with weights [m] or None."""
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+
+
+class KeyedRecipe:
+    """What both collections have in common: features by table, and the names of results.
+
+    Args:
+        configs: one per table, of distinct names.
+    """
+
+    def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:
+        names = [config.name for config in configs]
+        if not names or len(set(names)) < len(names):
+            raise InvalidInputError(f"a collection needs tables of distinct names, got {names}")
+        for config in configs:
+            if len(set(config.feature_names)) < len(config.feature_names):
+                raise InvalidInputError(f"table {config.name!r}: feature_names must be distinct, got {list(config.feature_names)}")
+        self.configs = list(configs)
+        every = [feature for config in configs for feature in config.feature_names]
+        self._results = {  # per table; a feature of several tables is told apart as "feature@table"
+            config.name: [f"{f}@{config.name}" if every.count(f) > 1 else f for f in config.feature_names] for config in configs
+        }
+
+    def ids(self, features: KeyedJagged) -> dict[str, Tensor]:
+        """Return the ids of every table: those of its features, one feature after another."""
+        return self._ids_of(self._read(features))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{config.name}({', '.join(config.feature_names)})" for config in self.configs)
+
+    def _ids_of(self, features: Mapping[str, Feature]) -> dict[str, Tensor]:
+        return {c.name: torch.cat([features[name].ids for name in c.feature_names]) for c in self.configs}
+
+    def _read(self, given: KeyedJagged) -> dict[str, Feature]:
+        """Take features apart; those that no table has are left out."""
+        if not all(callable(getattr(given, method, None)) for method in ("keys", "values", "lengths", "weights_or_none")):
+            raise InvalidInputError(
+                f"features must be a KeyedJaggedTensor, got {type(given).__name__}; of a dict, KeyedJaggedTensor.from_lists and "
+                ".from_jt_dict make one"
+            )
+        for method in ("variable_stride_per_key", "inverse_indices_or_none"):
+            if getattr(given, method, bool)():  # TorchRec's, with bags that are not one per example and key
+                raise InvalidInputError(f"features with {method}() are not supported: give each key the same number of bags")
+        keys, values, lengths = list(given.keys()), given.values(), given.lengths()
+        missing = sorted({name for config in self.configs for name in config.feature_names} - set(keys))
+        if missing:
+            raise InvalidInputError(f"no feature {', '.join(missing)}; there are {', '.join(keys)}")
+        if lengths.shape[0] % len(keys):
+            raise InvalidInputError(f"{lengths.shape[0]} lengths for {len(keys)} features: each must have the same number of bags")
+        per_key = lengths.reshape(len(keys), -1)
+        sizes = per_key.sum(1).tolist()
+        _check_sizes(sizes, values, lengths)
+        weights = given.weights_or_none()
+        weights_of = [None] * len(keys) if weights is None else torch.split(weights, sizes)
+        parts = zip(keys, torch.split(values, sizes), per_key, weights_of, strict=True)
+        return {key: Feature(*of) for key, *of in parts}
+
+
+class BagRecipe(KeyedRecipe):
+    """Pool the rows of each bag.
+
+    Args:
+        configs: one per table.
+        is_weighted: multiply each row by its value's weight first.
+
+    Raises:
+        InvalidInputError: weights with another pooling than "sum", and as KeyedRecipe.
+    """
+
+    def __init__(self, configs: Sequence[EmbeddingBagConfig], is_weighted: bool) -> None:
+        averaged = [config.name for config in configs if config.pooling != "sum"]
+        if is_weighted and averaged:
+            raise InvalidInputError(f"weights go with pooling 'sum' only; the tables {', '.join(averaged)} have another")
+        super().__init__(configs)
+        self.bag_configs, self.is_weighted = list(configs), is_weighted
+
+    def run(self, features: KeyedJagged, look_up: LookUp) -> KeyedTensor:
+        """Return float32 [b, embedding_dim] per feature, in the order of the tables and their features."""
+        parts = self._read(features)
+        if self.is_weighted and features.weights_or_none() is None:
+            raise InvalidInputError("this collection is_weighted, but the features have no weights")
+        looked_up = look_up(self._ids_of(parts))
+        pooled = [block for config in self.bag_configs for block in self._pool(config, looked_up[config.name], parts)]
+        names = [name for config in self.configs for name in self._results[config.name]]
+        return KeyedTensor(names, [block.shape[1] for block in pooled], torch.cat(pooled, dim=1))
+
+    def _pool(self, config: EmbeddingBagConfig, rows: LookedUp, parts: Mapping[str, Feature]) -> Iterator[Tensor]:
+        """One block per feature of the table."""
+        mine = [parts[name] for name in config.feature_names]
+        weights = torch.cat([one.weights for one in mine if one.weights is not None]).to(torch.float32) if self.is_weighted else None
+        pooled = pool(rows, torch.cat([one.lengths for one in mine]), config.pooling, weights)
+        yield from torch.split(pooled, [one.lengths.shape[0] for one in mine])
+
+
+class SequenceRecipe(KeyedRecipe):
+    """Give every value its row."""
+
+    def run(self, features: KeyedJagged, look_up: LookUp) -> dict[str, JaggedTensor]:
+        """Return per feature float32 [m, embedding_dim] in its own bags, with its weights if it has any."""
+        parts = self._read(features)
+        looked_up = look_up(self._ids_of(parts))
+        results: dict[str, JaggedTensor] = {}
+        for config in self.configs:
+            (leaf, at), mine = looked_up[config.name], [parts[name] for name in config.feature_names]
+            rows = torch.split(leaf.index_select(0, at), [one.ids.shape[0] for one in mine])
+            for result, one, values in zip(self._results[config.name], mine, rows, strict=True):
+                results[result] = JaggedTensor(values, one.lengths, one.weights)
+        return results
+
+
+def _check_sizes(sizes: Sequence[int], values: Tensor, lengths: Tensor) -> None:
+    """Refuse lengths [features * b] that do not fit the values [m]; `sizes` are the values of each feature."""
+    if exporting():  # the sizes of batches to come; the exported program checks them
+        for size in sizes:
+            torch._check(size >= 0)  # type: ignore[no-untyped-call]
+        torch._check(sum(sizes) == values.shape[0])  # type: ignore[no-untyped-call]
+    elif sum(sizes) != values.shape[0] or bool((lengths < 0).any()):
+        raise InvalidInputError(f"lengths add up to {sum(sizes)} and must be at least 0; there are {values.shape[0]} values")

@@ -1,0 +1,1 @@
+"""distribute: a torch model's large embeddings become tables, decided before anything changes."""

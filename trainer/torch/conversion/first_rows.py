@@ -1,0 +1,122 @@
+"""Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
+
+What must not live here: assigning (`weight_transfer`), tables. Strategy: unless the user says otherwise, a table begins with the module's
+own weights: assigned, where all of a model's can be in a minute or so; of those that are too many the initializer is read off
+(`recognize_initializer`); where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
+
+A table says by its initializer that its rows are assigned, so that another trainer knows that it has to wait for them, and not for rows
+that are drawn: CARRIED, zeros under a name that nobody gives.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvemb import init
+from kvemb.errors import InvalidInputError
+from kvemb.init import Initializer
+
+from .distribute_plan import Site
+from .recognize_initializer import read_off
+
+Carry = bool | Literal["overwrite"] | None
+CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
+"""How much of a model is assigned without being asked for: about a minute's work for two shards on a machine of 2 cores."""
+CARRIED = init.constant(0.0)
+
+
+@dataclass(frozen=True)
+class First:
+    """How a table begins.
+
+    Args:
+        carried: its rows are assigned: the module's weights.
+        initializer: its own; None: the table exists, and has one.
+        origin: who decided: the user gave the initializer, it was read off the weights, or none is needed.
+    """
+
+    carried: bool
+    initializer: Initializer | None
+    origin: Literal["given", "read off", ""]
+
+
+def first_rows(
+    sites: Sequence[Site], carry: Carry, given: Initializer | None, trained: Collection[str], exists: Callable[[Site], bool]
+) -> dict[str, First]:
+    """Decide how each table begins, by its name.
+
+    Args:
+        sites: of the model.
+        carry, given: the user's carry_weights and initializer.
+        trained: tables whose weights are known to have been trained: no initializer draws those.
+        exists: whether a site's table does; asked only where nothing else decides.
+
+    Raises:
+        InvalidInputError: rows that are neither carried nor drawn by anything known, with the ways out; all tables are named.
+    """
+    _check_dims(sites, given)
+    if given is not None and not carry:
+        return {site.table: First(False, given, "given") for site in sites}
+    carried = _assignable(sites) if carry is None else {site.table for site in sites if carry}
+    first, unknown = {}, []
+    for site in sites:
+        if site.table in carried:
+            first[site.table] = First(True, CARRIED if given is None else given, "" if given is None else "given")
+        elif exists(site):
+            first[site.table] = First(False, None, "")
+        elif (found := _read_off(site, trained)) is not None:
+            first[site.table] = First(False, found, "read off")
+        else:
+            unknown.append(f"{site}, {site.n_rows} x {site.dim}: {_why_unknown(site, carry, trained)}")
+    if unknown:
+        raise InvalidInputError(
+            "nothing was changed: the first rows are not known of "
+            + "; ".join(unknown)
+            + ". Give initializer=, as kvemb.init.normal(std=0.01), to draw them"
+            + _carry_hint(sites, unknown, carry)
+            + ", or keep these local with leave=[their paths]"
+        )
+    return first
+
+
+def _check_dims(sites: Sequence[Site], given: Initializer | None) -> None:
+    if not isinstance(given, Initializer):
+        return
+    for site in sites:
+        try:
+            given.check_dim(site.dim)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"nothing was changed: {site}: {error}") from error
+
+
+def _assignable(sites: Iterable[Site]) -> set[str]:
+    """The tables whose weights are assigned unasked: the smallest first, while all together are not too many."""
+    n_rows, n_bytes, names = 0, 0, set()
+    for site in sorted((site for site in sites if not _is_meta(site)), key=lambda site: (site.n_rows * site.dim, site.table)):
+        n_rows, n_bytes = n_rows + site.n_rows, n_bytes + 4 * site.n_rows * site.dim
+        if n_rows <= CARRY_ROWS and n_bytes <= CARRY_BYTES:
+            names.add(site.table)
+    return names
+
+
+def _read_off(site: Site, trained: Collection[str]) -> Initializer | None:
+    return None if _is_meta(site) or site.table in trained else read_off(site.weight, site.padding)
+
+
+def _why_unknown(site: Site, carry: Carry, trained: Collection[str]) -> str:
+    if _is_meta(site):
+        return "its weight is on the meta device and holds nothing"
+    bounds = f"beyond {CARRY_ROWS} rows or {CARRY_BYTES >> 20} MiB of the model"
+    many = "" if carry is False else f"too large to be assigned unasked ({bounds}), and "
+    values = "its values are not plainly draws of zeros, constant, uniform or normal"
+    return many + ("the optimizer has trained it" if site.table in trained else values)
+
+
+def _carry_hint(sites: Iterable[Site], unknown: Sequence[str], carry: Carry) -> str:
+    if carry is False or all(_is_meta(site) for site in sites):
+        return ""
+    return ", carry_weights=True to assign the module's weights however long it takes"
+
+
+def _is_meta(site: Site) -> bool:
+    return bool(site.weight.device.type == "meta")

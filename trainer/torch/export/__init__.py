@@ -1,0 +1,1 @@
+"""materialize: a plain torch copy of a model whose rows are in a cluster."""

@@ -1,0 +1,195 @@
+"""What goes over the parameters of a model or an optimizer, and whether it meets the leaves of rows that wait for a step.
+
+What must not live here: what waits, and how (`pending_lookups`). Strategy: in one process everybody meets them. In a job of several ranks
+(torch.distributed) a leaf is this rank's alone, and a norm that only this rank has would scale the dense gradients, which are equal on all
+ranks, differently on each: so only GradScaler and zero_grad do. Torch says nothing of who asks for parameters; where that matters the
+call stack tells.
+"""
+
+import logging
+import sys
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from types import FrameType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grad
+
+from kvemb.errors import InvalidInputError
+
+log = logging.getLogger("kvemb")
+_NAME = "waiting_rows"
+STAND_IN = "rows_in_cluster"
+"""The name of `table_module.TableModule.stand_in` among the parameters."""
+_bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by every module over a table, for one answer
+_MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
+_IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  # torch's, and TorchRec's
+_DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
+
+
+class NamedTable(Protocol):
+    """A table, for messages."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+
+class HasLeaves(Protocol):
+    """What waits for a step of one table's rows: `pending_lookups.Pending`."""
+
+    leaves: list[Tensor]
+
+    @property
+    def table(self) -> NamedTable:
+        """The table."""
+        ...
+
+
+def n_ranks() -> int:
+    """How many processes of torch.distributed train together."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+class WaitingParameters(dict[str, Any]):
+    """The parameters of a module over a table: its own, and to whoever goes over the parameters of a model what waits for a step.
+
+    Args:
+        own: registered in the module.
+        pending: of the module.
+        stand_in: of the module, if it has one.
+    """
+
+    told = False
+    """Whether it was told that torch's clipping leaves rows out: once in a process."""
+
+    def __init__(self, own: Mapping[str, Any], pending: HasLeaves, stand_in: nn.Parameter | None = None) -> None:
+        super().__init__({name: own[name] for name in own})
+        self._pending, self._only_own = pending, False
+        self._stand_in = stand_in
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """Return names and parameters: what torch.nn.Module.named_parameters asks each module for."""
+        if self._only_own:
+            return super().items()
+        if not torch.compiler.is_compiling():
+            _refuse_in_backward(self._pending.table.name)
+        shown = super().items()
+        if self._stand_in is not None and _is_bare(_asked()):
+            if distributed.is_available() and distributed.is_initialized():
+                self._stand_in.requires_grad_(False)  # DistributedDataParallel, of one rank too, would wait for its gradient
+            shown = {**self, STAND_IN: self._stand_in}.items()
+        leaves = self._pending.leaves
+        if not leaves:
+            return shown
+        if n_ranks() > 1:
+            _tell_clipping(self._pending.table.name)
+            return shown
+        return {**dict(shown), **{f"{_NAME}_{at}": leaf for at, leaf in enumerate(leaves)}}.items()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Hide what waits: it is neither saved, nor loaded, nor moved."""
+        before, self._only_own = self._only_own, True
+        try:
+            yield
+        finally:
+            self._only_own = before
+
+
+class RankParams(list[Tensor]):
+    """`group["params"]` in a job of several ranks: GradScaler and zero_grad find what waits for a step there, nobody else does.
+
+    Args:
+        own: the parameters, as they are.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__(own)
+        self.waiting: dict[str, HasLeaves] = {}
+        """By table."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        waiting = [pending for pending in self.waiting.values() if pending.leaves]
+        if waiting and sys._getframe(1).f_code.co_name in _MEETS_LEAVES:
+            return chain(super().__iter__(), *(pending.leaves for pending in waiting))
+        if waiting:
+            _tell_clipping(waiting[0].table.name)
+        return super().__iter__()
+
+    def __reduce__(self) -> Any:
+        """Copy the parameters: what waits stays with the optimizer."""
+        return list, (list(self),)
+
+
+def _callers() -> Iterator[FrameType]:
+    """Who asks, from the nearest on."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _asked() -> nn.Module | None:
+    """Whose parameters are asked for, those of all modules inside of it; None for a module's own, which are asked for one by one."""
+    if torch.compiler.is_compiling():
+        return None
+    for frame in _callers():
+        if frame.f_code.co_name == "named_parameters":
+            root = frame.f_locals.get("self")
+            return root if isinstance(root, nn.Module) and frame.f_locals.get("recurse", True) else None
+    return None
+
+
+def _is_bare(root: nn.Module | None) -> bool:
+    """As `_has_none`, remembered."""
+    if root is None:
+        return False
+    if root not in _bare:
+        _bare[root] = _has_none(root)
+    return _bare[root]
+
+
+def _has_none(root: nn.Module) -> bool:
+    """Whether no parameter is registered in a module, or in one inside of it."""
+    return not any(param is not None for module in root.modules() for param in module._parameters.values())
+
+
+def _tell_clipping(table: str) -> None:
+    """Warn who clips gradients with torch's function, which cannot see those of rows here; nothing else tells that it is called."""
+    if WaitingParameters.told:
+        return
+    for frame in _callers():
+        if frame.f_code.co_filename == clip_grad.__file__:
+            WaitingParameters.told = True
+            log.warning(
+                "torch.nn.utils.%s leaves the gradients of rows out in a job of %d ranks (table %r waits with some): use "
+                "kvemb.torch.clip_grad_norm_(model, …), on every rank",
+                *(frame.f_code.co_name, n_ranks(), table),
+            )
+            return
+
+
+def _refuse_in_backward(table: str) -> None:
+    """Refuse to give an optimizer to each parameter of a module that has none: it would go over nothing, without a word."""
+    root: Any = None
+    for frame in _callers():
+        if frame.f_code.co_name in _IN_BACKWARD:
+            break
+        if frame.f_code.co_name in ("parameters", "named_parameters"):
+            root = frame.f_locals.get("self")
+    else:
+        return
+    if isinstance(root, nn.Module) and _has_none(root):
+        raise InvalidInputError(
+            f"apply_optimizer_in_backward was given the parameters of a {type(root).__name__} over table {table!r}, which has none: its "
+            "rows are in a cluster, and this would train nothing. Leave it out; rows are trained by the rule that the table was created "
+            "with, at each step of a SparseOptimizer(model). This module is as it was"
+        )

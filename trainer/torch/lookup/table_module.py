@@ -1,0 +1,241 @@
+"""One lookup: the distinct ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves
+there.
+
+What must not live here: how rows are combined (`embedding`), what waits for a step (`pending_lookups`), when it is pushed
+(`sparse_optimizer`).
+
+Strategy: the rows pulled become a leaf [n, dim] that requires a gradient, and torch's own functions index into it, so
+forward and backward are torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the
+leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Backward hands the lookup to its
+`Pending`, where the optimizer finds it, and `parameters()` until the step. One thread per model.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kvemb.arrays.ids import normalize
+from kvemb.errors import InvalidInputError
+
+from ...bridge.cluster_ports import TablePort
+from ...bridge.shared_lookups import Asked, Found, SharedLookups
+from ...bridge.step_mark import StepMark
+from .parameter_walks import STAND_IN, WaitingParameters
+from .pending_lookups import Lookup, Pending
+
+_PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
+
+
+class LookupModule(nn.Module):
+    """A module whose forward pass looks rows up. `asked` tells which, before it is called and in any thread."""
+
+    def asked(self, *args: Any, **kwargs: Any) -> list[Asked]:
+        """Return what forward would look up if it were called with these arguments; nothing is sent and nothing remembered.
+
+        Raises:
+            InvalidInputError: as forward would.
+        """
+        raise NotImplementedError
+
+
+class TableModule(LookupModule):
+    """What Embedding and EmbeddingBag share: a table, a padding id, and lookups."""
+
+    def __init__(self, table: TablePort, padding_idx: int | None) -> None:
+        super().__init__()
+        for name in ("pull", "dim", "definition", "cluster"):
+            if not hasattr(table, name):
+                raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
+        self.table = table
+        self.padding_idx = padding_idx
+        self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
+        self._parameters: WaitingParameters
+        self.pending = Pending(table)
+        self._trained = True
+        self.mark = StepMark(table)
+        self.dtype = torch.float32
+        """Of results; rows, and what is computed of them before, are float32, and so are the gradients that are pushed."""
+        self.shared = SharedLookups({table.name: table}, table.cluster)
+
+    @property
+    def pending(self) -> Pending:
+        """Where lookups go that have a gradient. The optimizer that trains the table brings its own."""
+        return self._pending
+
+    @pending.setter
+    def pending(self, pending: Pending) -> None:
+        self._pending = pending
+        # parameters() of a module goes through this mapping of every module inside of it
+        self.__dict__["_parameters"] = WaitingParameters(self._parameters, pending, self.stand_in)
+
+    @property
+    def stand_in(self) -> nn.Parameter | None:
+        """A parameter float32 [0, dim] of a module that `distribute` made. Who asks a model, or a part of one, for its parameters finds it
+        where there is no other: to learn a device, or to make an optimizer. It is in no state (adr/0034).
+        """
+        stand_in: nn.Parameter | None = self.__dict__.get(STAND_IN)
+        return stand_in
+
+    def make_stand_in(self, device: torch.device) -> nn.Parameter:
+        """Give this module a `stand_in`."""
+        made = nn.Parameter(torch.empty(0, self.table.dim, device=device))
+        self.__dict__[STAND_IN] = made  # found by its name, but not registered: nobody saves or loads it
+        self.pending = self._pending
+        return made
+
+    @property
+    def embedding_dim(self) -> int:
+        """Weights per row, under torch's name."""
+        return self.table.dim
+
+    def extra_repr(self) -> str:
+        """Describe the module as torch's own modules do."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, dim={self.table.dim}{padding}"
+
+    def _check_padding(self, padding_idx: object) -> np.uint64:
+        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+            raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
+        definition = self.table.definition
+        ids, _ = normalize([padding_idx], definition.id_dtype, definition.name, definition.num_ids)
+        if ids.view(np.int64)[0] == -1:  # then it is no padding that was left in: this module asks the table for its row
+            self.table.allow_minus_one()
+        return np.uint64(ids[0])
+
+    @property
+    def recording(self) -> bool:
+        """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen."""
+        return self.training and self._trained and torch.is_grad_enabled()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the table for lookups by this module, or train it again. Call it on this module itself: a parent's call does not come
+        here, and a loop over parameters() finds no rows.
+        """
+        self._trained = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        with self._parameters.own():
+            super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *args: Any) -> None:
+        with self._parameters.own():
+            super()._load_from_state_dict(state_dict, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Take part in `model.bfloat16()` and the like: results are of that type then, of rows that stay what they are."""
+        with self._parameters.own():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.stand_in is not None and (moved := fn(self.stand_in.data)).device.type != "meta":
+            self.stand_in.data = moved
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        """Return what state_dict keeps of this module: which table it is over, and at which step its rows are, which the cluster keeps.
+
+        Returns:
+            uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster; "epoch" and "step" unless the cluster
+            is read-only. A tensor, because much that saves a state_dict takes nothing else.
+        """
+        return torch.frombuffer(bytearray(json.dumps(self._reference() | self.mark.state()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first. Rows at
+        another step than the state's are told at the next lookup.
+
+        Raises:
+            InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
+        """
+        given, mine = json.loads(bytes(state.cpu().numpy())), self._reference()
+        if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
+            raise InvalidInputError(
+                f"the state is of {_described(given)}, this module is over {_described(mine)}; load a state of this table"
+            )
+        self.mark.load(given)
+
+    def _reference(self) -> dict[str, Any]:
+        config = getattr(self.table.cluster, "config", None)
+        return {"table": self.table.name, "dim": self.table.dim, "cluster": getattr(config, "cluster", "")}
+
+    def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
+        """Return what a lookup of `input` asks the table for: its ids uint64 [m], flat, then the padding id if there is one.
+
+        Torch needs a position for the padding id, even if no input has it, to add up as always.
+
+        Raises:
+            InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain.
+        """
+        if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
+            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+            raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
+        definition = self.table.definition
+        allowed = self.table.minus_one_allowed
+        flat, _ = normalize(self._values(input), definition.id_dtype, definition.name, definition.num_ids, minus_one=allowed)
+        return flat if self._padding_id is None else np.append(flat, self._padding_id)
+
+    def _values(self, input: Tensor) -> NDArray[Any]:
+        """Read ids out of a tensor; refused where that would make them constants, or where there are none."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise InvalidInputError(f"table {self.table.name!r}: torch.jit.trace would write down the rows of this one batch; {_PLAIN}")
+        try:
+            array: NDArray[Any] = input.detach().cpu().numpy()
+        except RuntimeError as error:
+            if input.device.type not in ("cpu", "meta"):
+                raise  # the device's own
+            raise InvalidInputError(f"table {self.table.name!r}: ids must be a plain tensor with values ({error}); {_PLAIN}") from error
+        return array
+
+    def take(self, found: Found, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Turn what was found for `asked_of(input)` into tensors.
+
+        Returns:
+            leaf float32 [n, dim]; int64 positions in it, of the shape of `input`; position of the padding id in it, or
+            None. All on the device of `input`. The leaf requires a gradient, and its lookup will be pending after
+            backward, if the module trains.
+        """
+        leaf = torch.from_numpy(found.rows).to(input.device)
+        if self.recording:
+            self.record(leaf, Lookup(found.ids, found.versions, self._padding_id))
+        at = torch.from_numpy(found.inverse[: input.numel()].astype(np.int64, copy=False)).reshape(input.shape).to(input.device)
+        return leaf, at, None if self._padding_id is None else int(found.inverse[-1])
+
+    def _look_up(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Look the ids of `input` up; returns and raises as `take` and `asked_of`. Refused while nobody collects gradients."""
+        self.mark.before_lookup(self.recording)
+        if self.recording:
+            self.pending.check_room()
+        (found,) = self.shared.look_up([(self.table, self.asked_of(input))], recording=self.recording)
+        return self.take(found, input)
+
+    def record(self, leaf: Tensor, lookup: Lookup) -> None:
+        """Let a leaf's gradient wait for the step, once backward has made it."""
+        pending = self.pending  # the list in force now: a later optimizer must not get this step's gradients
+
+        def after_backward(leaf: Tensor) -> None:
+            pending.add(leaf, lookup)
+
+        leaf.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(after_backward)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has of this module: all but what connects it with this one's lookups and steps. Pickled, the table refuses
+        whatever is no new process.
+        """
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_pending", "shared", "mark")}
+        return state | {"_parameters": {name: self._parameters[name] for name in self._parameters}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.mark = StepMark(self.table)
+        self.shared = SharedLookups({self.table.name: self.table}, self.table.cluster)
+        self.pending = Pending(self.table, trains=False)
+
+
+def _described(reference: dict[str, Any]) -> str:
+    return f"table {reference['table']!r} (dim {reference['dim']}, cluster {reference['cluster']!r})"

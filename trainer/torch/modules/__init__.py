@@ -1,0 +1,1 @@
+"""The torch modules over one or several tables: Embedding, EmbeddingBag, DenseFeatures, and how rows are pooled."""
