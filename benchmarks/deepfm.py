@@ -155,7 +155,7 @@ def _remote(name: str, cluster: Any, batches: Sequence[Any], dim: int, pids: Seq
 
 def _loader(model: Any, batches: Sequence[Any], consistency: str) -> Callable[[Sequence[int]], Iterable[Any]]:
     """What yields batches whose rows were pulled ahead, one batch ahead: all rows are in every batch here, and Adam bears little delay."""
-    from trainer.torch.loaders import prepare
+    from trainer.torch import prepare
 
     turn: list[Any] = []
     arrays = _torch().from_numpy

@@ -97,8 +97,7 @@ def _trainer(
     name: str, job: Job, cluster: Any, pids: Mapping[str, Sequence[int]] | None = None, ahead: str | None = None, *, exact: bool
 ) -> Trainer:
     torch = import_torch()
-    from trainer.torch import SparseOptimizer
-    from trainer.torch.loaders import prepare
+    from trainer.torch import SparseOptimizer, prepare
 
     torch.manual_seed(_SEED)  # everybody begins with the same dense weights
     model = _example("model").DLRM(_lookups(job, cluster, f"{ahead}."), n_features=N_TABLES, dim=DIM)

@@ -20,8 +20,7 @@ from memory_cluster import MemoryCluster
 from torch import nn
 
 from kvemb import optim
-from trainer.torch import Embedding, SparseOptimizer, clip_grad_norm_
-from trainer.torch.conversion import distribute
+from trainer.torch import Embedding, SparseOptimizer, clip_grad_norm_, distribute
 
 ROOT = Path(__file__).resolve().parents[2]
 N_RANKS, MAX_NORM = 2, 0.25

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
-from trainer.bridge.shared_lookups import Ahead, distinct_of, found_of
+from trainer.bridge.shared_lookups import EarlyLookup, found_of, unique_of
 from trainer.torch import Embedding, SparseOptimizer
 from trainer.torch.collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
@@ -84,8 +84,8 @@ def test_rows_installed_for_what_was_asked_are_used_without_a_pull() -> None:
     assert [table.name for table, _ in asked] == ["page", "ad", "word"]
     ahead = {}
     for table, ids in asked:
-        wanted = distinct_of(ids)
-        ahead[table.name] = [Ahead(ids, found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))]
+        wanted = unique_of(ids)
+        ahead[table.name] = [EarlyLookup(ids, found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))]
     SparseOptimizer(collection).shared.install(ahead)
     before = cluster.n_round_trips
     assert torch.equal(collection(features).values(), expected)

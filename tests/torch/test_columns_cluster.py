@@ -27,9 +27,9 @@ from trainer.torch import (
     JaggedTensor,
     KeyedJaggedTensor,
     SparseOptimizer,
+    materialize,
+    prepare,
 )
-from trainer.torch.export import materialize
-from trainer.torch.loaders import prepare
 
 
 @pytest.fixture(scope="module")

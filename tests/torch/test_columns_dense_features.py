@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from kvemb import optim
 from kvemb.errors import InvalidInputError
-from trainer.bridge.shared_lookups import Ahead, distinct_of, found_of
+from trainer.bridge.shared_lookups import EarlyLookup, found_of, unique_of
 from trainer.columns import (
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
@@ -216,8 +216,8 @@ def test_gradients_equal_torchs_also_where_columns_share_a_table() -> None:
 def install_all(layer: DenseFeatures, features: dict[str, Any]) -> None:
     ahead = {}
     for table, ids in layer.asked(features):
-        wanted = distinct_of(ids)
-        ahead[table.name] = [Ahead(ids, found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))]
+        wanted = unique_of(ids)
+        ahead[table.name] = [EarlyLookup(ids, found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))]
     SparseOptimizer(layer).shared.install(ahead)
 
 

@@ -9,8 +9,7 @@ from making_cluster import MakingCluster
 from torch import nn
 
 import kvemb
-from trainer.torch import SparseOptimizer, clip_grad_norm_
-from trainer.torch.conversion import distribute
+from trainer.torch import SparseOptimizer, clip_grad_norm_, distribute
 
 
 class Model(nn.Module):

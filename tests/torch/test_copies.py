@@ -18,8 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import kvemb
 from kvemb.errors import InvalidInputError
-from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, SparseOptimizer
-from trainer.torch.conversion import distribute
+from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, SparseOptimizer, distribute
 
 IDS = torch.arange(20)
 names = (f"user{i}" for i in range(100))

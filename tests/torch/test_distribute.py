@@ -17,8 +17,7 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import DeadlineExceededError, InvalidInputError, ShardUnavailableError, TableMismatchError, UnknownTableError
-from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.conversion import distribute
+from trainer.torch import Embedding, SparseOptimizer, distribute
 
 
 @pytest.fixture(scope="module")

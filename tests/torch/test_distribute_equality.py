@@ -19,7 +19,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import kvemb
-from trainer.torch.conversion import distribute
+from trainer.torch import distribute
 
 pytestmark = pytest.mark.timeout(300)
 

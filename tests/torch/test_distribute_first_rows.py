@@ -17,7 +17,7 @@ from torch import nn
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
-from trainer.torch.conversion import distribute
+from trainer.torch import distribute
 from trainer.torch.conversion.recognize_initializer import read_off
 
 N = 20_000

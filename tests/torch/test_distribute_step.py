@@ -17,8 +17,7 @@ from making_cluster import MakingCluster
 from torch import nn
 
 from kvemb.errors import InvalidInputError, ShardUnavailableError
-from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.conversion import distribute
+from trainer.torch import Embedding, SparseOptimizer, distribute
 
 
 class Model(nn.Module):

@@ -10,9 +10,15 @@ from making_cluster import MakingCluster
 from torch import nn
 
 from kvemb.errors import InvalidInputError
-from trainer.torch import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from trainer.torch.conversion import distribute
-from trainer.torch.export import materialize
+from trainer.torch import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    distribute,
+    materialize,
+)
 
 
 class Model(nn.Module):

@@ -15,8 +15,7 @@ from torch import nn
 import kvemb
 from kvemb.cluster import Cluster
 from kvemb.local_cluster import LocalCluster
-from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, SparseOptimizer, prepare
 
 N_STEPS, BATCH, IDS = 24, 64, np.arange(50)
 

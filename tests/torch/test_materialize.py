@@ -20,9 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
-from trainer.torch.conversion import distribute
-from trainer.torch.export import materialize
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, distribute, materialize
 from trainer.torch.export.materialize import KnownRows, KnownRowsBag
 
 N_IDS, DIM = 30, 3

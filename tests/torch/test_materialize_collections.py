@@ -29,12 +29,12 @@ from trainer.torch import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     SparseOptimizer,
+    distribute,
+    materialize,
+    prepare,
 )
-from trainer.torch.conversion import distribute
-from trainer.torch.export import materialize
 from trainer.torch.export.known_rows import KnownRows
 from trainer.torch.export.plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
-from trainer.torch.loaders import prepare
 from trainer.torch.lookup.table_module import LookupModule
 
 ROWS = {"embedding_dim": 3, "optimizer": optim.sgd(0.5), "initializer": init.normal(std=1.0)}

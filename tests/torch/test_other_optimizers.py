@@ -13,8 +13,7 @@ from making_cluster import MakingCluster
 from torch import nn
 
 from kvemb.errors import InvalidInputError
-from trainer.torch import SparseOptimizer
-from trainer.torch.conversion import distribute
+from trainer.torch import SparseOptimizer, distribute
 
 IDS = torch.tensor([1, 2, 3])
 Optimizer = torch.optim.Optimizer

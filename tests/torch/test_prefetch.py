@@ -24,8 +24,7 @@ import kvemb
 from kvemb.errors import StorageError
 from kvemb.local_cluster import LocalCluster
 from trainer.lookahead.pull_threads import NAME
-from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, SparseOptimizer, prepare
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]

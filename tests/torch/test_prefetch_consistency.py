@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import kvemb
 from kvemb.errors import InvalidInputError
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
 pytestmark = pytest.mark.timeout(240)
 N_STEPS, N_IDS, BATCH = 24, 60, 16

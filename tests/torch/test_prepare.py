@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
 from trainer.lookahead.pull_threads import NAME
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 
 Batch = dict[str, Tensor]
 FEATURES = {"users": "user", "items": "items"}

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 import kvemb
 from kvemb.errors import CheckpointError, InvalidInputError
-from trainer.torch import MixedStepsWarning, RowCheckpoints, hugging_face_callback, lightning_callback
-from trainer.torch.conversion import distribute
+from trainer.torch import MixedStepsWarning, RowCheckpoints, distribute, hugging_face_callback, lightning_callback
 
 pytestmark = pytest.mark.timeout(300)
 N_IDS = 50

@@ -20,8 +20,7 @@ from torch import nn
 
 import kvemb
 from kvemb.errors import CheckpointError
-from trainer.torch import RowCheckpoints
-from trainer.torch.conversion import distribute
+from trainer.torch import RowCheckpoints, distribute
 
 pytestmark = pytest.mark.timeout(300)
 

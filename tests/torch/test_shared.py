@@ -10,7 +10,7 @@ from memory_cluster import MemoryCluster, MemoryTable
 from torch import Tensor, nn
 
 from kvemb import optim
-from trainer.bridge.shared_lookups import Ahead, SharedLookups, distinct_of, found_of
+from trainer.bridge.shared_lookups import EarlyLookup, SharedLookups, found_of, unique_of
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
 
 IDS, OTHER_IDS = torch.tensor([5, 1, 5, 3]), torch.tensor([2, 1, 4, 4])
@@ -149,9 +149,9 @@ def test_padding_is_part_of_what_is_asked_for() -> None:
     assert all(3 not in push["vector"][0] for push in cluster.pushes)
 
 
-def ahead(table: MemoryTable, ids: Tensor) -> Ahead:
-    wanted = distinct_of(ids.numpy().astype(np.uint64))
-    return Ahead(ids.numpy().astype(np.uint64), found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))
+def ahead(table: MemoryTable, ids: Tensor) -> EarlyLookup:
+    wanted = unique_of(ids.numpy().astype(np.uint64))
+    return EarlyLookup(ids.numpy().astype(np.uint64), found_of(wanted, table.pull(wanted.ids.astype(np.int64), return_versions=True)))
 
 
 def test_installed_rows_serve_lookups_of_their_ids_until_the_step() -> None:

@@ -17,8 +17,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from trainer import StepReport, prefetch
 from trainer.report.step_report import current_report
-from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, SparseOptimizer, prepare
 
 IDS = torch.arange(40).reshape(4, 10)
 

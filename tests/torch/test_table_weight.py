@@ -17,9 +17,7 @@ from torch import nn
 
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
-from trainer.torch import Embedding
-from trainer.torch.conversion import distribute
-from trainer.torch.export import materialize
+from trainer.torch import Embedding, distribute, materialize
 
 N, DIM = 40, 3
 

@@ -17,8 +17,7 @@ from memory_cluster import MemoryCluster
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer
-from trainer.torch.loaders import prepare
+from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
 from trainer.torch.loaders.expressions import without_move
 
 N_BATCHES = 6

@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kvemb
-from trainer.torch import clip_grad_norm_
-from trainer.torch.conversion import distribute
-from trainer.torch.loaders import prepare
+from trainer.torch import clip_grad_norm_, distribute, prepare
 
 N_IDS, DIM, N_STEPS, BATCH, LENGTH = 30, 4, 20, 16, 5
 

@@ -19,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kvemb import init
 from kvemb.errors import InvalidInputError
-from trainer.torch import Embedding, SparseOptimizer, clip_grad_norm_
-from trainer.torch.conversion import distribute
-from trainer.torch.export import materialize
+from trainer.torch import Embedding, SparseOptimizer, clip_grad_norm_, distribute, materialize
 
 IDS = torch.tensor([1, 2, 3])
 

@@ -14,7 +14,7 @@ from kvemb.errors import NodeUnavailableError
 from kvemb.schema.table_def import TableDef
 from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
 from trainer.lookahead.pool_sizes import Sizes
-from trainer.lookahead.rows_ahead import RowsAhead, held_of_all
+from trainer.lookahead.rows_ahead import RowsAhead, prefetched_of_all
 from trainer.report.push_staleness import StalenessLog
 
 ids_of = st.lists(st.integers(0, 20), max_size=30).map(lambda ids: np.array(ids, np.uint64))
@@ -95,10 +95,10 @@ def test_a_row_that_batches_hold_in_different_versions_is_registered_with_none()
     storage, batches = Storage(), [RowsAhead([(table("a", "uint64"), np.array(ids, np.uint64))]) for ids in ([1, 2], [2, 3], [4])]
     for storage.version, batch in enumerate(batches, start=6):
         batch.pull(storage)
-    ids, versions = held_of_all(batches)["a"]
+    ids, versions = prefetched_of_all(batches)["a"]
     assert ids.dtype == np.uint64
     assert (ids.tolist(), versions.tolist()) == ([1, 2, 3, 4], [6, 2**64 - 1, 7, 8])
-    assert held_of_all([]) == {}
+    assert prefetched_of_all([]) == {}
 
 
 def batch() -> RowsAhead:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvemb.schema.table_def import TableDef
 
-Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
+Prefetched = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 """Per table: ids [n] and the versions [n] in which a trainer holds their rows."""
 Changed = Mapping[str, tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]]
 """Per table: ids [n], rows float32 [n, dim] and versions [n]."""
@@ -56,7 +56,7 @@ class LookaheadPort(Protocol):
         """Return whether the rows that were installed may still be used."""
         ...
 
-    def held(self) -> Held | None:
+    def held(self) -> Prefetched | None:
         """Return ids and versions, by table, of the rows of the batches to come that a step's push is to register; None for none."""
         ...
 
@@ -99,7 +99,7 @@ class ClusterPort(Protocol):
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
-        held: Held | None = None,
+        held: Prefetched | None = None,
     ) -> AckPort:
         """Hand over gradients; the ids of each table are distinct. `held`: in a sync job, see `Cluster.push`."""
         ...

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.unique import Unique, unique_ascending
 
-from ..lookahead.rows_ahead import Ahead, Found, Pulled, distinct_of, found_of
+from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, found_of, unique_of
 from ..report.step_times import counted
-from .cluster_ports import Changed, ClusterPort, Held, LookaheadPort, TablePort
+from .cluster_ports import Changed, ClusterPort, LookaheadPort, Prefetched, TablePort
 
-__all__ = ["Ahead", "Asked", "Found", "SharedLookups", "distinct_of", "found_of"]
+__all__ = ["Asked", "EarlyLookup", "LookupResult", "SharedLookups", "found_of", "unique_of"]
 
 Asked = tuple[TablePort, NDArray[np.uint64]]
 """A table and the ids uint64 [m] that one lookup asks it for, duplicates and padding included."""
@@ -49,14 +49,14 @@ class SharedLookups:
         """Whoever installed rows last."""
         self.state = 0
         """Even between two steps, odd from before a step's push until its release; a step that failed leaves it odd. It only rises."""
-        self._installed: Mapping[str, Sequence[Ahead]] = {}
+        self._installed: Mapping[str, Sequence[EarlyLookup]] = {}
         self._followers: dict[str, list[str]] = {}  # by the table that is asked first: those that are asked for the same ids
         self._first = ""
         self._ids = np.empty(0, np.uint64)  # a copy of what it was asked for
         self._wanted = Unique(self._ids, None)
         self._ahead: dict[str, Pulled] = {}
 
-    def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[Found]:
+    def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[LookupResult]:
         """Look ids up.
 
         Args:
@@ -78,13 +78,13 @@ class SharedLookups:
                 found[i] = one
         return [one for one in found if one is not None]
 
-    def install(self, ahead: Mapping[str, Sequence[Ahead]]) -> None:
+    def install(self, ahead: Mapping[str, Sequence[EarlyLookup]]) -> None:
         """Take over the lookups made ahead for the batch that comes now, by table; those of the batch before are dropped."""
         self._installed = ahead
         if (times := counted()) is not None:
             times.rows_ahead += sum(len(one.found.ids) for lookups in ahead.values() for one in lookups)
 
-    def begin_step(self) -> Held | None:
+    def begin_step(self) -> Prefetched | None:
         """Drop rows that nobody asked for, which are too old after this step; return those that its push is to register, if any."""
         self._installed = {}
         self._drop_ahead()
@@ -97,14 +97,14 @@ class SharedLookups:
         if self.lookahead is not None:
             self.lookahead.released(fresh)
 
-    def _note(self, waited_s: float, pulled: Sequence[Found]) -> None:
+    def _note(self, waited_s: float, pulled: Sequence[LookupResult]) -> None:
         """Add up what a pull took, for the report in force, too."""
         self.waited_s += waited_s
         if (times := counted()) is not None:
             times.lookup_s += waited_s
             times.rows_looked_up += sum(len(found.ids) for found in pulled)
 
-    def _find_installed(self, table: TablePort, ids: NDArray[np.uint64]) -> Found | None:
+    def _find_installed(self, table: TablePort, ids: NDArray[np.uint64]) -> LookupResult | None:
         if self._installed and self.lookahead is not None and not self.lookahead.fit():
             self._installed = {}
         for ahead in self._installed.get(table.name, ()):
@@ -112,20 +112,20 @@ class SharedLookups:
                 return ahead.found
         return None
 
-    def _pull(self, asked: Sequence[Asked], recording: bool) -> list[Found]:
+    def _pull(self, asked: Sequence[Asked], recording: bool) -> list[LookupResult]:
         names = {table.name for table, _ in asked}
         if len(asked) > 1 and len(names) == len(asked):
             return self._pull_together(asked)
         return [self._pull_one(table, ids, recording) for table, ids in asked]
 
-    def _pull_together(self, asked: Sequence[Asked]) -> list[Found]:
-        wanted = {table.name: distinct_of(ids) for table, ids in asked}
+    def _pull_together(self, asked: Sequence[Asked]) -> list[LookupResult]:
+        wanted = {table.name: unique_of(ids) for table, ids in asked}
         pulled = self.cluster.pull_versions({t.name: to_caller(wanted[t.name].ids, t.definition.id_dtype) for t, _ in asked})
         return [found_of(wanted[table.name], pulled[table.name]) for table, _ in asked]
 
-    def _pull_one(self, table: TablePort, ids: NDArray[np.uint64], recording: bool) -> Found:
+    def _pull_one(self, table: TablePort, ids: NDArray[np.uint64], recording: bool) -> LookupResult:
         if not recording:
-            wanted = distinct_of(ids)
+            wanted = unique_of(ids)
             return found_of(wanted, _pull(table, wanted))
         if not self._first or not np.array_equal(ids, self._ids):
             return found_of(*self._lead(table, ids))

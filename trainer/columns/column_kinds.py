@@ -250,7 +250,7 @@ def check_integer(where: str, value: object, low: int, end: int) -> int:
     return number
 
 
-def check_distinct(where: str, values: Sequence[Any]) -> None:
+def check_unique(where: str, values: Sequence[Any]) -> None:
     """Refuse the first value that stands twice."""
     seen: set[Any] = set()
     for value in values:

@@ -20,7 +20,7 @@ DENSE_MOST = 1 << 30
 
 
 @dataclass(frozen=True)
-class Options:
+class ColumnOptions:
     """As `trainer.torch.DenseFeatures` takes them."""
 
     optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None
@@ -66,7 +66,7 @@ class ColumnTable:
         return table
 
 
-def tables_of(columns: Sequence[EmbeddingColumn], options: Options) -> list[ColumnTable]:
+def tables_of(columns: Sequence[EmbeddingColumn], options: ColumnOptions) -> list[ColumnTable]:
     """Group columns by table and settle each table's options.
 
     Raises:

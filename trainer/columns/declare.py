@@ -30,9 +30,9 @@ from .column_kinds import (
     NumericColumn,
     VocabularyColumn,
     WeightedColumn,
-    check_distinct,
     check_integer,
     check_key,
+    check_unique,
 )
 from .value_hashing import text_bytes
 
@@ -258,8 +258,8 @@ def _vocabulary(key: str, given: Sequence[Any] | NDArray[Any]) -> tuple[tuple[An
     if not words:
         raise InvalidInputError(f"{where} is empty")
     if isinstance(words[0], str | bytes):
-        check_distinct(where, [text_bytes(word) for word in words])
+        check_unique(where, [text_bytes(word) for word in words])
         return words, "string"
     integers = tuple(check_integer(where, word, -_MOST, _MOST) for word in words)
-    check_distinct(where, integers)
+    check_unique(where, integers)
     return integers, "int64"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, StorageError
 
-from .rows_ahead import Changed, Puller, RowsAhead, held_of_all
+from .rows_ahead import Changed, Puller, RowsAhead, prefetched_of_all
 
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as
@@ -163,7 +163,7 @@ class Exact(Stale):
     def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
         """Register the rows of the batches that come next."""
         self._held, self._held_at = coming, self._changes()
-        held = held_of_all(coming)
+        held = prefetched_of_all(coming)
         self._n_held += sum(len(ids) for ids, _ in held.values())
         return held
 

@@ -51,7 +51,7 @@ class Puller(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class LookupResult:
     """What a lookup of m ids found.
 
     Args:
@@ -68,23 +68,23 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
+class EarlyLookup:
     """A lookup made before its batch is used: `asked` uint64 [m], not to be changed, and what was found."""
 
     asked: Ids
-    found: Found
+    found: LookupResult
 
 
-def distinct_of(ids: Ids) -> Unique:
+def unique_of(ids: Ids) -> Unique:
     """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
     wanted = unique_ascending(ids)
     return Unique(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
 
 
-def found_of(wanted: Unique, pulled: Pulled) -> Found:
+def found_of(wanted: Unique, pulled: Pulled) -> LookupResult:
     """Put together what was asked and what came back."""
     inverse = np.arange(len(wanted.ids)) if wanted.inverse is None else wanted.inverse
-    return Found(wanted.ids, inverse, *pulled)
+    return LookupResult(wanted.ids, inverse, *pulled)
 
 
 class RowsAhead:
@@ -102,9 +102,9 @@ class RowsAhead:
             self._asked.setdefault(table.name, []).append(_copy_once(ids, copies))
         known: dict[tuple[int, int], Unique] = {}
         self._wanted = {name: _distinct_of_all(lookups, known) for name, lookups in self._asked.items()}
-        self.by_table: dict[str, list[Ahead]] = {}
+        self.by_table: dict[str, list[EarlyLookup]] = {}
         """What `pull` found, by table."""
-        self._whole: dict[str, Found] = {}
+        self._whole: dict[str, LookupResult] = {}
         self.as_of: Any = None
         """When that was, in the words of whoever had it pulled."""
 
@@ -176,7 +176,7 @@ def _place(ids: Ids) -> tuple[int, int]:
     return ids.__array_interface__["data"][0], len(ids)
 
 
-def held_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:
+def prefetched_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:
     """Return ids and versions of the rows of several batches, each id once.
 
     A row that two batches hold in different versions gets one that no row has: whatever it is now, it is another.
@@ -197,7 +197,7 @@ def _merged(held: Sequence[tuple[NDArray[Any], Ids]]) -> tuple[NDArray[Any], Ids
     return groups.ids.view(ids.dtype), np.where(oldest == newest, oldest, _NO_VERSION)
 
 
-def _change(found: Found, ids: Ids, rows: NDArray[np.float32], versions: Ids) -> None:
+def _change(found: LookupResult, ids: Ids, rows: NDArray[np.float32], versions: Ids) -> None:
     """Overwrite rows of `found`; ids that it does not have are left out."""
     if not len(found.ids):
         return
@@ -208,17 +208,17 @@ def _change(found: Found, ids: Ids, rows: NDArray[np.float32], versions: Ids) ->
     found.versions[at.take(here)] = versions.take(here)
 
 
-def _share_out(lookups: Sequence[Ids], whole: Found) -> list[Ahead]:
+def _share_out(lookups: Sequence[Ids], whole: LookupResult) -> list[EarlyLookup]:
     if len(lookups) == 1:
-        return [Ahead(lookups[0], whole)]
+        return [EarlyLookup(lookups[0], whole)]
     starts = np.cumsum([len(ids) for ids in lookups[:-1]])
-    return [Ahead(ids, _part_of(whole, at)) for ids, at in zip(lookups, np.split(whole.inverse, starts), strict=True)]
+    return [EarlyLookup(ids, _part_of(whole, at)) for ids, at in zip(lookups, np.split(whole.inverse, starts), strict=True)]
 
 
-def _part_of(whole: Found, at: NDArray[np.intp]) -> Found:
+def _part_of(whole: LookupResult, at: NDArray[np.intp]) -> LookupResult:
     """What one of several lookups of a table found: `at` intp [m], where its ids stand in `whole`."""
     used = np.zeros(len(whole.ids), np.bool_)
     used[at] = True
     kept = np.flatnonzero(used)
     places = np.cumsum(used, dtype=np.intp) - 1
-    return Found(whole.ids.take(kept), places.take(at), whole.rows.take(kept, axis=0), whole.versions.take(kept))
+    return LookupResult(whole.ids.take(kept), places.take(at), whole.rows.take(kept, axis=0), whole.versions.take(kept))

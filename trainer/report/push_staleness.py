@@ -11,7 +11,7 @@ _KEPT = 64
 """Pushes whose acks may be outstanding; what is pushed beyond that before they settle is not measured."""
 
 
-class SettlingAck(Protocol):
+class StalenessAck(Protocol):
     """What is needed of an ack."""
 
     @property
@@ -54,11 +54,11 @@ class StalenessLog:
     """Acks on their way, and what the settled ones said. Use it from one thread."""
 
     def __init__(self) -> None:
-        self._outstanding: deque[SettlingAck] = deque(maxlen=_KEPT)
+        self._outstanding: deque[StalenessAck] = deque(maxlen=_KEPT)
         self._last: Any = None
         self._mean = MeanStaleness()
 
-    def add(self, ack: SettlingAck) -> None:
+    def add(self, ack: StalenessAck) -> None:
         """Remember a push."""
         self._settle()
         self._outstanding.append(ack)

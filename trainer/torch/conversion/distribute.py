@@ -26,7 +26,7 @@ from ..optimizer.joined_step import Follows, JoinedStep
 from ..optimizer.optimizer_map import MappedGroup
 from ..optimizer.other_optimizers import watch
 from ..optimizer.sparse_optimizer import SparseOptimizer
-from .distribute_plan import Kept, Names, Plan, Site, make_plan
+from .distribute_plan import DistributePlan, Names, Site, TorchEmbedding, make_plan
 from .distribute_report import lines
 from .filled_tables import SiteTable, TableOptions, exists, fill, make_table, open_table
 from .first_rows import Carry, First, first_rows
@@ -166,14 +166,19 @@ def _check_bound(optimizer: object, max_unapplied: int) -> None:
         raise InvalidInputError("max_unapplied goes with a torch optimizer, whose step() pushes; otherwise give it to SparseOptimizer")
 
 
-def _check_carry(plan: Plan, carry: Carry) -> None:
+def _check_carry(plan: DistributePlan, carry: Carry) -> None:
     for site in plan.sites if carry else ():
         if site.weight.device.type == "meta":
             raise InvalidInputError(f"{site}: its weight is on the meta device and holds nothing to carry; give initializer= instead")
 
 
 def _made_and_filled(
-    cluster: "Cluster", plan: Plan, rule_of: Mapping[str, OptimizerSpec], options: TableOptions, first: Mapping[str, First], carry: Carry
+    cluster: "Cluster",
+    plan: DistributePlan,
+    rule_of: Mapping[str, OptimizerSpec],
+    options: TableOptions,
+    first: Mapping[str, First],
+    carry: Carry,
 ) -> list[SiteTable]:
     tables: list[SiteTable] = []
     try:
@@ -260,7 +265,7 @@ def _read_from_table(site: Site, module: Embedding | EmbeddingBag, undo: list[Ca
         undo.append(partial(tied.__dict__.pop, name))
 
 
-def _module(old: Kept, one: SiteTable) -> Embedding | EmbeddingBag:
+def _module(old: TorchEmbedding, one: SiteTable) -> Embedding | EmbeddingBag:
     new: Embedding | EmbeddingBag
     if isinstance(old, nn.EmbeddingBag):
         new = EmbeddingBag(one.table, old.mode, old.include_last_offset, old.padding_idx)

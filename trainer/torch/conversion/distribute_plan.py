@@ -16,11 +16,11 @@ from kvemb.schema.table_def import check_table_name
 
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import WEIGHT_BYTES, TableWeight, is_readable
-from .outside_references import HeldBeside, held_beside
+from .outside_references import OutsideReference, outside_references
 
 Names = Mapping[str, str] | Callable[[str], str]
 """Table names by module path, or a function from path to name."""
-Kept = torch.nn.Embedding | torch.nn.EmbeddingBag
+TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _HOOKS = (
@@ -44,7 +44,7 @@ class Site:
 
     table: str
     weight: torch.Tensor
-    modules: tuple[tuple[str, Kept], ...]
+    modules: tuple[tuple[str, TorchEmbedding], ...]
     tied: tuple[tuple[str, nn.Module, str], ...] = ()
     held: tuple[str, ...] = ()
 
@@ -68,14 +68,14 @@ class Site:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class DistributePlan:
     """Weights that become tables, and (path, why) of the embeddings that stay."""
 
     sites: tuple[Site, ...]
     left: tuple[tuple[str, str], ...]
 
 
-def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = ()) -> Plan:
+def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave: Collection[str] = ()) -> DistributePlan:
     """Decide what becomes of each nn.Embedding and nn.EmbeddingBag.
 
     Args:
@@ -96,14 +96,14 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
         path_of.setdefault(id(module), path)
     _check_known("leave", leave, paths)
     staying = {id(module) for path, module in paths if path in leave}
-    left, weights = [], dict[int, list[tuple[str, Kept]]]()
+    left, weights = [], dict[int, list[tuple[str, TorchEmbedding]]]()
     for key, module in modules.items():
         why = "leave=[…] names it" if key in staying else _reason_to_stay(module, min_rows)
         if why:
             left.append((path_of[key], why))
         else:
             weights.setdefault(id(module._parameters.get("weight", module)), []).append((path_of[key], module))
-    beside = held_beside(model)
+    beside = outside_references(model)
     problems = [problem for group in weights.values() for problem in _problems(model, beside, group)]
     if problems:
         raise InvalidInputError(
@@ -112,7 +112,9 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
     if not weights:
         raise InvalidInputError(f"there is no nn.Embedding or nn.EmbeddingBag to replace: {_listed(left)}")
     sites = _named(list(weights.values()), names, paths)
-    return Plan(tuple(replace(site, tied=tuple(_tied(model, site)), held=tuple(_held(beside, site))) for site in sites), tuple(left))
+    return DistributePlan(
+        tuple(replace(site, tied=tuple(_tied(model, site)), held=tuple(_held(beside, site))) for site in sites), tuple(left)
+    )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -134,12 +136,12 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _paths(model: nn.Module) -> list[tuple[str, Kept]]:
+def _paths(model: nn.Module) -> list[tuple[str, TorchEmbedding]]:
     """Every path of every embedding: a module at two places has two."""
     return [(path, module) for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _KINDS)]
 
 
-def _check_known(argument: str, given: Collection[str], paths: list[tuple[str, Kept]]) -> None:
+def _check_known(argument: str, given: Collection[str], paths: list[tuple[str, TorchEmbedding]]) -> None:
     if isinstance(given, str):
         raise InvalidInputError(f"{argument} is {given!r}; give a list of module paths")
     known = [path for path, _ in paths]
@@ -148,7 +150,7 @@ def _check_known(argument: str, given: Collection[str], paths: list[tuple[str, K
         raise InvalidInputError(f"{argument}: no embedding at {', '.join(map(repr, unknown))}; there are: {', '.join(known) or 'none'}")
 
 
-def _reason_to_stay(module: Kept, min_rows: int) -> str:
+def _reason_to_stay(module: TorchEmbedding, min_rows: int) -> str:
     if module.num_embeddings < min_rows:
         return f"{module.num_embeddings} rows, fewer than min_rows={min_rows}"
     weight = module._parameters.get("weight")
@@ -157,7 +159,7 @@ def _reason_to_stay(module: Kept, min_rows: int) -> str:
     return ""
 
 
-def _problems(model: nn.Module, beside: Iterable[HeldBeside], holders: list[tuple[str, Kept]]) -> Iterator[str]:
+def _problems(model: nn.Module, beside: Iterable[OutsideReference], holders: list[tuple[str, TorchEmbedding]]) -> Iterator[str]:
     """What keeps the modules that hold one weight from being replaced."""
     for path, module in holders:
         for problem in _problems_of(module):
@@ -190,7 +192,7 @@ def _tied(model: nn.Module, site: Site) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{path}.{name}".lstrip("."), module, name
 
 
-def _held_beside(beside: Iterable[HeldBeside], holders: list[tuple[str, Kept]]) -> Iterator[str]:
+def _held_beside(beside: Iterable[OutsideReference], holders: list[tuple[str, TorchEmbedding]]) -> Iterator[str]:
     """Attributes that lead to the memory of a weight that is replaced, as another tensor: nothing could tell that one."""
     modules, weight = {id(module) for _, module in holders}, holders[0][1].weight
     for one in beside:
@@ -202,7 +204,7 @@ def _held_beside(beside: Iterable[HeldBeside], holders: list[tuple[str, Kept]]) 
             )
 
 
-def _held(beside: Iterable[HeldBeside], site: Site) -> Iterator[str]:
+def _held(beside: Iterable[OutsideReference], site: Site) -> Iterator[str]:
     """The paths of attributes that lead to a site's modules or its weight, beside the tree of modules."""
     ours = {id(site.weight), *(id(module) for _, module in site.modules)}
     for one in beside:
@@ -210,7 +212,7 @@ def _held(beside: Iterable[HeldBeside], site: Site) -> Iterator[str]:
             yield from (path for path, held in one.held if id(held) in ours)
 
 
-def _problems_of(module: Kept) -> Iterator[str]:
+def _problems_of(module: TorchEmbedding) -> Iterator[str]:
     kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
     if isinstance(module._parameters.get("weight"), TableWeight):
         yield "it was replaced already, in another model that holds it, and looks up that one's table; take a copy.deepcopy made before"
@@ -245,7 +247,9 @@ def _same_memory(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
-def _named(groups: list[list[tuple[str, Kept]]], names: Names | None, paths: list[tuple[str, Kept]]) -> tuple[Site, ...]:
+def _named(
+    groups: list[list[tuple[str, TorchEmbedding]]], names: Names | None, paths: list[tuple[str, TorchEmbedding]]
+) -> tuple[Site, ...]:
     if names is not None and not callable(names):
         _check_known("names", names, paths)
     sites, taken = [], dict[str, str]()

@@ -7,14 +7,16 @@ from kvemb.init import Initializer
 from ..lookup.parameter_walks import n_ranks
 from ..lookup.table_weight import WEIGHT_BYTES, is_readable
 from ..optimizer.joined_step import Follows
-from .distribute_plan import Plan, Site
+from .distribute_plan import DistributePlan, Site
 from .filled_tables import SiteTable
 from .first_rows import CARRIED, Carry
 
 _SHOWN = 8
 
 
-def lines(plan: Plan, tables: Sequence[SiteTable], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]) -> Iterator[str]:
+def lines(
+    plan: DistributePlan, tables: Sequence[SiteTable], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]
+) -> Iterator[str]:
     """Say what became of each embedding, and what will be different from now on.
 
     Args:

@@ -28,7 +28,7 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, eq=False)
-class HeldBeside:
+class OutsideReference:
     """An attribute that leads to modules or tensors without being a submodule, parameter or buffer.
 
     Args:
@@ -44,7 +44,7 @@ class HeldBeside:
     held: tuple[tuple[str, Tensor | nn.Module], ...]
 
 
-def held_beside(model: nn.Module) -> list[HeldBeside]:
+def outside_references(model: nn.Module) -> list[OutsideReference]:
     """Return the attributes of a model's modules that lead to tensors, or to modules.
 
     Example:
@@ -59,7 +59,7 @@ def held_beside(model: nn.Module) -> list[HeldBeside]:
         for name, value in vars(module).items():
             attribute = f"{path}.{name}".lstrip(".")
             if name not in _SUBMODULES and not isinstance(value, _PLAIN) and (held := tuple(walk.reached(attribute, value))):
-                found.append(HeldBeside(module, attribute, type(value).__name__, held))
+                found.append(OutsideReference(module, attribute, type(value).__name__, held))
     return found
 
 

@@ -20,7 +20,7 @@ Features = Mapping[str, Part | Callable[[Any], Any] | None]
 """What feeds each module, by its path in the model; see `named_plan`."""
 
 
-class Plan(Protocol):
+class FeedPlan(Protocol):
     """What a batch will be asked for."""
 
     def asked(self, batch: Any) -> list[Asked]:

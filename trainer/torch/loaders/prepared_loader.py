@@ -20,7 +20,7 @@ from torch import nn
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import AckPort, Changed, Held
+from ...bridge.cluster_ports import AckPort, Changed, Prefetched
 from ...bridge.shared_lookups import SharedLookups
 from ...lookahead.consistency import Bounded, Consistency, Exact, Stale
 from ...lookahead.loader_runs import LoaderRuns
@@ -34,7 +34,7 @@ from ...report.step_report import StepReport, current_report
 from ..lookup.model_tables import modules_by_table
 from ..lookup.table_module import TableModule
 from .batch_trace import Trace, TracedPlan
-from .feeds import Plan
+from .feeds import FeedPlan
 from .grouped_pulls import grouped
 
 log = logging.getLogger("kvemb")
@@ -67,7 +67,7 @@ class Prepared(LoaderRuns[Any]):
         self,
         loader: Iterable[Any],
         model: nn.Module,
-        plan: Plan | None,
+        plan: FeedPlan | None,
         mode: "Mode",
         sizes: Sizes,
         executor: Executor | None,
@@ -117,7 +117,7 @@ class Prepared(LoaderRuns[Any]):
         """Return whether the rows that were installed may still be used. Called by the model's modules."""
         return self._installed is None or self._consistency.fit(self._installed)
 
-    def held(self) -> Held | None:
+    def held(self) -> Prefetched | None:
         """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
         n, self._n_since_step = max(1, self._n_since_step), 0
         if not isinstance(self._consistency, Exact) or self._pipeline is None:
@@ -244,7 +244,7 @@ def _paths(model: nn.Module, table: str) -> str:
     )
 
 
-def _work(plan: Plan, consistency: Consistency) -> Callable[[Any], tuple[RowsAhead, int]]:
+def _work(plan: FeedPlan, consistency: Consistency) -> Callable[[Any], tuple[RowsAhead, int]]:
     """What a thread does with a batch. It must not know the loader or its run, which would then never be collected."""
 
     def work(batch: Any) -> tuple[RowsAhead, int]:

@@ -56,7 +56,7 @@ def n_ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-class WaitingParameters(dict[str, Any]):
+class ParametersWithLeaves(dict[str, Any]):
     """The parameters of a module over a table: its own, and to whoever goes over the parameters of a model what waits for a step.
 
     Args:
@@ -164,11 +164,11 @@ def _has_none(root: nn.Module) -> bool:
 
 def _tell_clipping(table: str) -> None:
     """Warn who clips gradients with torch's function, which cannot see those of rows here; nothing else tells that it is called."""
-    if WaitingParameters.told:
+    if ParametersWithLeaves.told:
         return
     for frame in _callers():
         if frame.f_code.co_filename == clip_grad.__file__:
-            WaitingParameters.told = True
+            ParametersWithLeaves.told = True
             log.warning(
                 "torch.nn.utils.%s leaves the gradients of rows out in a job of %d ranks (table %r waits with some): use "
                 "kvemb.torch.clip_grad_norm_(model, …), on every rank",

@@ -54,7 +54,7 @@ class Lookup:
         return self.ids[keep], *(of[keep] for of in rows), self.versions[keep]
 
 
-class Pending:
+class PendingLookups:
     """Lookups of one table that have a gradient and wait for a step. `leaves[i]` belongs to `lookups[i]`.
 
     The list `leaves` is also the optimizer's `group["params"]`: GradScaler finds the gradients there. It is changed in

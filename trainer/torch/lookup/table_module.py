@@ -7,7 +7,7 @@ What must not live here: how rows are combined (`embedding`), what waits for a s
 Strategy: the rows pulled become a leaf [n, dim] that requires a gradient, and torch's own functions index into it, so
 forward and backward are torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the
 leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Backward hands the lookup to its
-`Pending`, where the optimizer finds it, and `parameters()` until the step. One thread per model.
+`PendingLookups`, where the optimizer finds it, and `parameters()` until the step. One thread per model.
 """
 
 import json
@@ -23,10 +23,10 @@ from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
-from ...bridge.shared_lookups import Asked, Found, SharedLookups
+from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ...bridge.step_mark import StepMark
-from .parameter_walks import STAND_IN, WaitingParameters
-from .pending_lookups import Lookup, Pending
+from .parameter_walks import STAND_IN, ParametersWithLeaves
+from .pending_lookups import Lookup, PendingLookups
 
 _PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
 
@@ -54,8 +54,8 @@ class TableModule(LookupModule):
         self.table = table
         self.padding_idx = padding_idx
         self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
-        self._parameters: WaitingParameters
-        self.pending = Pending(table)
+        self._parameters: ParametersWithLeaves
+        self.pending = PendingLookups(table)
         self._trained = True
         self.mark = StepMark(table)
         self.dtype = torch.float32
@@ -63,15 +63,15 @@ class TableModule(LookupModule):
         self.shared = SharedLookups({table.name: table}, table.cluster)
 
     @property
-    def pending(self) -> Pending:
+    def pending(self) -> PendingLookups:
         """Where lookups go that have a gradient. The optimizer that trains the table brings its own."""
         return self._pending
 
     @pending.setter
-    def pending(self, pending: Pending) -> None:
+    def pending(self, pending: PendingLookups) -> None:
         self._pending = pending
         # parameters() of a module goes through this mapping of every module inside of it
-        self.__dict__["_parameters"] = WaitingParameters(self._parameters, pending, self.stand_in)
+        self.__dict__["_parameters"] = ParametersWithLeaves(self._parameters, pending, self.stand_in)
 
     @property
     def stand_in(self) -> nn.Parameter | None:
@@ -191,7 +191,7 @@ class TableModule(LookupModule):
             raise InvalidInputError(f"table {self.table.name!r}: ids must be a plain tensor with values ({error}); {_PLAIN}") from error
         return array
 
-    def take(self, found: Found, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    def take(self, found: LookupResult, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Turn what was found for `asked_of(input)` into tensors.
 
         Returns:
@@ -234,7 +234,7 @@ class TableModule(LookupModule):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.mark = StepMark(self.table)
         self.shared = SharedLookups({self.table.name: self.table}, self.table.cluster)
-        self.pending = Pending(self.table, trains=False)
+        self.pending = PendingLookups(self.table, trains=False)
 
 
 def _described(reference: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from kvemb.optim import OptimizerSpec
 
 from ...bridge.table_creator import TableCreator
 from ...columns.column_kinds import CategoricalColumn, DenseColumn, EmbeddingColumn
-from ...columns.column_tables import Options, tables_of
+from ...columns.column_tables import ColumnOptions, tables_of
 from ..lookup.eager import eager
 from .column_recipe import ColumnRecipe
 from .feature_reading import Feature
@@ -71,7 +71,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
             raise InvalidInputError(f"emb_num_groups is {emb_num_groups!r}; give an integer of at least 1")
         columns = sorted(_checked(feature_columns), key=lambda column: column.name)
         embedded = [column for column in columns if isinstance(column, EmbeddingColumn)]
-        options = Options(optimizer, reduce, emb_dtype, emb_wire_dtype, emb_unique)
+        options = ColumnOptions(optimizer, reduce, emb_dtype, emb_wire_dtype, emb_unique)
         specs = tables_of(embedded, options)
         recipe = ColumnRecipe(columns, specs)
         super().__init__([spec.create(cluster, options.reduce) for spec in specs], recipe, emb_num_groups)

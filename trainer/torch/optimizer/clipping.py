@@ -17,7 +17,7 @@ from kvemb.errors import InvalidInputError
 
 from ..lookup.eager import eager
 from ..lookup.parameter_walks import n_ranks
-from ..lookup.pending_lookups import Pending
+from ..lookup.pending_lookups import PendingLookups
 from ..lookup.table_module import TableModule
 
 
@@ -71,7 +71,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     return total
 
 
-def _norms_of_rows(waiting: dict[str, list[Pending]], norm_type: float) -> list[Tensor]:
+def _norms_of_rows(waiting: dict[str, list[PendingLookups]], norm_type: float) -> list[Tensor]:
     """Return the norm of each table's gradients; where there are several ranks, one norm of all of theirs, the same on each."""
     ranks = n_ranks()
     norms = []
@@ -93,16 +93,16 @@ def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _waiting(model: nn.Module) -> dict[str, list[Pending]]:
-    """What waits for a step, by table: once there is a SparseOptimizer the modules over a table have one `Pending`."""
-    found: dict[str, dict[int, Pending]] = {}
+def _waiting(model: nn.Module) -> dict[str, list[PendingLookups]]:
+    """What waits for a step, by table: once there is a SparseOptimizer the modules over a table have one `PendingLookups`."""
+    found: dict[str, dict[int, PendingLookups]] = {}
     for module in model.modules():
         if isinstance(module, TableModule):
             found.setdefault(module.table.name, {})[id(module.pending)] = module.pending
     return {name: list(of.values()) for name, of in found.items()}
 
 
-def _merged(pendings: list[Pending]) -> list[Tensor]:
+def _merged(pendings: list[PendingLookups]) -> list[Tensor]:
     """Return the gradients of one table's rows: none, or one tensor [n, dim] with a line per distinct id."""
     pairs = [
         (lookup, leaf.grad)

@@ -21,7 +21,7 @@ import torch
 from kvemb.errors import InvalidInputError
 
 from ..lookup.eager import eager
-from ..lookup.pending_lookups import Pending
+from ..lookup.pending_lookups import PendingLookups
 from .left_out_of_copies import HELD_BY_A_MODEL, are_left_out
 from .optimizer_map import MappedGroup
 from .sparse_optimizer import SparseOptimizer
@@ -46,7 +46,11 @@ class JoinedStep:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, sparse: SparseOptimizer, follows: Mapping[str, Follows], pending: Mapping[str, Pending]
+        self,
+        optimizer: torch.optim.Optimizer,
+        sparse: SparseOptimizer,
+        follows: Mapping[str, Follows],
+        pending: Mapping[str, PendingLookups],
     ) -> None:
         # Any: GradScaler and this class set attributes on them that are in no class.
         self._optimizer: Any

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kvemb.errors import InvalidInputError
 
-from ..lookup.pending_lookups import KEEP, Pending
+from ..lookup.pending_lookups import KEEP, PendingLookups
 from .sparse_optimizer import SparseOptimizer
 
 _all: "WeakSet[OtherOptimizers]" = WeakSet()
@@ -33,7 +33,7 @@ class OtherOptimizers:
         stand_ins: which a model without other parameters gives an optimizer; see `table_module.TableModule.stand_in`.
     """
 
-    def __init__(self, joined: torch.optim.Optimizer, pendings: Sequence[Pending], stand_ins: Sequence[nn.Parameter | None]) -> None:
+    def __init__(self, joined: torch.optim.Optimizer, pendings: Sequence[PendingLookups], stand_ins: Sequence[nn.Parameter | None]) -> None:
         self._joined, self._pendings = joined, list(pendings)
         self._stand_ins = {id(one): one for one in stand_ins if one is not None}
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
@@ -71,7 +71,7 @@ class OtherOptimizers:
         )
 
 
-def watch(joined: torch.optim.Optimizer, pendings: Sequence[Pending], stand_ins: Sequence[nn.Parameter | None]) -> None:
+def watch(joined: torch.optim.Optimizer, pendings: Sequence[PendingLookups], stand_ins: Sequence[nn.Parameter | None]) -> None:
     """Refuse other optimizers' steps where rows are left out, for as long as something can wait for this one's."""
     watching = OtherOptimizers(joined, pendings, stand_ins)
     for pending in pendings:

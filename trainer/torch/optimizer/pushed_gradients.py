@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvemb.arrays.segment_sum import group_by_id as group_ids
 
-from ..lookup.pending_lookups import Pending
+from ..lookup.pending_lookups import PendingLookups
 
-Part = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
+GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Distinct ids [n], gradients [n, dim], versions [n] of one table."""
 
 
@@ -22,7 +22,7 @@ def unscale_factor(optimizer: torch.optim.Optimizer) -> float:
     return 1.0 if scale is None else 1.0 / float(scale)
 
 
-def merge(pending: Pending, factor: float) -> Part:
+def merge_gradients(pending: PendingLookups, factor: float) -> GradientPart:
     """Sum the gradients of all lookups of one table by id; of the versions seen the oldest counts."""
     pushed = [
         lookup.pushed(_as_numpy(leaf.grad)) for leaf, lookup in zip(pending.leaves, pending.lookups, strict=True) if leaf.grad is not None
@@ -46,5 +46,5 @@ def _as_numpy(grad: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _empty(dim: int) -> Part:
+def _empty(dim: int) -> GradientPart:
     return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)

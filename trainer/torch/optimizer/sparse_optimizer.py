@@ -17,15 +17,15 @@ from torch import nn
 from kvemb.arrays.ids import to_caller
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import AckPort, ClusterPort, Held
+from ...bridge.cluster_ports import AckPort, ClusterPort, Prefetched
 from ...bridge.shared_lookups import SharedLookups
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, Unapplied, check_max_unapplied
 from ...report.step_report import current_report
 from ..lookup.eager import eager
 from ..lookup.model_tables import modules_by_table, share_lookups
-from ..lookup.pending_lookups import Pending
+from ..lookup.pending_lookups import PendingLookups
 from .left_out_of_copies import HELD_BY_A_MODEL, are_left_out
-from .pushed_gradients import Part, merge, unscale_factor
+from .pushed_gradients import GradientPart, merge_gradients, unscale_factor
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -73,7 +73,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
         check_max_unapplied(max_unapplied)
         self._modules_of = modules_by_table(model)
-        self._pending = {name: Pending(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
+        self._pending = {name: PendingLookups(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
         self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
         self._timeout_s, self._unapplied = timeout_s, Unapplied(max_unapplied)
         self.last_ack: AckPort | None = None
@@ -237,10 +237,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _overflowed(self) -> bool:
         return bool(getattr(self, "found_inf", 0))  # set by GradScaler during its step
 
-    def _parts(self) -> dict[str, Part]:
-        return {name: merge(pending, unscale_factor(self)) for name, pending in self._pending.items()}
+    def _parts(self) -> dict[str, GradientPart]:
+        return {name: merge_gradients(pending, unscale_factor(self)) for name, pending in self._pending.items()}
 
-    def _push(self, parts: dict[str, Part], hyper: dict[str, dict[str, float]], held: Held | None) -> None:
+    def _push(self, parts: dict[str, GradientPart], hyper: dict[str, dict[str, float]], held: Prefetched | None) -> None:
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
         versions = {name: part[2] for name, part in parts.items()}
@@ -248,7 +248,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
 
 
-def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Held | None, list[SharedLookups]]:
+def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, list[SharedLookups]]:
     """Begin a step of all of them.
 
     Returns:
