@@ -1,11 +1,9 @@
 """The public API on real clusters: storage servers and shards are processes of their own, on every kind of storage."""
 
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import numpy as np
 import pytest
@@ -14,27 +12,15 @@ import kvemb
 from kvemb.cluster import Cluster
 from kvemb.errors import (
     ClosedError,
-    DeadlineExceededError,
     InvalidInputError,
-    NodeUnavailableError,
     ReadOnlyError,
-    ShardUnavailableError,
     TableMismatchError,
     UnknownTableError,
 )
 from kvemb.local_cluster import LocalCluster
-from kvemb.table import Table
+from tests.integration.table_clusters import NODES, ids_of, names, new_table, start
 
-NODES = {"memcached": 2, "redis": 2, "valkey": 2, "redis-cluster": 3}
-PROGRAMS = {"memcached": "memcached", "redis": "redis-server", "redis-cluster": "redis-server"}
 NAN = float("nan")
-names = (f"t{i}" for i in count())
-
-
-def start(kind: str, require_server: Callable[[str], str]) -> LocalCluster:
-    if kind in PROGRAMS:
-        require_server(PROGRAMS[kind])
-    return LocalCluster(kind, NODES[kind], shards=2)
 
 
 @pytest.fixture(scope="module", params=sorted(NODES))
@@ -47,22 +33,6 @@ def local_cluster(request: pytest.FixtureRequest, require_server: Callable[[str]
 def cluster(local_cluster: LocalCluster) -> Iterator[Cluster]:
     with kvemb.connect(local_cluster.url) as cluster:
         yield cluster
-
-
-@pytest.fixture(params=sorted(NODES))
-def own_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    """For tests that break it."""
-    with start(request.param, require_server) as local:
-        yield local
-
-
-def new_table(cluster: Cluster, dim: int = 4, **options: object) -> Table:
-    options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()} | options
-    return cluster.create_table(next(names), dim=dim, **options)  # type: ignore[arg-type]
-
-
-def ids_of(n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-(2**63), 2**63, n, dtype=np.int64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -397,64 +367,3 @@ def test_a_forked_child_pulls_and_is_told_to_connect_before_it_pushes(local_clus
     command = [sys.executable, "-c", FORK, local_cluster.url, new_table(cluster).name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_node_that_is_down_or_hangs_is_named_within_the_deadline(own_cluster: LocalCluster) -> None:
-    with kvemb.connect(own_cluster.url) as cluster:
-        table = new_table(cluster)
-        ids = ids_of(1000)
-        table.pull(ids)
-        node = own_cluster.servers[1]
-        node.process.signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DeadlineExceededError, match=node.address):
-                table.pull(ids, timeout_s=0.5)
-        finally:
-            node.process.signal(signal.SIGCONT)
-        assert table.pull(ids).shape == (1000, 4)
-        node.process.kill()
-        with pytest.raises((NodeUnavailableError, DeadlineExceededError), match=node.address):
-            table.pull(ids, timeout_s=2)
-        status = cluster.status(timeout_s=2)
-        assert status.nodes_error or any(node.error for node in status.nodes) or len(status.nodes) < NODES[own_cluster.store]
-
-
-def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client() -> None:
-    with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as cluster:
-        table = new_table(cluster)
-        ids = ids_of(100)
-        table.push(ids, np.ones((100, 4)))
-        table.flush()
-        local.shards[1].stop(30)
-        ack = table.push(ids, np.ones((100, 4)))
-        for call in (lambda: ack.wait(0.5), lambda: table.flush(0.5), lambda: table.assign([1], np.ones((1, 4)), timeout_s=0.5)):
-            with pytest.raises(ShardUnavailableError, match="shard 1"):
-                call()
-        assert (table.pull(ids).shape) == (100, 4)
-        assert [bool(shard.error) for shard in cluster.status(timeout_s=0.5).shards] == [False, True]
-        with pytest.raises(ShardUnavailableError, match="shard 1"):
-            kvemb.connect(local.url, timeout_s=0.5)
-        local.start_shard(1)
-        table.flush()
-        assert (table.pull(ids) == -2).all()
-
-
-@pytest.mark.parametrize(("reduce", "expected"), [("sum", [-1.0, -3.0, -2.0]), ("mean", [-0.5, -1.5, -1.0])])
-def test_a_sync_step_applies_what_all_trainers_pushed_at_once(reduce: str, expected: list[float]) -> None:
-    with (
-        LocalCluster("valkey", 1, shards=2, mode="sync", trainers=2) as local,
-        kvemb.connect(local.url, trainer="a") as first,
-        kvemb.connect(local.url, trainer="b") as second,
-    ):
-        mine = new_table(first, dim=1, reduce=reduce)
-        theirs = second.table(mine.name)
-        early = mine.push([1, 2], np.ones((2, 1)))
-        with pytest.raises(ShardUnavailableError, match="not accepted"):  # a step is accepted as a whole
-            early.wait(0.2)
-        late = theirs.push([2, 3], np.full((2, 1), 2.0))
-        for ack in (early, late):
-            ack.wait_applied()
-        assert mine.pull([1, 2, 3])[:, 0].tolist() == expected
-        for table in (mine, theirs):  # a step without rows is a step
-            last = table.push([], [])
-        last.wait_applied()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paramserver.engine.write_behind import Bound
 from paramserver.model.batch import APPLY, ASSIGN, ERASE
-from tests.unit.test_ps_write_behind import ADAM, FOREVER, Shard, never, read
+from tests.unit.write_behind_shard import ADAM, FOREVER, Shard, never, read
 
 IDS = np.arange(12, dtype=np.uint64)
 BATCHES = st.lists(st.tuples(st.sampled_from([APPLY] * 4 + [ASSIGN, ERASE]), st.sets(st.integers(0, 11), min_size=1)), max_size=12)

@@ -2,10 +2,8 @@
 
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -13,71 +11,31 @@ from hypothesis import strategies as st
 
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import FencedError, JournalDamagedError, JournalFullError, RecordError
+from kvemb.errors import JournalDamagedError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.journal import segment_files
-from paramserver.snapshot import Runs, run_manifest, sorted_run
-from paramserver.snapshot.run_manifest import RunEntry, SnapshotManifest, TableRuns
+from paramserver.snapshot import Runs
 from paramserver.snapshot.run_merge import merge_from, merged
-from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRun, SortedRunEncoder
-from paramserver.snapshot.sorted_run_writer import RunWriter
+from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRunEncoder
+from tests.unit.snapshot_states import (
+    FEW_STATES,
+    RECORD,
+    STATES,
+    TABLE,
+    State,
+    check,
+    encoded,
+    erased,
+    opened,
+    publish,
+    records,
+    small_blocks,
+    state_of,
+    u64,
+)
 
-TABLE = TableDef("t", 2, kvemb.optim.sgd(0.5), kvemb.init.zeros())
-RECORD = TABLE.record
-
-
-def u64(values: object) -> np.ndarray:
-    return np.array(list(values), np.uint64)  # type: ignore[call-overload]
-
-
-def records(ids: list[int], versions: list[int]) -> np.ndarray:
-    weights = np.array([[i % 97, v] for i, v in zip(ids, versions, strict=True)], np.float32).reshape(len(ids), 2)
-    return RECORD.encode(u64(ids), u64(versions), weights, np.empty((len(ids), 0), np.float32))
-
-
-def erased(versions: list[int]) -> np.ndarray:
-    return u64(versions).view(np.uint8).reshape(len(versions), 8)
-
-
-State = dict[int, tuple[int, bool]]
-"""id -> (version, whether it exists)."""
-
-
-def encoded(state: State) -> bytes:
-    encoder = SortedRunEncoder(RECORD.size_bytes)
-    pieces: list[bytes | memoryview] = [encoder.header()]
-    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
-    pieces += encoder.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
-    for part in (live[:3], live[3:]):
-        pieces += encoder.add(ROWS, u64(part), records(part, [state[i][0] for i in part]))
-    pieces.append(encoder.footer())
-    data = b"".join(pieces)
-    assert len(data) == encoder.size_bytes
-    return data
-
-
-def reading(data: bytes) -> Callable[[int, int], bytes]:
-    return lambda offset, size: data[offset : offset + size]
-
-
-def opened(data: bytes) -> SortedRun:
-    return SortedRun(reading(data), len(data), "the/run")
-
-
-def state_of(run: SortedRun) -> State:
-    rows = [(i, v, True) for ids, rest in run.blocks(ROWS) for i, v in zip(ids.tolist(), RECORD.versions(rest).tolist(), strict=True)]
-    gone = [(i, v, False) for ids, rest in run.blocks(ERASED) for i, v in zip(ids.tolist(), rest.view("<u8")[:, 0].tolist(), strict=True)]
-    return {i: (v, exists) for i, v, exists in rows + gone}
-
-
-STATES = st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(st.integers(1, 2**50), st.booleans()), max_size=30)
-FEW_STATES = st.dictionaries(st.integers(0, 12), st.booleans(), max_size=8)
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorted_run, "BLOCK_BYTES", 100)
+__all__ = ["small_blocks"]  # the fixture
 
 
 @given(STATES)
@@ -160,23 +118,6 @@ def test_merging_leaves_few_runs(sizes: list[int], limit: int) -> None:
         assert first < len(sizes) - 1
 
 
-def publish(runs: Runs, state: State, cut: int) -> None:
-    writer = runs.begin(TABLE)
-    live, gone = (sorted(i for i in state if state[i][1] is exists) for exists in (True, False))
-    writer.add(ROWS, u64(live), records(live, [state[i][0] for i in live]))
-    writer.add(ERASED, u64(gone), erased([state[i][0] for i in gone]))
-    runs.publish([writer], cut)
-
-
-def check(runs: Runs, wanted: State) -> None:
-    ids = list(range(15))
-    base = runs.find(TABLE, u64(ids))
-    assert base.exists.tolist() == [wanted.get(i, (0, False))[1] for i in ids]
-    live = [i for i in ids if base.exists[i]]
-    assert base.versions[live].tolist() == [wanted[i][0] for i in live]
-    assert base.records[live].tobytes() == records(live, [wanted[i][0] for i in live]).tobytes()
-
-
 @given(st.lists(FEW_STATES, max_size=9), st.integers(1, 4))
 def test_a_folder_shows_the_newest_state_before_and_after_merging(
     tmp_path_factory: pytest.TempPathFactory, states: list[dict[int, bool]], limit: int
@@ -241,95 +182,6 @@ def test_what_a_crash_left_over_is_deleted_and_a_writer_at_work_is_not(tmp_path:
     assert not list(tmp_path.glob("*.tmp"))
     check(again, {1: (5, True), 2: (7, True), 3: (6, True)})
     again.close()
-
-
-class Owners:
-    """Opens a folder for one process after another; all but the last are fenced."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.epoch = folder, 0
-
-    def next(self, limit: int = 9) -> Runs:
-        self.epoch += 1
-        epoch = self.epoch
-
-        def still_ours() -> None:
-            if epoch != self.epoch:
-                raise FencedError(f"epoch {epoch}")
-
-        return Runs(self.folder, limit=limit, epoch=epoch, still_ours=still_ours)
-
-
-def begun(runs: Runs, state: State) -> RunWriter:
-    writer, ids = runs.begin(TABLE), sorted(state)
-    writer.add(ROWS, u64(ids), records(ids, [state[i][0] for i in ids]))
-    return writer
-
-
-def test_a_process_that_was_shut_out_publishes_nothing(tmp_path: Path) -> None:
-    owners = Owners(tmp_path)
-    old = owners.next()
-    writer = begun(old, {1: (5, True)})
-    new = owners.next()  # deletes the run that the other one writes
-    with pytest.raises(FencedError):
-        old.publish([writer], 5)
-    assert not list(tmp_path.iterdir())
-    publish(new, {2: (7, True)}, 7)
-    for runs in (old, new):
-        runs.close()
-    again = owners.next()
-    assert again.cut == 7
-    check(again, {2: (7, True)})
-    again.close()
-
-
-def test_a_process_that_was_shut_out_gives_up_no_run_but_its_own(tmp_path: Path) -> None:
-    owners = Owners(tmp_path)
-    old = owners.next()
-    given_up = begun(old, {1: (5, True)})
-    new = owners.next()
-    writer = begun(new, {2: (7, True)})
-    given_up.drop()
-    new.publish([writer], 7)
-    old._sweep()
-    for runs in (old, new):
-        runs.close()
-    again = owners.next()
-    check(again, {2: (7, True)})
-    again.close()
-
-
-def test_a_process_that_was_shut_out_in_a_merge_leaves_the_successors_snapshot(tmp_path: Path) -> None:
-    owners = Owners(tmp_path)
-    old = owners.next(limit=1)
-    publish(old, {1: (5, True), 2: (5, True)}, 5)
-    publish(old, {2: (6, True)}, 6)
-    merging = old.merge(TABLE)
-    next(merging)
-    new = owners.next()
-    publish(new, {3: (9, True)}, 9)
-    with pytest.raises(FencedError):
-        list(merging)
-    for runs in (old, new):
-        runs.close()
-    again = owners.next()
-    assert again.cut == 9
-    check(again, {1: (5, True), 2: (6, True), 3: (9, True)})
-    again.close()
-
-
-def test_a_process_shut_out_right_after_it_was_asked_replaces_no_manifest(tmp_path: Path) -> None:
-    first = Runs(tmp_path, epoch=1)
-    publish(first, {1: (5, True)}, 5)
-    opened: list[Runs] = []
-    first._still_ours = lambda: opened.append(Runs(tmp_path, epoch=2))
-    with pytest.raises(JournalFullError, match="No such file"):
-        publish(first, {1: (6, True)}, 6)
-    again = Runs(tmp_path, epoch=3)
-    assert again.cut == 5
-    check(again, {1: (5, True)})
-    for runs in (first, *opened, again):
-        runs.close()
 
 
 def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,46 +258,3 @@ def test_a_table_of_another_definition_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalDamagedError, match="another definition"):
         runs.find(other, u64([1]))
     runs.close()
-
-
-# --- the manifest -------------------------------------------------------------------------------------------------------------------
-
-MANIFEST = SnapshotManifest(make_version(3, 9), {"t": TableRuns(7, 20, (RunEntry(1, 900), RunEntry(4, 2**40))), "u": TableRuns(0, 99)})
-MANIFEST_DATA = run_manifest.encode_snapshot_manifest(MANIFEST)
-
-
-def test_a_manifest_is_read_back() -> None:
-    assert run_manifest.decode_snapshot_manifest(MANIFEST_DATA, "f") == MANIFEST
-
-
-@given(st.integers(0, 8 * len(MANIFEST_DATA) - 1))
-def test_a_flipped_bit_in_the_manifest_is_refused(bit: int) -> None:
-    data = bytearray(MANIFEST_DATA)
-    data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(JournalDamagedError, match="the/file"):
-        run_manifest.decode_snapshot_manifest(bytes(data), "the/file")
-
-
-@given(st.integers(0, len(MANIFEST_DATA) - 1), st.binary(max_size=100))
-def test_a_manifest_cut_off_or_prolonged_is_refused(size: int, more: bytes) -> None:
-    for data in (MANIFEST_DATA[:size], MANIFEST_DATA + more + b"x", more):
-        with pytest.raises(JournalDamagedError, match="the/file"):
-            run_manifest.decode_snapshot_manifest(data, "the/file")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"\xdd\xff\xff\xff\xff",
-        b"\x91" * 5000,
-        b"\xc0",
-        b"\x80",
-        b"\x82\xa3cut\xffb",
-        b"\x82\xa3cut\x01\xa6tables\x81\xa1t\x92\x01\x01",
-        b"\x82\xa3cut\x01\xa6tables\x81\xa1t\x93\x01\x01\x91\x92\xff\x01",
-    ],
-)
-def test_a_manifest_with_a_right_checksum_may_still_be_wrong(body: bytes) -> None:
-    data = struct.pack("<8sII", b"kvembsnp", 1, len(body)) + body
-    with pytest.raises(JournalDamagedError, match="the/file"):
-        run_manifest.decode_snapshot_manifest(data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data)), "the/file")
