@@ -54,7 +54,7 @@ class Chain:
 
     def rows_of(self, definition: TableDef, shards: Sequence[int]) -> Iterator[RowBlock]:
         """Yield the rows that several shards had of a table, ascending by id; raises as `rows`."""
-        streams = [_Stream(self.rows(definition, shard)) for shard in shards]
+        streams = [_BlockCursor(self.rows(definition, shard)) for shard in shards]
         while filled := [stream for stream in streams if stream.fill()]:
             bound = min(stream.last for stream in filled)
             taken = [block for stream in filled if isinstance(block := stream.take(bound), RowBlock)]
@@ -109,7 +109,7 @@ def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
             raise CheckpointError(f"{where}: {error}") from error
 
 
-class _Stream:
+class _BlockCursor:
     """Blocks of one kind of one level, of which the first rows are taken away again and again."""
 
     def __init__(self, blocks: Iterator[RowBlock] | Iterator[Ids]) -> None:
@@ -143,21 +143,21 @@ class _Stream:
 class _Level:
     """The streams of one checkpoint; `all_ids` only where it lists every id that there is."""
 
-    rows: _Stream
-    erased: _Stream
-    all_ids: _Stream | None
+    rows: _BlockCursor
+    erased: _BlockCursor
+    all_ids: _BlockCursor | None
 
     @staticmethod
     def of(level: Checkpoint, definition: TableDef, shard: int) -> "_Level":
         has_ids = bool(level.manifest.files_of(definition.name, shard, IDS))
         return _Level(
-            _Stream(level.rows(definition, shard)),
-            _Stream(level.ids(definition, shard, ERASED)),
-            _Stream(level.ids(definition, shard, IDS)) if has_ids else None,
+            _BlockCursor(level.rows(definition, shard)),
+            _BlockCursor(level.ids(definition, shard, ERASED)),
+            _BlockCursor(level.ids(definition, shard, IDS)) if has_ids else None,
         )
 
     @property
-    def streams(self) -> list[_Stream]:
+    def streams(self) -> list[_BlockCursor]:
         return [self.rows, self.erased, *([self.all_ids] if self.all_ids is not None else [])]
 
 

@@ -54,7 +54,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, eq=False)
-class _Lookup:
+class _CacheLookup:
     """A request, and what the trainer's cache had of it.
 
     Args:
@@ -122,20 +122,20 @@ def pull(
     return [_gather(lookup, next(shares) if len(lookup.ids) else None, versions) for lookup in lookups]
 
 
-def _look_up(request: PullRequest, cache: RowCache | None) -> _Lookup:
+def _look_up(request: PullRequest, cache: RowCache | None) -> _CacheLookup:
     """Take what the cache has, into the array that will be returned where that is possible; never into the caller's own."""
     ids, dim = request.wanted.ids, request.definition.dim
     if cache is None or not len(ids):
-        return _Lookup(request, ids)
+        return _CacheLookup(request, ids)
     rows = np.empty((len(ids), dim), np.float32) if _is_ours(request) else _memory.take(len(ids), 4 * dim).view(np.float32)
     kept = cache.fill(request.definition, ids, rows)
     if kept is None:
-        return _Lookup(request, ids)
+        return _CacheLookup(request, ids)
     at = np.flatnonzero(~kept.rows)
-    return _Lookup(request, ids.take(at), kept, rows, at)
+    return _CacheLookup(request, ids.take(at), kept, rows, at)
 
 
-def _gather(lookup: _Lookup, share: TableShare | None, with_versions: bool) -> Pulled:
+def _gather(lookup: _CacheLookup, share: TableShare | None, with_versions: bool) -> Pulled:
     if lookup.kept is not None:
         return _merge(lookup, lookup.kept, share, with_versions)
     request = lookup.request
@@ -146,7 +146,7 @@ def _gather(lookup: _Lookup, share: TableShare | None, with_versions: bool) -> P
     return Pulled(_deliver(request, share), versions)
 
 
-def _merge(lookup: _Lookup, kept: CacheHits, share: TableShare | None, with_versions: bool) -> Pulled:
+def _merge(lookup: _CacheLookup, kept: CacheHits, share: TableShare | None, with_versions: bool) -> Pulled:
     """The same where the cache had rows: put what was read between them."""
     request, rows, versions = lookup.request, lookup.rows, kept.versions
     if share is not None:

@@ -71,7 +71,7 @@ class CacheHits:
 
 
 @dataclass
-class _Shard:
+class _ShardProgress:
     """What a shard's replies have told: its epoch, when it was last heard, and at which k each count of others' batches began."""
 
     epoch: int = 0
@@ -114,7 +114,7 @@ class RowCache:
         self._limit_bytes, self._max_staleness, self._clock_s = limit_bytes, max_staleness, clock_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._shards = [_Shard() for _ in range(n_shards)]
+        self._shards = [_ShardProgress() for _ in range(n_shards)]
         self._row_bytes: dict[str, int] = {}
         self._budget = CacheBudget(limit_bytes)
         self._tables: dict[str, RecordCache] = {}
@@ -231,7 +231,7 @@ class RowCache:
             found.append(None if row_bytes is None else np.frombuffer(data, np.uint8).reshape(len(ids), row_bytes))
         return found
 
-    def _hear(self, shard: _Shard, reply: PushReply) -> bool:
+    def _hear(self, shard: _ShardProgress, reply: PushReply) -> bool:
         """Note what a reply says about its shard; return whether its rows are of the epoch in force."""
         if reply.epoch < shard.epoch:
             return False  # an answer from before a restart

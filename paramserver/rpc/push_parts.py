@@ -39,7 +39,7 @@ Check = Callable[[PushPart], tuple[tuple[CheckedRows, ...], tuple[CheckedRows, .
 """Returns the rows to apply, and those held, or raises PushRejectedError."""
 
 
-class _Outbox:
+class _AnswerQueue:
     """Replies on their way back. Bounded: the reader waits while it is full, and only parts that were taken add to it besides."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class PushReceiver:
 
     def __init__(self, intake: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
         self._intake, self._check, self._requests, self._in_hand = intake, check, requests, in_hand
-        self._outbox = _Outbox()
+        self._outbox = _AnswerQueue()
         self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)
         self.unavailable = ""  # why the shard took no more parts from this stream
 

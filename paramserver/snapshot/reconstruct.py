@@ -105,7 +105,7 @@ class Reconstructor:
         if portion:
             yield portion
 
-    def _pass(self, tables: Sequence["_Rows"]) -> None:
+    def _pass(self, tables: Sequence["_RowsToReconstruct"]) -> None:
         """Bring rows forward, in one pass over the journal."""
         if all(rows.done for rows in tables):
             return
@@ -141,7 +141,7 @@ class Reconstructor:
             last, any_k = k, False
             yield entry
 
-    def _lost(self, rows: "_Rows", at: int, n_wrong: int) -> LostRowError:
+    def _lost(self, rows: "_RowsToReconstruct", at: int, n_wrong: int) -> LostRowError:
         definition = rows.table.definition
         got, expected = int(rows.base.versions[at]), int(rows.wanted[at])
         state = f"version {split_version(got)}" if rows.base.exists[at] else "no row"
@@ -152,7 +152,7 @@ class Reconstructor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _RowsToReconstruct:
     """Rows on their way to the versions wanted.
 
     Args:
@@ -210,7 +210,7 @@ class _Rows:
             whole(base.records)[at] = whole(out)
 
 
-def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _Rows:
+def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _RowsToReconstruct:
     """Begin with what the snapshot knows of some of the rows."""
     ids, base = wanted.ids[at], runs.find(wanted.table.definition, wanted.ids[at])
-    return _Rows(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))
+    return _RowsToReconstruct(wanted.table, ids, wanted.versions[at], base, Rounds(wanted.table, ids, base))

@@ -24,7 +24,7 @@ _BLOCK_WEIGHTS = 1 << 17  # as the engine's: what one round leaves is still in t
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class _BatchEffect:
     """What one batch does to some of the rows.
 
     Args:
@@ -51,7 +51,7 @@ class Rounds:
 
     def __init__(self, table: TableState, ids: Ids, base: SnapshotRows) -> None:
         self._table, self._ids, self._base = table, ids, base
-        self._waiting: list[_Batch] = []
+        self._waiting: list[_BatchEffect] = []
         self.size_bytes = 0
 
     def add(self, at: NDArray[np.intp], grads: Array, version: int, factors: Mapping[str, float]) -> None:
@@ -63,7 +63,7 @@ class Rounds:
             version: that they get, above that of every batch before.
             factors: `Optimizer.factors` of the batch.
         """
-        self._waiting.append(_Batch(at, grads, version, factors))
+        self._waiting.append(_BatchEffect(at, grads, version, factors))
         self.size_bytes += at.nbytes + grads.nbytes
 
     def run(self) -> None:
@@ -121,7 +121,7 @@ class _Updates:
     differing: Array
 
     @classmethod
-    def of(cls, batches: list[_Batch]) -> "_Updates":
+    def of(cls, batches: list[_BatchEffect]) -> "_Updates":
         """Sort the updates of batches, which are in order."""
         at = np.concatenate([one.at for one in batches])
         order = np.argsort(at, kind="stable")

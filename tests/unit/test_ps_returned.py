@@ -87,7 +87,7 @@ def test_a_part_that_is_asked_about_again_comes_back_without_rows() -> None:
 
 def test_rows_that_a_trainer_does_not_take_are_left_out_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 10)
-    outbox = push_parts._Outbox()
+    outbox = push_parts._AnswerQueue()
     outbox.end_input()
     for sequence in (1, 2, 3):
         outbox.expect()

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from kvemb.errors import InvalidInputError
 
 
-class _Jagged:
+class _JaggedValues:
     """What both have: values of bags, one bag after another, how many each bag has, and perhaps a weight for each value."""
 
     def __init__(self, values: Tensor, lengths: Tensor | None, weights: Tensor | None, offsets: Tensor | None) -> None:
@@ -49,7 +49,7 @@ class _Jagged:
         return self._weights
 
 
-class JaggedTensor(_Jagged):
+class JaggedTensor(_JaggedValues):
     """One feature: values of b bags, one bag after another.
 
     Args:
@@ -133,7 +133,7 @@ class JaggedTensor(_Jagged):
         return f"JaggedTensor({_shape(self._values)} values in {_shape(self._lengths)} bags)"
 
 
-class KeyedJaggedTensor(_Jagged):
+class KeyedJaggedTensor(_JaggedValues):
     """Several features with b bags each: all bags of the first key, then all of the second, ….
 
     Args:

@@ -48,7 +48,7 @@ def embedding_bag(
     """
     options = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
     if _is_worth(at, rows, mode, per_sample_weights):
-        combined: Tensor = _Bags.apply(rows, at, offsets, per_sample_weights, options)  # type: ignore[no-untyped-call]
+        combined: Tensor = _BagPooling.apply(rows, at, offsets, per_sample_weights, options)  # type: ignore[no-untyped-call]
         return combined
     return _torchs(at, rows, offsets, per_sample_weights, options)
 
@@ -64,7 +64,7 @@ def _torchs(at: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, o
     return F.embedding_bag(at, rows, offsets, per_sample_weights=weights, **options)
 
 
-class _Bags(torch.autograd.Function):
+class _BagPooling(torch.autograd.Function):
     """The gradient of a row is the sum of those of the bags it is in, each times its factor there, in the order of `at`."""
 
     @staticmethod

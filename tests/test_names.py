@@ -1,0 +1,45 @@
+"""A name occurs once in the house: who has read `Batch` in one place knows what it is in every other."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+
+from test_architecture import SOURCES
+
+# Classes that may have another one's name, up to the underscore of a private one.
+CLASSES_TWICE = {
+    "Loader": "kvemb.config's is PyYAML's word for what it derives from",
+}
+# Modules and folders that may have another one's name: who looks for one of them must not be led astray by the other.
+MODULES_TWICE = {
+    "checkpoint": "a shard's part of saves and loads, and the files themselves: one idea, two packages",
+    "columns": "a facade (kvemb.own): both are the same module",
+    "engine": "the file for which its folder is named",
+    "ingest": "the file for which its folder is named",
+    "optim": "what users write, and its maths in a shard: one idea, two packages",
+    "torch": "a facade (kvemb.own): both are the same module",
+    "trainer": "a facade (kvemb.own): both are the same module",
+}
+
+
+def repeated(homes: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {name: where for name, where in homes.items() if len(where) > 1}
+
+
+def test_a_class_name_occurs_once() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].append(f"{module}.{node.name}")
+    assert {name: where for name, where in repeated(homes).items() if name not in CLASSES_TWICE} == {}
+    assert sorted(CLASSES_TWICE) == sorted(CLASSES_TWICE.keys() & repeated(homes).keys()), "an exception that is needed no more"
+
+
+def test_a_module_name_occurs_once() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module in SOURCES:
+        homes[module.rpartition(".")[2]].append(module)
+    homes.pop("__main__")
+    assert {name: where for name, where in repeated(homes).items() if name not in MODULES_TWICE} == {}
+    assert sorted(MODULES_TWICE) == sorted(MODULES_TWICE.keys() & repeated(homes).keys()), "an exception that is needed no more"
