@@ -32,7 +32,7 @@ class StateField:
         """Return the number of float32 values beside one row of `dim` weights.
 
         Example:
-            >>> Slot("exp_avg").size(16), Slot("mean_square_sum", per_row=True).size(16)
+            >>> StateField("exp_avg").size(16), StateField("mean_square_sum", per_row=True).size(16)
             (16, 1)
         """
         return 1 if self.per_row else dim

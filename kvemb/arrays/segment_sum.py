@@ -72,7 +72,7 @@ def group_by_id(ids: NDArray[np.uint64]) -> Groups:
         ids: uint64 [m], not changed.
 
     Example:
-        >>> groups = group(np.array([7, 3, 7], np.uint64))
+        >>> groups = group_by_id(np.array([7, 3, 7], np.uint64))
         >>> groups.ids.tolist(), groups.inverse.tolist()
         ([3, 7], [1, 0, 1])
     """

@@ -40,7 +40,7 @@ def unique(ids: NDArray[np.uint64]) -> Unique:
         ids: uint64 [m], not changed.
 
     Example:
-        >>> found = distinct(np.array([7, 3, 7], np.uint64))
+        >>> found = unique(np.array([7, 3, 7], np.uint64))
         >>> found.ids[found.inverse].tolist(), len(found.ids)
         ([7, 3, 7], 2)
     """
@@ -65,7 +65,7 @@ def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
         ids: uint64 [m], not changed.
 
     Example:
-        >>> found = ascending(np.array([7, 3, 7], np.uint64))
+        >>> found = unique_ascending(np.array([7, 3, 7], np.uint64))
         >>> found.ids.tolist(), found.inverse.tolist()
         ([3, 7], [1, 0, 1])
     """

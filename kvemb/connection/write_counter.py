@@ -40,7 +40,7 @@ class WriteCounter:
     """The number.
 
     Example:
-        >>> changes = ChangeCount()
+        >>> changes = WriteCounter()
         >>> with changes.change():
         ...     changes.now()
         1

@@ -154,7 +154,7 @@ def join_keys(keys: Sequence[RowKeys]) -> RowKeys:
 
     Example:
         >>> one, other = RowKeys(b"one", np.array([1], dtype=np.uint64)), RowKeys(b"two", np.array([2, 3], dtype=np.uint64))
-        >>> [bytes(key) for key in join([one, other])[1:].encode()]
+        >>> [bytes(key) for key in join_keys([one, other])[1:].encode()]
         [b'twoAAAAAAAAAAC', b'twoAAAAAAAAAAD']
     """
     if len(keys) == 1:

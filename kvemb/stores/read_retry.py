@@ -25,7 +25,7 @@ def retries(role: str, on_lost_node: str) -> bool:
     """Whether a store of this role waits; shards never do, because it is they who repair.
 
     Example:
-        >>> waits("trainer", "wait"), waits("trainer", "fail"), waits("shard:0", "wait")
+        >>> retries("trainer", "wait"), retries("trainer", "fail"), retries("shard:0", "wait")
         (True, False, False)
     """
     return role == "trainer" and on_lost_node == WAIT

@@ -29,7 +29,7 @@ def replace_atomically(path: Path, chunks: Iterable[bytes | memoryview], check: 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> replace_whole(folder / "epoch", [b"1", b"2"])
+        >>> replace_atomically(folder / "epoch", [b"1", b"2"])
         >>> [(path.name, path.read_bytes()) for path in folder.iterdir()]
         [('epoch', b'12')]
     """

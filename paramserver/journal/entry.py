@@ -81,7 +81,7 @@ def encode_entry(entry: Entry) -> list[bytes | memoryview]:
         ParameterServerError: more names and numbers than any reader takes.
 
     Example:
-        >>> b"".join(encode(SessionEntry("abc", 7)))
+        >>> b"".join(encode_entry(SessionEntry("abc", 7)))
         b'\\x0f\\x00\\x00\\x00\\x94\\x01\\xa7session\\xa3abc\\x07'
     """
     header: bytes = msgpack.packb(_header(entry))
@@ -106,7 +106,7 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
         JournalDamagedError: anything is off, or the tables it names are not those of the registry; nothing of it was used.
 
     Example:
-        >>> decode(b"".join(encode(SessionEntry("t", 7))), lambda name, schema: None)
+        >>> decode_entry(b"".join(encode_entry(SessionEntry("t", 7))), lambda name, schema: None)
         SessionEntry(trainer='t', incarnation=7)
     """
     view = memoryview(payload).toreadonly()

@@ -21,7 +21,7 @@ def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Fa
 
     Example:
         >>> w, a, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 4.0))
-        >>> adagrad(w, [a], g, {"lr": 0.5, "eps": 1e-10}); w, a
+        >>> adagrad_kernel(w, [a], g, {"lr": 0.5, "eps": 1e-10}); w, a
         (array([[0.5]], dtype=float32), array([[16.]], dtype=float32))
     """
     (total,) = slots
@@ -50,7 +50,7 @@ def rowwise_adagrad_kernel(weights: Array, slots: list[Array], grads: Array, fac
 
     Example:
         >>> w, a, g = (np.full((1, 2), x, np.float32) for x in (1.0, 0.0, 4.0))
-        >>> rowwise_adagrad(w, [a[:, :1]], g, {"lr": 0.5, "eps": 1e-8}); w
+        >>> rowwise_adagrad_kernel(w, [a[:, :1]], g, {"lr": 0.5, "eps": 1e-8}); w
         array([[0.5, 0.5]], dtype=float32)
     """
     (total,) = slots

@@ -31,7 +31,7 @@ def adam_kernel(spec: OptimizerSpec) -> Kernel:
         >>> import kvemb.optim
         >>> w, m, v, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 0.0, 4.0))
         >>> spec = kvemb.optim.adam(lr=0.5)
-        >>> kernel(spec)(w, [m, v], g, spec.defaults(), 1); w.round(3)
+        >>> adam_kernel(spec)(w, [m, v], g, spec.defaults(), 1); w.round(3)
         array([[0.5]], dtype=float32)
     """
     amsgrad = dict(spec.options)["amsgrad"]

@@ -26,7 +26,7 @@ def ftrl_kernel(weights: Array, slots: list[Array], grads: Array, factors: Facto
     Example:
         >>> w, z, n, g = (np.full((1, 2), x, np.float32) for x in (0.0, 0.0, 9.0, 4.0))
         >>> g[0, 1] = 0.5
-        >>> ftrl(w, [z, n], g, {"lr": 0.5, "beta": 0.0, "l1": 1.0, "l2": 0.0}); w
+        >>> ftrl_kernel(w, [z, n], g, {"lr": 0.5, "beta": 0.0, "l1": 1.0, "l2": 0.0}); w
         array([[-0.3,  0. ]], dtype=float32)
     """
     z, n = slots

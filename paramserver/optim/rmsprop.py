@@ -28,7 +28,7 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
         >>> import kvemb.optim
         >>> w, v, g = (np.full((1, 1), x, np.float32) for x in (1.0, 0.0, 4.0))
         >>> spec = kvemb.optim.rmsprop(lr=0.5, alpha=0.75)
-        >>> kernel(spec)(w, [v], g, spec.defaults(), 1); w, v
+        >>> rmsprop_kernel(spec)(w, [v], g, spec.defaults(), 1); w, v
         (array([[0.]], dtype=float32), array([[4.]], dtype=float32))
     """
     options = dict(spec.options)

@@ -23,7 +23,7 @@ def sgd_kernel(spec: OptimizerSpec) -> Kernel:
         >>> import numpy as np, kvemb.optim
         >>> w, g, m = (np.full((1, 1), x, np.float32) for x in (1.0, 0.5, 1.0))
         >>> spec = kvemb.optim.sgd(lr=0.5, momentum=0.5)
-        >>> kernel(spec)(w, [m], g, spec.defaults(), 1); w, m
+        >>> sgd_kernel(spec)(w, [m], g, spec.defaults(), 1); w, m
         (array([[0.5]], dtype=float32), array([[1.]], dtype=float32))
     """
     options = dict(spec.options)

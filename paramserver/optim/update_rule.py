@@ -72,8 +72,8 @@ class Optimizer:
         """Return the number of float32 slot values beside one row of `dim` weights.
 
         Example:
-            >>> import kvemb.optim; from paramserver.optim import build
-            >>> build(kvemb.optim.rowwise_adagrad()).slot_size(16)
+            >>> import kvemb.optim; from paramserver.optim import build_optimizer
+            >>> build_optimizer(kvemb.optim.rowwise_adagrad()).slot_size(16)
             1
         """
         return self.spec.slot_size(dim)
@@ -85,8 +85,8 @@ class Optimizer:
             float32 [n, slot_size(dim)].
 
         Example:
-            >>> import kvemb.optim; from paramserver.optim import build
-            >>> build(kvemb.optim.ftrl()).init_slots(1, 2)
+            >>> import kvemb.optim; from paramserver.optim import build_optimizer
+            >>> build_optimizer(kvemb.optim.ftrl()).init_slots(1, 2)
             array([[0. , 0. , 0.1, 0.1]], dtype=float32)
         """
         slots = self.spec.slots()
@@ -111,9 +111,9 @@ class Optimizer:
             InvalidInputError: shapes or dtypes that do not fit, a step < 1, unusable run-time values.
 
         Example:
-            >>> import kvemb.optim; from paramserver.optim import build
+            >>> import kvemb.optim; from paramserver.optim import build_optimizer
             >>> w, g = np.ones((1, 2), np.float32), np.array([[1, -1]], np.float32)
-            >>> build(kvemb.optim.sgd(lr=0.5)).update(w, np.empty((1, 0), np.float32), g, {}, step=1)[0]
+            >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update(w, np.empty((1, 0), np.float32), g, {}, step=1)[0]
             array([[0.5, 1.5]], dtype=float32)
         """
         self._check(weights, slots, grads)
@@ -133,9 +133,9 @@ class Optimizer:
             InvalidInputError: as `update`; nothing was changed.
 
         Example:
-            >>> import kvemb.optim; from paramserver.optim import build
+            >>> import kvemb.optim; from paramserver.optim import build_optimizer
             >>> w, g = np.ones((1, 2), np.float32), np.array([[1, -1]], np.float32)
-            >>> build(kvemb.optim.sgd(lr=0.5)).update_in_place(w, np.empty((1, 0), np.float32), g, {}, step=1); w
+            >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update_in_place(w, np.empty((1, 0), np.float32), g, {}, step=1); w
             array([[0.5, 1.5]], dtype=float32)
         """
         self._check(weights, slots, grads)
@@ -163,10 +163,10 @@ class Optimizer:
             factors: what `factors` returns for each row, as float32 [n, 1]; or a number where it is the same for all.
 
         Example:
-            >>> import kvemb.optim; from paramserver.optim import build
+            >>> import kvemb.optim; from paramserver.optim import build_optimizer
             >>> w, g = np.ones((2, 1), np.float32), np.ones((2, 1), np.float32)
             >>> factors = {"lr": np.array([[0.5], [0.25]], np.float32), "momentum": 0.0, "weight_decay": 0.0}
-            >>> build(kvemb.optim.sgd()).update_mixed(w, np.empty((2, 0), np.float32), g, factors); w
+            >>> build_optimizer(kvemb.optim.sgd()).update_mixed(w, np.empty((2, 0), np.float32), g, factors); w
             array([[0.5 ],
                    [0.75]], dtype=float32)
         """

@@ -81,7 +81,8 @@ def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
     """Return the file's bytes.
 
     Example:
-        >>> decode(encode(Manifest(7, {"t": TableRuns(3, 20, (RunEntry(1, 99),))})), "f").tables["t"].runs
+        >>> manifest = SnapshotManifest(7, {"t": TableRuns(3, 20, (RunEntry(1, 99),))})
+        >>> decode_snapshot_manifest(encode_snapshot_manifest(manifest), "f").tables["t"].runs
         (RunEntry(number=1, size_bytes=99),)
     """
     tables = {

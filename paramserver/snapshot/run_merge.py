@@ -12,7 +12,7 @@ Versions = Callable[[Bytes], Ids]
 
 
 def merged(runs: Sequence[SortedRun], versions: Versions, *, keep_erased: bool) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Yield (kind, ids, rest) as `RunEncoder.add` takes them.
+    """Yield (kind, ids, rest) as `SortedRunEncoder.add` takes them.
 
     Args:
         runs: of one table, in any order.

@@ -41,10 +41,10 @@ class SortedRunEncoder:
         record_bytes: size of a record.
 
     Example:
-        >>> encoder = RunEncoder(4)
+        >>> encoder = SortedRunEncoder(4)
         >>> pieces = [encoder.header(), *encoder.add(ROWS, np.array([3, 9], np.uint64), np.ones((2, 4), np.uint8)), encoder.footer()]
         >>> data = b"".join(pieces)
-        >>> run = RunFile(lambda offset, size: data[offset : offset + size], len(data), "example")
+        >>> run = SortedRun(lambda offset, size: data[offset : offset + size], len(data), "example")
         >>> [(ids.tolist(), rows.shape) for ids, rows in run.blocks(ROWS)]
         [([3, 9], (2, 4))]
     """

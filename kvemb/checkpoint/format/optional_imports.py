@@ -13,9 +13,9 @@ def require_extra(module: str) -> Any:
         ConfigError: it is not installed.
 
     Example:
-        >>> require("fsspec.core").__name__
+        >>> require_extra("fsspec.core").__name__
         'fsspec.core'
-        >>> require("pyarrow_of_tomorrow")
+        >>> require_extra("pyarrow_of_tomorrow")
         Traceback (most recent call last):
         kvemb.errors.ConfigError: checkpoints need pyarrow_of_tomorrow, which is not installed: pip install 'kvemb[checkpoint]'
     """

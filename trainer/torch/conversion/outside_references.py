@@ -50,7 +50,7 @@ def outside_references(model: nn.Module) -> list[OutsideReference]:
     Example:
         >>> model = nn.Sequential(nn.Embedding(2, 1))
         >>> model.look_up = {"item": [partial(model[0])]}
-        >>> [(one.attribute, one.kind, one.held) for one in held_beside(model)]
+        >>> [(one.attribute, one.kind, one.held) for one in outside_references(model)]
         [('look_up', 'dict', (("look_up['item'][0].func", Embedding(2, 1)),))]
     """
     walk = _Walk(model)

@@ -41,7 +41,7 @@ class NamedTable(Protocol):
 
 
 class HasLeaves(Protocol):
-    """What waits for a step of one table's rows: `pending_lookups.Pending`."""
+    """What waits for a step of one table's rows: `pending_lookups.PendingLookups`."""
 
     leaves: list[Tensor]
 
