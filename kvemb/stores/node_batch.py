@@ -23,9 +23,7 @@ from kvemb.errors import (
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.wire.buffer_scan import WRONG_TYPE
-from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.memcached.cas_values_reply import CasValuesReply
-from kvemb.wire.replies import Step, UnexpectedValueError
+from kvemb.wire.replies import RowsStep, UnexpectedValueError
 
 # What passes by itself, or once somebody has mended it: what to look at.
 _NOT_READY = {
@@ -91,32 +89,15 @@ class NodeSteps:
 
     address: str
     keys: RowKeys
-    steps: list[Step]
+    steps: list[RowsStep]
 
     def row_errors(self) -> Iterator[tuple[int, bytes]]:
         """Every (row in the share, error line) that the node sent."""
         start = 0
         for step in self.steps:
-            for row, line in getattr(step.reply, "errors", ()):
+            for row, line in step.reply.errors:
                 yield start + row, line
-            start += _rows(step)
-
-
-def _rows(step: Step) -> int:
-    found = getattr(step.reply, "found", None)
-    return len(found if found is not None else step.reply.out)  # type: ignore[attr-defined]
-
-
-def tell_foreign(steps: list[Step], foreign: NDArray[np.bool_] | None) -> list[Step]:
-    """Let the replies of steps that read n rows set here (bool [n]) which values have another size, instead of raising."""
-    if foreign is None:
-        return steps
-    start = 0
-    for step in steps:
-        assert isinstance(step.reply, FixedSizeValuesReply | CasValuesReply)
-        step.reply.foreign = foreign[start : start + len(step.reply.found)]
-        start += len(step.reply.found)
-    return steps
+            start += step.reply.n_rows
 
 
 def raise_row_errors(parts: list[NodeSteps]) -> None:
@@ -176,5 +157,5 @@ def unexpected_value(parts: list[NodeSteps], error: UnexpectedValueError) -> Rec
                     f"row's key, expected a record of {error.expected_bytes}. Another program wrote there, or the table was created "
                     f"with another definition. {_MENDED}"
                 )
-            start += _rows(step)
+            start += step.reply.n_rows
     return RecordError(str(error))

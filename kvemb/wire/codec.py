@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.schema.keys import RowKeys
-from kvemb.wire.replies import BlobReply, CodeReply, Step
+from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 
 Bytes = NDArray[np.uint8]
 
@@ -45,14 +45,25 @@ class Codec(Protocol):
     """Turns batches of rows into steps (request and reply) of one protocol. Arrays passed as outputs are filled as replies are fed."""
 
     def read_steps(
-        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
-    ) -> list[Step]:
-        """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them."""
+        self,
+        keys: RowKeys,
+        record_bytes: int,
+        out: Bytes,
+        found: NDArray[np.bool_],
+        tokens: NDArray[np.uint64] | None,
+        foreign: NDArray[np.bool_] | None = None,
+    ) -> list[RowsStep]:
+        """Read n rows into out [n, prefix]; tokens where the protocol has compare-and-swap and the caller wants them.
 
-    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+        Values of another size are told in foreign [n], or raise UnexpectedValueError where there is none.
+        """
+
+    def write_steps(
+        self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]
+    ) -> list[RowsStep]:
         """Write n records; out [n] gets 0 for stored, 1 for a conflict; tokens [n] of rows stored are replaced by the new ones."""
 
-    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
         """Delete n rows; out [n] gets 0 for deleted, 1 for not there, 2 for a conflict: the row's token is not the one given."""
 
     def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:

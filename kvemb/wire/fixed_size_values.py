@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
-from kvemb.wire.replies import UnexpectedValueError
+from kvemb.wire.replies import RowsReader, UnexpectedValueError
 
 
 @dataclass(eq=False)
-class FixedSizeValuesReply:
+class FixedSizeValuesReply(RowsReader):
     """n values of one size, each of which may be missing.
 
     Args:
@@ -51,31 +51,29 @@ class FixedSizeValuesReply:
         self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
 
     @property
+    def n_rows(self) -> int:
+        return len(self.found)
+
+    @property
     def done(self) -> bool:
         return self._at == len(self.found) and not self._skip
 
-    def feed(self, data: Bytes) -> int:
-        position = 0
+    def take(self, data: Bytes) -> int:
         if self.preamble:
-            position = self._skip_preamble(data)
-            if self.preamble:
-                return position
+            return self._skip_preamble(data)
         if self._skip:
-            position = min(self._skip, len(data))
-            self._skip -= position
-        while not self.done:
-            before = position
-            position += self._take_hits(data[position:])
-            if self.done or self._hit_is_cut(data[position:]):
-                break
-            position += self._take_mixed(data[position:])
-            if position == before:
-                position += self._take_odd(data[position:])
-            if position == before:
-                break
+            taken = min(self._skip, len(data))
+            self._skip -= taken
+        elif self._hit_is_cut(data):
+            return 0
+        else:
+            taken = self._take_hits(data)
+            if not self.done and not self._hit_is_cut(data[taken:]):
+                taken += self._take_mixed(data[taken:])
+                taken = taken or self._take_odd(data)
         if self.blank_bytes and self.done:
             self._drop_blank()
-        return position
+        return taken
 
     def _drop_blank(self) -> None:
         written = np.zeros(len(self.out), dtype=np.uint32)
@@ -201,9 +199,9 @@ class FixedSizeValuesReply:
         if is_error(line):
             if self.foreign is not None and line.startswith(WRONG_TYPE):
                 self.foreign[self._at] = True
+                self._at += 1
             else:
-                self.errors.append((self._at, line))
-            self._at += 1
+                self._refused(line)
             return skipped + len(line) + len(EOL)
         size = value_size(line)
         if size is None or size == self.size_bytes:

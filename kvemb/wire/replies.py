@@ -1,13 +1,13 @@
-"""What the exchange needs of a reply, and the readers of small ones. Bytes in, arrays out; no sockets, any split of the stream.
+"""The contract of every reply's reader, and the readers of small replies. Bytes in, arrays out; no sockets, any split of the stream.
 
 A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
 array with a constant stride, so its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
 are read by `fixed_size_values` and, with memcached's tokens, by `cas_values_reply` and `cas_write_reply`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,20 +19,72 @@ from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, is_error, matches, pr
 class UnexpectedValueError(Exception):
     """A value of another size than the table's records lies under a row's key; `row` is its index in the reply."""
 
-    def __init__(self, reply: object, row: int, size_bytes: int, expected_bytes: int) -> None:
+    def __init__(self, reply: "RowsReader", row: int, size_bytes: int, expected_bytes: int) -> None:
         super().__init__(f"row {row}: value of {size_bytes} bytes, expected {expected_bytes}")
         self.reply, self.row, self.size_bytes, self.expected_bytes = reply, row, size_bytes, expected_bytes
 
 
-class ReplyReader(Protocol):
-    """What the exchange needs of a reply."""
+class ReplyReader(ABC):
+    """Reads the reply to one request.
+
+    A subclass says in `take` what lies at the start of the bytes. There are three answers, whatever the reply: something whole was taken,
+    more bytes are needed, or an error is raised. `feed` is the one loop around it.
+    """
 
     @property
+    @abstractmethod
     def done(self) -> bool:
         """Whether the whole reply has been consumed."""
 
+    @abstractmethod
+    def take(self, data: Bytes) -> int:
+        """Take what is whole at the start of data, some of it at least; return how many bytes that was. Not called once done.
+
+        Returns:
+            0 when more bytes are needed before anything can be taken.
+
+        Raises:
+            ProtocolError: no server of this kind sends that.
+            UnexpectedValueError: a value has another size than was asked for.
+        """
+
     def feed(self, data: Bytes) -> int:
         """Consume what is complete at the start of data; return how many bytes that was. Called again with the rest and more."""
+        position = 0
+        while position < len(data) and not self.done:
+            taken = self.take(data[position:])
+            if not taken:
+                break
+            position += taken
+        return position
+
+
+class RowsReader(ReplyReader):
+    """Reads one answer for each of n rows into arrays. Answers come in the order of the rows.
+
+    Subclasses are dataclasses with these two fields:
+
+    Attributes:
+        errors: (row, error line) of each row that the server refused; such a row is answered, too.
+        _at: how many rows were answered so far.
+    """
+
+    errors: list[tuple[int, bytes]]
+    _at: int
+
+    @property
+    @abstractmethod
+    def n_rows(self) -> int:
+        """How many rows this reply answers."""
+
+    @property
+    def done(self) -> bool:
+        return self._at == self.n_rows
+
+    def _refused(self, line: bytes) -> None:
+        """The next row was answered by an error."""
+        self.errors.append((self._at, line))
+        self._at += 1
 
 
 @dataclass(frozen=True)
@@ -57,8 +109,15 @@ class Step:
         return self.source() if callable(self.source) else self.source
 
 
+@dataclass(frozen=True)
+class RowsStep(Step):
+    """A step whose reply answers rows, one by one."""
+
+    reply: RowsReader
+
+
 @dataclass(eq=False)
-class CodeReply:
+class CodeReply(RowsReader):
     """n status replies of one size, such as `+OK` or `HD`.
 
     Args:
@@ -74,28 +133,25 @@ class CodeReply:
     _at: int = 0
 
     @property
-    def done(self) -> bool:
-        return self._at == len(self.out)
+    def n_rows(self) -> int:
+        return len(self.out)
 
-    def feed(self, data: Bytes) -> int:
-        position, stride = 0, len(self.codes[0])
-        while not self.done:
-            count = min(len(self.out) - self._at, (len(data) - position) // stride)
-            block = data[position : position + count * stride].reshape(count, stride)
-            run = self._take_codes(block) if count else 0
-            position += run * stride
-            if self.done or (run == count and len(data) - position >= stride):
-                continue
-            skipped = prefix_size(data[position:], self.row_prefix)
-            line = take_line(data, position + skipped)
-            if line is None:
-                break
-            if not is_error(line):
-                raise ProtocolError(f"reply {line[:40]!r}, expected one of {self.codes!r}")
-            self.errors.append((self._at, line))
-            self._at += 1
-            position += skipped + len(line) + len(EOL)
-        return position
+    def take(self, data: Bytes) -> int:
+        stride = len(self.codes[0])
+        count = min(len(self.out) - self._at, len(data) // stride)
+        run = self._take_codes(data[: count * stride].reshape(count, stride)) if count else 0
+        taken = run * stride
+        return taken if run and run == count else taken + self._take_error(data[taken:])
+
+    def _take_error(self, data: Bytes) -> int:
+        skipped = prefix_size(data, self.row_prefix)
+        line = take_line(data, skipped)
+        if line is None:
+            return 0
+        if not is_error(line):
+            raise ProtocolError(f"reply {line[:40]!r}, expected one of {self.codes!r}")
+        self._refused(line)
+        return skipped + len(line) + len(EOL)
 
     def _take_codes(self, block: Bytes) -> int:
         good = np.zeros(len(block), dtype=bool)
@@ -116,7 +172,7 @@ _MOST_BYTES = 1 << 30  # more than any server stores under a key
 
 
 @dataclass(eq=False)
-class BlobReply:
+class BlobReply(ReplyReader):
     """One small value, such as a marker, or a miss; FOREIGN for what only another program can have put there.
 
     Args:
@@ -131,7 +187,7 @@ class BlobReply:
     done: bool = False
     _skip: int = 0  # bytes still to come of a value that is passed over
 
-    def feed(self, data: Bytes) -> int:
+    def take(self, data: Bytes) -> int:
         if self._skip:
             taken = min(self._skip, len(data))
             self._skip -= taken
@@ -162,7 +218,7 @@ class BlobReply:
 
 
 @dataclass(eq=False)
-class RepliesInOrder:
+class RepliesInOrder(ReplyReader):
     """Several small replies to one request that holds several commands: one step per command would wait for the window."""
 
     replies: Sequence[ReplyReader]
@@ -172,24 +228,21 @@ class RepliesInOrder:
     def done(self) -> bool:
         return self._at == len(self.replies)
 
-    def feed(self, data: Bytes) -> int:
-        position = 0
-        while not self.done:
-            position += self.replies[self._at].feed(data[position:])
-            if not self.replies[self._at].done:
-                break
-            self._at += 1
-        return position
+    def take(self, data: Bytes) -> int:
+        reply = self.replies[self._at]
+        taken = reply.take(data)
+        self._at += reply.done
+        return taken
 
 
 @dataclass(eq=False)
-class LineReply:
+class LineReply(ReplyReader):
     """One line, kept as it is."""
 
     line: bytes = b""
     done: bool = False
 
-    def feed(self, data: Bytes) -> int:
+    def take(self, data: Bytes) -> int:
         line = take_line(data, 0)
         if line is None:
             return 0

@@ -9,7 +9,9 @@ import pytest
 from kvemb.errors import ProtocolError
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.cas_values_reply import CasValuesReply
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, UnexpectedValueError
+from kvemb.wire.memcached.cas_write_reply import CasWriteReply
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, RowsReader, UnexpectedValueError
+from kvemb.wire.resp.integer_replies import IntegerReplies
 
 TRAILING = b"+OK\r\n$-1\r\nEN\r\nHD\r\nVA 4 c1\r\nabcd\r\n"
 
@@ -41,6 +43,14 @@ def token(n: int, size: int = 4) -> CasValuesReply:
 def codes(n: int, *accepted: bytes, asking: bool = False) -> CodeReply:
     asked = b"+OK\r\n" if asking else b""
     return CodeReply(tuple(asked + code for code in accepted), np.zeros(n, dtype=np.uint8), asked)
+
+
+def stored(n: int) -> CasWriteReply:
+    return CasWriteReply(np.zeros(n, dtype=np.uint8), np.zeros(n, dtype=np.uint64))
+
+
+def lengths(n: int) -> IntegerReplies:
+    return IntegerReplies(b":", 4029, np.zeros(n, dtype=np.uint8))
 
 
 def rows_of(reply: FixedSizeValuesReply | CasValuesReply) -> list[bytes | None]:
@@ -258,3 +268,12 @@ def test_a_batch_full_of_miss_patterns_is_read_in_one_go() -> None:
         assert reply.done
         assert np.flatnonzero(~reply.found).tolist() == [500]
         assert (reply.out[reply.found] == np.frombuffer(record, dtype=np.uint8)).all()
+
+
+@pytest.mark.parametrize("make", [stride, token, lambda n: codes(n, b"+OK\r\n"), stored, lengths])
+def test_a_reader_of_rows_answers_as_many_as_it_says_and_keeps_errors_by_row(make: Callable[[int], RowsReader]) -> None:
+    reply = make(3)
+    assert (reply.n_rows, reply.done) == (3, False)
+    assert feed(reply, [b"-ERR no\r\n"] * 3) == b""
+    assert reply.done
+    assert reply.errors == [(row, b"-ERR no") for row in range(3)]

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from kvemb.errors import DeadlineExceededError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.node_batch import NodeSteps, group_by_node, server_error, tell_foreign
+from kvemb.stores.node_batch import NodeSteps, group_by_node, server_error
 from kvemb.stores.redirects import NOT_NOW, redirect_target
 from kvemb.stores.redis_cluster.slot_map import SlotMap
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.wire.codec import Codec, RecordsToWrite
-from kvemb.wire.replies import Step
+from kvemb.wire.replies import RowsStep
 
 Rows = slice | NDArray[np.intp]
 
@@ -87,7 +87,7 @@ class ClusterBatch(ABC):
         """Make the result arrays of a part, whose rows are in the order given."""
 
     @abstractmethod
-    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[RowsStep], tuple[NDArray[np.generic], ...]]:
         """The steps for some rows, and the buffers their replies fill."""
 
     def _place(self, share: NodeShare, good: NDArray[np.bool_]) -> None:  # noqa: B027 - most batches have nothing to place
@@ -219,7 +219,7 @@ class ReadBatch(ClusterBatch):
     def _kinds(self, part: int, keys: RowKeys, codec: Codec) -> NDArray[np.int8] | None:
         return codec.read_kinds(keys, self._requests[part].prefix_bytes)
 
-    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[RowsStep], tuple[NDArray[np.generic], ...]]:
         result, n_rows = self.results[part], len(keys)
         if isinstance(rows, slice):
             records, found = result.records[rows], result.found[rows]
@@ -227,7 +227,7 @@ class ReadBatch(ClusterBatch):
         else:
             records, found = np.empty((n_rows, result.records.shape[1]), np.uint8), np.zeros(n_rows, dtype=bool)
             foreign = None if result.foreign is None else np.zeros(n_rows, dtype=bool)
-        steps = tell_foreign(codec.read_steps(keys, self._requests[part].record_bytes, records, found, None), foreign)
+        steps = codec.read_steps(keys, self._requests[part].record_bytes, records, found, None, foreign)
         return steps, (records, found) if foreign is None else (records, found, foreign)
 
     def _missing(self, share: NodeShare) -> NDArray[np.bool_] | bool:
@@ -255,7 +255,7 @@ class WriteBatch(ClusterBatch):
         if order is not None:
             self._records[part] = RecordsToWrite(self._requests[part].records, order).bytes()
 
-    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[RowsStep], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
         return codec.write_steps(keys, RecordsToWrite(self._records[part][rows]), None, out), (out,)
 
@@ -269,6 +269,6 @@ class EraseBatch(ClusterBatch):
     def _begin(self, part: int, keys: RowKeys, order: NDArray[np.intp] | None) -> None:
         return
 
-    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[Step], tuple[NDArray[np.generic], ...]]:
+    def _steps(self, part: int, keys: RowKeys, rows: Rows, codec: Codec) -> tuple[list[RowsStep], tuple[NDArray[np.generic], ...]]:
         out = np.zeros(len(keys), dtype=np.uint8)
         return codec.erase_steps(keys, out), (out,)

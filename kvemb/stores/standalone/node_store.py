@@ -34,7 +34,7 @@ from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
-from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, server_error, tell_foreign, unexpected_value
+from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, server_error, unexpected_value
 from kvemb.stores.read_retry import ABSENT, PASSING, retries, retry_read
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
@@ -180,8 +180,8 @@ class NodeStore(NodeRepair, Store):
             keys = grouped.keys
             for node, rows in grouped.shares:
                 tokens = None if result.tokens is None else result.tokens[rows]
-                steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens)
-                tell_foreign(steps, None if result.foreign is None else result.foreign[rows])
+                foreign = None if result.foreign is None else result.foreign[rows]
+                steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
                 plan.append((node, NodeSteps(self.addresses[node], grouped.keys[rows], steps)))
         self._run(plan, deadline, repair)
         return results

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import Bytes, find, is_error, parse_digits, take_line, value_size, windows
-from kvemb.wire.replies import UnexpectedValueError
+from kvemb.wire.replies import RowsReader, UnexpectedValueError
 
 _MISS = b"EN\r\n"
 _MAX_DIGITS = 20
 
 
 @dataclass(eq=False)
-class CasValuesReply:
+class CasValuesReply(RowsReader):
     """n values of one size with their tokens, each of which may be missing.
 
     Args:
@@ -42,20 +42,19 @@ class CasValuesReply:
         self._head = b"VA %d c" % self.size_bytes
 
     @property
+    def n_rows(self) -> int:
+        return len(self.found)
+
+    @property
     def done(self) -> bool:
         return self._at == len(self.found) and not self._skip
 
-    def feed(self, data: Bytes) -> int:
-        position = min(self._skip, len(data))
-        self._skip -= position
-        while not self.done:
-            before = position
-            position += self._take_rows(data[position:])
-            if position == before:
-                position += self._take_odd(data[position:])
-            if position == before:
-                break
-        return position
+    def take(self, data: Bytes) -> int:
+        if self._skip:
+            taken = min(self._skip, len(data))
+            self._skip -= taken
+            return taken
+        return self._take_rows(data) or self._take_odd(data)
 
     def _take_rows(self, data: Bytes) -> int:
         starts, lengths, digits = self._candidates(data)
@@ -106,8 +105,7 @@ class CasValuesReply:
                 raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
             return 0
         if is_error(line):
-            self.errors.append((self._at, line))
-            self._at += 1
+            self._refused(line)
             return len(line) + 2
         size = value_size(line)
         if size is None or size == self.size_bytes:

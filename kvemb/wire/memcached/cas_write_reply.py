@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, Bytes, is_error, matches, parse_digits, take_line
+from kvemb.wire.replies import RowsReader
 
 _STORED = int.from_bytes(b"HD", "little")
 # NS: "must not exist", but it does. EX: the token is an older one. NF: a token was given for a row that is not there.
@@ -23,7 +24,7 @@ _GATHERED_BYTES = 16 << 10
 
 
 @dataclass(eq=False)
-class CasWriteReply:
+class CasWriteReply(RowsReader):
     """n answers to `ms` with the flag c.
 
     Args:
@@ -37,21 +38,14 @@ class CasWriteReply:
     _at: int = 0
 
     @property
-    def done(self) -> bool:
-        return self._at == len(self.out)
+    def n_rows(self) -> int:
+        return len(self.out)
 
     def feed(self, data: Bytes) -> int:
-        if self._may_wait(data):
-            return 0
-        position = self._take_usual(data)
-        while not self.done:
-            before = position
-            position += self._take_lines(data[position:])
-            if position == before and not self.done:
-                position += self._take_odd(data[position:])
-            if position == before:
-                break
-        return position
+        return 0 if self._may_wait(data) else super().feed(data)
+
+    def take(self, data: Bytes) -> int:
+        return self._take_usual(data) or self._take_lines(data) or self._take_odd(data)
 
     def _may_wait(self, data: Bytes) -> bool:
         """Whether more is coming for sure: nothing in it can be an error, behind which the node may fall silent."""
@@ -108,6 +102,5 @@ class CasWriteReply:
             return 0
         if not is_error(line):
             raise ProtocolError(f"reply {line[:40]!r}, expected HD, NS, EX or NF with a token")
-        self.errors.append((self._at, line))
-        self._at += 1
+        self._refused(line)
         return len(line) + 2

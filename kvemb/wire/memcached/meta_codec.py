@@ -15,7 +15,7 @@ from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.cas_values_reply import CasValuesReply
 from kvemb.wire.memcached.cas_write_reply import CasWriteReply
-from kvemb.wire.replies import BlobReply, CodeReply, Step
+from kvemb.wire.replies import BlobReply, CodeReply, RowsReader, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decimals
 
 
@@ -30,23 +30,32 @@ class MetaCodec:
         self._rows_per_step = rows_per_step
 
     def read_steps(
-        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
-    ) -> list[Step]:
+        self,
+        keys: RowKeys,
+        record_bytes: int,
+        out: Bytes,
+        found: NDArray[np.bool_],
+        tokens: NDArray[np.uint64] | None,
+        foreign: NDArray[np.bool_] | None = None,
+    ) -> list[RowsStep]:
         """See `Codec.read_steps`."""
         tail = b" v\r\n" if tokens is None else b" v c\r\n"
         head = b"VA %d\r\n" % record_bytes
         shared = SharedRows(lambda rows: columns(rows.stop - rows.start, b"mg ", keys[rows].encode(), tail), len(keys), self._rows_per_step)
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
-            request = partial(_shared_request, shared, rows)
+            odd = None if foreign is None else foreign[rows]
             if tokens is None:
                 size_bytes = (rows.stop - rows.start) * (len(head) + record_bytes + 2)
-                steps.append(Step(request, FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows]), size_bytes))
+                reply: RowsReader = FixedSizeValuesReply(head, record_bytes, b"EN\r\n", out[rows], found[rows], foreign=odd)
             else:
-                steps.append(Step(request, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows])))
+                size_bytes, reply = 0, CasValuesReply(record_bytes, out[rows], found[rows], tokens[rows], odd)
+            steps.append(RowsStep(partial(_shared_request, shared, rows), reply, size_bytes))
         return steps
 
-    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(
+        self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]
+    ) -> list[RowsStep]:
         """See `Codec.write_steps`; new rows (token 0) come before the others.
 
         Raises:
@@ -62,14 +71,14 @@ class MetaCodec:
             for rows in chunks(last - first, self._rows_per_step):
                 at = slice(first + rows.start, first + rows.stop)
                 condition = None if last == n_new else tokens[at].copy()  # the reply puts new tokens in the place of these
-                steps.append(Step(partial(_store_request, keys[at], records[at], condition), CasWriteReply(out[at], tokens[at])))
+                steps.append(RowsStep(partial(_store_request, keys[at], records[at], condition), CasWriteReply(out[at], tokens[at])))
         return steps
 
-    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
         """See `Codec.erase_steps`."""
         codes = (b"HD\r\n", b"NF\r\n", b"EX\r\n")
         return [
-            Step(partial(_erase_request, keys[rows], None if tokens is None else tokens[rows]), CodeReply(codes, out[rows]))
+            RowsStep(partial(_erase_request, keys[rows], None if tokens is None else tokens[rows]), CodeReply(codes, out[rows]))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 

@@ -4,29 +4,27 @@ from dataclasses import dataclass, field
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, Bytes, is_error, take_line
+from kvemb.wire.replies import ReplyReader
 
 _MOST_LINES = 1 << 14
 
 
 @dataclass(eq=False)
-class StatsReply:
+class StatsReply(ReplyReader):
     """What a server says of itself, as text; `error` for an error in its place."""
 
     fields: dict[str, str] = field(default_factory=dict)
     error: bytes | None = None
     done: bool = False
 
-    def feed(self, data: Bytes) -> int:
-        position = 0
-        while not self.done:
-            line = take_line(data, position)
-            if line is None:
-                break
-            position += len(line) + len(EOL)
-            self._take(line)
-        return position
+    def take(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        self._note(line)
+        return len(line) + len(EOL)
 
-    def _take(self, line: bytes) -> None:
+    def _note(self, line: bytes) -> None:
         word, _, rest = line.decode("utf-8", "replace").partition(" ")
         name, _, value = rest.partition(" ")
         if line == b"END" or is_error(line):

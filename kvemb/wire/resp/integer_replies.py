@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import Bytes, matches, parse_digits, take_line
+from kvemb.wire.replies import RowsReader
 
 _ERROR, _INTEGER = ord("-"), ord(":")
 _OK = int.from_bytes(b"+OK", "little")
 
 
 @dataclass(eq=False)
-class IntegerReplies:
+class IntegerReplies(RowsReader):
     """n rows of several lines each, the last one an integer.
 
     Args:
@@ -38,12 +39,11 @@ class IntegerReplies:
         self._usual = b"".join(integer if line == _INTEGER else b"+OK\r\n" for line in self.lines)
 
     @property
-    def done(self) -> bool:
-        return self._at == len(self.out)
+    def n_rows(self) -> int:
+        return len(self.out)
 
-    def feed(self, data: Bytes) -> int:
-        position = self._take_usual(data)
-        return position if self.done else position + self._take_lines(data[position:])
+    def take(self, data: Bytes) -> int:
+        return self._take_usual(data) or self._take_lines(data)
 
     def _take_usual(self, data: Bytes) -> int:
         stride = len(self._usual)

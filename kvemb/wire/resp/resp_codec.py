@@ -9,7 +9,7 @@ from kvemb.schema.keys import KEY_SIZE, RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.replies import BlobReply, CodeReply, Step
+from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns
 from kvemb.wire.resp.resp_pages import PageRequests
 
@@ -35,36 +35,45 @@ class RespCodec:
         self._pages = PageRequests(self._ask, self._asked, rows_per_step)
 
     def read_steps(
-        self, keys: RowKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], tokens: NDArray[np.uint64] | None
-    ) -> list[Step]:
+        self,
+        keys: RowKeys,
+        record_bytes: int,
+        out: Bytes,
+        found: NDArray[np.bool_],
+        tokens: NDArray[np.uint64] | None,
+        foreign: NDArray[np.bool_] | None = None,
+    ) -> list[RowsStep]:
         """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
-            return self._pages.read_steps(keys, record_bytes, out, found)
+            return self._pages.read_steps(keys, record_bytes, out, found, foreign)
         head, miss = self._asked + b"$%d\r\n" % record_bytes, self._asked + _MISS
         shared = SharedRows(lambda rows: self._get_rows(keys[rows]), len(keys), self._rows_per_step)
         steps = []
         for rows in chunks(len(keys), self._rows_per_step):
             preamble = b"*%d\r\n" % (rows.stop - rows.start) if self._multi_get else b""
-            reply = FixedSizeValuesReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked)
-            steps.append(Step(partial(self._get_request, shared, rows), reply, len(reply.found) * (len(head) + record_bytes + 2)))
+            odd = None if foreign is None else foreign[rows]
+            reply = FixedSizeValuesReply(head, record_bytes, miss, out[rows], found[rows], preamble, self._asked, foreign=odd)
+            steps.append(RowsStep(partial(self._get_request, shared, rows), reply, reply.n_rows * (len(head) + record_bytes + 2)))
         return steps
 
-    def write_steps(self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(
+        self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]
+    ) -> list[RowsStep]:
         """See `Codec.write_steps`: pipelined SETs, which never conflict."""
         if isinstance(keys, PagedKeys):
             return self._pages.write_steps(keys, records, out)
         return [
-            Step(partial(self._set_request, keys[rows], records[rows]), CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked))
+            RowsStep(partial(self._set_request, keys[rows], records[rows]), CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 
-    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[Step]:
+    def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
         """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
             return self._pages.erase_steps(keys, out)
         codes = (self._asked + b":1\r\n", self._asked + b":0\r\n")
         return [
-            Step(partial(self._del_request, keys[rows]), CodeReply(codes, out[rows], self._asked))
+            RowsStep(partial(self._del_request, keys[rows]), CodeReply(codes, out[rows], self._asked))
             for rows in chunks(len(keys), self._rows_per_step)
         ]
 

@@ -20,7 +20,7 @@ from kvemb.schema.pages import PagedKeys, PageLayout
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
-from kvemb.wire.replies import Step
+from kvemb.wire.replies import RowsStep
 from kvemb.wire.request_arrays import Bytes, chunks, columns
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
@@ -45,7 +45,9 @@ class PageRequests:
         self._ask, self._asked = ask, asked
         self._rows_per_step = rows_per_step
 
-    def read_steps(self, keys: PagedKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_]) -> list[Step]:
+    def read_steps(
+        self, keys: PagedKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
+    ) -> list[RowsStep]:
         """Read the first out.shape[1] bytes of every record, and no others.
 
         Raises:
@@ -59,15 +61,24 @@ class PageRequests:
         steps = []
         for rows, kind in self._runs(texts.kinds[keys.places]):
             request = partial(self._get_request, keys[rows], texts, kind)
-            reply = FixedSizeValuesReply(head, size, self._asked + _MISS, out[rows], found[rows], b"", self._asked, blank_bytes=HEADER_SIZE)
-            steps.append(Step(request, reply, len(reply.found) * (len(head) + size + 2)))
+            reply = FixedSizeValuesReply(
+                head,
+                size,
+                self._asked + _MISS,
+                out[rows],
+                found[rows],
+                row_prefix=self._asked,
+                blank_bytes=HEADER_SIZE,
+                foreign=None if foreign is None else foreign[rows],
+            )
+            steps.append(RowsStep(request, reply, reply.n_rows * (len(head) + size + 2)))
         return steps
 
-    def write_steps(self, keys: PagedKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[Step]:
+    def write_steps(self, keys: PagedKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[RowsStep]:
         """Write n records."""
         return self._set_steps(keys, records, records.size_bytes, out)
 
-    def erase_steps(self, keys: PagedKeys, out: NDArray[np.uint8]) -> list[Step]:
+    def erase_steps(self, keys: PagedKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
         """Write n headers of no row."""
         return self._set_steps(keys, None, HEADER_SIZE, out)
 
@@ -82,13 +93,13 @@ class PageRequests:
         kinds = _offset_texts(keys.layout, 0).kinds[keys.places]
         return kinds if keys.opens is None else kinds + np.where(keys.opens, np.int8(0), np.int8(_PAGE_IS_MADE))
 
-    def _set_steps(self, keys: PagedKeys, records: RecordsToWrite | None, size: int, out: NDArray[np.uint8]) -> list[Step]:
+    def _set_steps(self, keys: PagedKeys, records: RecordsToWrite | None, size: int, out: NDArray[np.uint8]) -> list[RowsStep]:
         texts, line = _offset_texts(keys.layout, size), (b"+:" if self._asked else b":")
         steps = []
         for rows, kind in self._runs(self.write_kinds(keys)):
             opens = kind < _PAGE_IS_MADE
             request = partial(self._set_request, keys[rows], None if records is None else records[rows], texts, kind % _PAGE_IS_MADE, opens)
-            steps.append(Step(request, IntegerReplies(line * (1 + opens), keys.layout.page_bytes, out[rows])))
+            steps.append(RowsStep(request, IntegerReplies(line * (1 + opens), keys.layout.page_bytes, out[rows])))
         return steps
 
     def _runs(self, kinds: NDArray[np.int8]) -> list[tuple[slice, int]]:

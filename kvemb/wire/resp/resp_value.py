@@ -10,6 +10,7 @@ import numpy as np
 
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, Bytes, matches, take_line
+from kvemb.wire.replies import ReplyReader
 
 MAX_ITEMS = 1 << 20
 MAX_BULK_BYTES = 32 << 20
@@ -36,7 +37,7 @@ class _Array:
 
 
 @dataclass(eq=False)
-class ValueReply:
+class ValueReply(ReplyReader):
     """One reply of any shape; `value` once it is done."""
 
     value: Value = None
@@ -44,14 +45,8 @@ class ValueReply:
     _open: list[_Array] = field(default_factory=list)
     _n_items: int = 0
 
-    def feed(self, data: Bytes) -> int:
-        position = 0
-        while not self.done:
-            taken = self._take_run(data[position:]) or self._take_one(data[position:])
-            if not taken:
-                break
-            position += taken
-        return position
+    def take(self, data: Bytes) -> int:
+        return self._take_run(data) or self._take_one(data)
 
     def _take_one(self, data: Bytes) -> int:
         line = take_line(data, 0)
