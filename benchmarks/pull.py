@@ -19,8 +19,8 @@ from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
 from kvemb.datapath.pull import initial_rows
 from kvemb.errors import KvembError
-from kvemb.local_cluster.storage_servers import KINDS
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.storage_kinds import KINDS
 from kvemb.table import Table
 
 BATCH_IDS = 26 * 4096

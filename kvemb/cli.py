@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from kvemb.errors import ConfigError, KvembError
+from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 _INTERRUPTED = 130
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     demo = verbs.add_parser("demo", help="train skip-gram embeddings on a real cluster, and compare with one process")
-    demo.add_argument("--store", choices=("valkey", "redis", "redis-cluster", "memcached"), help="storage kind (default valkey)")
+    demo.add_argument("--store", choices=tuple(KINDS), help=f"storage kind (default {DEFAULT_KIND})")
     demo.add_argument("--nodes", type=_count, help="storage nodes (default 2; redis-cluster 3)")
     demo.add_argument("--shards", type=_count, help="parameter-server shards (default 2)")
     demo.add_argument("--trainers", type=_count, default=2, help="trainer processes (default 2)")
@@ -138,8 +139,9 @@ def _demo(args: argparse.Namespace) -> int:
     from kvemb.demo.job import DemoOptions, run_demo
     from kvemb.demo.progress import Display
 
-    nodes = args.nodes or (3 if args.store == "redis-cluster" else 2)
-    options = DemoOptions(args.store or "valkey", nodes, args.shards or 2, args.trainers, args.seed, args.config)
+    store = args.store or DEFAULT_KIND
+    nodes = args.nodes or max(2, KINDS[store].least_nodes)
+    options = DemoOptions(store, nodes, args.shards or 2, args.trainers, args.seed, args.config)
     return 0 if run_demo(options, Display(sys.stdout)) else 1
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 LR = 0.5
-STORES = ("redis", "valkey", "redis-cluster", "memcached")
 
 
 def check(condition: bool, what: str) -> None:
@@ -24,7 +23,7 @@ def check(condition: bool, what: str) -> None:
 def check_installation() -> None:
     import kvemb
     from kvemb.config import StorageConfig
-    from kvemb.stores.storage_kinds import open_store
+    from kvemb.stores.storage_kinds import KINDS, open_store
     from kvemb.trainer import prefetch
 
     top = Path(kvemb.__file__).parent
@@ -33,7 +32,7 @@ def check_installation() -> None:
     for name in ("paramserver", "trainer"):  # names that programs and other distributions use
         check(find_spec(name) is None, f"{name} was installed as a package of its own")
     check(prefetch.__module__.startswith("kvemb.own.trainer."), f"prefetch is of {prefetch.__module__}")
-    for kind in STORES:
+    for kind in KINDS:
         open_store(StorageConfig(kind, ("127.0.0.1:1",)), role="trainer").close()  # nothing connects before `open`
     check("torch" not in sys.modules, "importing kvemb and trainer imported torch")
 

@@ -18,8 +18,9 @@ from kvemb.errors import ConfigError
 from kvemb.interrupts import exit_delivery
 from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
-from kvemb.local_cluster.storage_servers import KINDS, MIN_CLUSTER_NODES, START_TIMEOUT_S, StorageServer, start_servers
+from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
+from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 _DRAIN_S = 10  # a local cluster has a person waiting for its end
 _SHARD_GRACE_S = _DRAIN_S + 15.0  # joining its threads and a last storage call come on top
@@ -50,7 +51,7 @@ class LocalCluster:
 
     def __init__(
         self,
-        store: str = "valkey",
+        store: str = DEFAULT_KIND,
         nodes: int = 1,
         *,
         shards: int = 1,
@@ -66,8 +67,7 @@ class LocalCluster:
     ) -> None:
         if store not in KINDS:
             raise ConfigError(f"store: got {store!r}, expected one of {', '.join(KINDS)}")
-        least = MIN_CLUSTER_NODES if store == "redis-cluster" else 1
-        for name, value, lowest in (("nodes", nodes, least), ("shards", shards, 1), ("memory_mb", memory_mb, 1)):
+        for name, value, lowest in (("nodes", nodes, KINDS[store].least_nodes), ("shards", shards, 1), ("memory_mb", memory_mb, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise ConfigError(f"a local {store} cluster: {name} is {value!r}; give a whole number of at least {lowest}")
         self.store = store

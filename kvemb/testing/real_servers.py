@@ -24,7 +24,7 @@ class ServerNodes(Nodes):
     """Nodes that are processes of this machine.
 
     Args:
-        kind: one of `kvemb.local_cluster.storage_servers.KINDS`.
+        kind: one of `kvemb.stores.storage_kinds.KINDS`.
         n: how many.
         folder: for their logs and files.
         memory_mb: of each.

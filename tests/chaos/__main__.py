@@ -19,8 +19,8 @@ from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
 from chaos.run import LedgerRun
 from kvemb.errors import KvembError
-from kvemb.local_cluster.storage_servers import KINDS
 from kvemb.net.deadline import Deadline
+from kvemb.stores.storage_kinds import KINDS
 
 CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""

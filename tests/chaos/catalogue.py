@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from chaos import processes, storage
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
-from kvemb.local_cluster.storage_servers import KINDS
+from kvemb.stores.storage_kinds import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
 _OWN_MAP_KINDS = ("valkey", "redis", "memcached")
@@ -57,7 +57,7 @@ class Fault:
 
     name: str
     act: Callable[[Scene], None]
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = tuple(KINDS)
     network: bool = False
     needs: frozenset[str] = frozenset()
 

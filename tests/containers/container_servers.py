@@ -129,7 +129,7 @@ class ContainerNodes(ServerNodes):
     """Nodes that are containers.
 
     Args:
-        kind: one of `kvemb.local_cluster.storage_servers.KINDS`.
+        kind: one of `kvemb.stores.storage_kinds.KINDS`.
         n: how many.
         folder: for their files; every user may write there.
     """

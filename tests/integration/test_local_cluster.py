@@ -20,8 +20,9 @@ from kvemb.errors import ConfigError, ShardUnavailableError
 from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.launcher import LocalCluster, local
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
-from kvemb.local_cluster.storage_servers import KINDS, find_server, start_servers
+from kvemb.local_cluster.storage_servers import find_server, start_servers
 from kvemb.net.deadline import Deadline
+from kvemb.stores.storage_kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job of somebody else: prints the processes of its cluster and its folder, then does as told.
