@@ -113,6 +113,7 @@ class TestValkeyStore(_OnServers):
     kind = "valkey"
 
 
+@pytest.mark.matrix  # as Valkey answers
 class TestRedisStore(_OnServers):
     kind = "redis"
 

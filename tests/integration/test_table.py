@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 from kvemb.cluster import Cluster
@@ -18,12 +19,12 @@ from kvemb.errors import (
     UnknownTableError,
 )
 from kvemb.local_cluster import LocalCluster
-from tests.integration.table_clusters import NODES, ids_of, names, new_table, start
+from tests.integration.table_clusters import ids_of, names, new_table, start
 
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module", params=sorted(NODES))
+@pytest.fixture(scope="module", params=["memcached", *one_of("valkey", "redis", "redis-cluster")])
 def local_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     with start(request.param, require_server) as local:
         yield local

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 from kvemb.errors import (
@@ -16,7 +17,7 @@ from kvemb.local_cluster import LocalCluster
 from tests.integration.table_clusters import NODES, ids_of, new_table, start
 
 
-@pytest.fixture(params=sorted(NODES))
+@pytest.fixture(params=["memcached", *one_of("valkey", "redis", "redis-cluster")])
 def own_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     """For tests that break it."""
     with start(request.param, require_server) as local:

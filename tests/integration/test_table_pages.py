@@ -5,6 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 from kvemb.cluster import Cluster
@@ -21,7 +22,7 @@ N = 20_000
 names = (f"t{i}" for i in count())
 
 
-@pytest.fixture(scope="module", params=sorted(NODES))
+@pytest.fixture(scope="module", params=one_of("valkey", "memcached", "redis", "redis-cluster"))
 def local_cluster(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     if request.param in PROGRAMS:
         require_server(PROGRAMS[request.param])

@@ -8,6 +8,7 @@ own are accepted, and leaves in order when FOLDER/leave-NAME exists.
 
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def main(url: str, name: str, own: int, folder: Path) -> None:
                 assert optimizer.last_ack is not None
                 optimizer.last_ack.wait(60)
                 print(n, flush=True)
+                time.sleep(0.01)  # leaves the cores to trainers that are about to join
 
 
 if __name__ == "__main__":

