@@ -195,7 +195,8 @@ def _versions(versions: NDArray[np.uint64] | int, n_rows: int) -> NDArray[np.uin
 
 def _row_states(ids: NDArray[np.uint64], versions: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """[n] one generator state per (seed, id, version), mixed twice so that neighbouring versions share nothing."""
-    key = np.array([digest64("kvemb.arrays.rounding", ALGORITHM_VERSION, part, seed) for part in ("id", "stream")], np.uint64)
+    # The word is part of the bits of every row in 16 bits, wherever this module lies.
+    key = np.array([digest64("kvemb.rounding", ALGORITHM_VERSION, part, seed) for part in ("id", "stream")], np.uint64)
     states = mix64(mix64(ids ^ key[0]) + versions)
     np.add(states, key[1], out=states)
     return states
