@@ -137,12 +137,12 @@ def _demo(args: argparse.Namespace) -> int:
     if args.config and (args.store or args.nodes or args.shards):
         args.refuse("--store, --nodes and --shards describe a cluster to start; --config names one that is running")
     from kvemb.demo.job import DemoOptions, run_demo
-    from kvemb.demo.progress import Display
+    from kvemb.progress_line import ProgressLine
 
     store = args.store or DEFAULT_KIND
     nodes = args.nodes or max(2, KINDS[store].least_nodes)
     options = DemoOptions(store, nodes, args.shards or 2, args.trainers, args.seed, args.config)
-    return 0 if run_demo(options, Display(sys.stdout)) else 1
+    return 0 if run_demo(options, ProgressLine(sys.stdout, plain_every_s=5.0)) else 1
 
 
 def _shard(words: Sequence[str]) -> int:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-_EVERY_S = 0.2
+from kvemb.progress_line import ProgressLine
 
 
 class ProgressMeter:
-    """One line, rewritten in place; a context manager that ends it.
+    """One line, rewritten in place; a context manager that erases it.
 
     Args:
         stream: where to; only a terminal is written to.
@@ -17,30 +17,21 @@ class ProgressMeter:
     """
 
     def __init__(self, stream: TextIO, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._unit, self._clock = stream, unit, clock
-        self._shown = stream.isatty()
-        self._what, self._begun, self._first, self._last = "", 0.0, 0, 0.0
-        self._width = 0
+        self._line, self._unit, self._clock = ProgressLine(stream, clock_s=clock), unit, clock
+        self._what, self._begun, self._first = "", 0.0, 0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show that so much of so much is done; the rate counts from the first call with this `what`."""
-        now = self._clock()
         if what != self._what:
-            self._what, self._begun, self._first = what, now, done
-        if self._shown and (now - self._last >= _EVERY_S or done >= total):
-            self._last = now
-            line = describe(what, done, total, done - self._first, now - self._begun, self._unit)
-            self._stream.write("\r" + line.ljust(self._width))
-            self._stream.flush()
-            self._width = len(line)
+            self._what, self._begun, self._first = what, self._clock(), done
+        if self._line.due or done >= total:
+            self._line.show(describe(what, done, total, done - self._first, self._clock() - self._begun, self._unit))
 
     def __enter__(self) -> "ProgressMeter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
-            self._stream.flush()
+        self._line.clear()
 
 
 def describe(what: str, done: int, total: int, done_here: int, seconds: float, unit: str) -> str:

@@ -1,7 +1,5 @@
 """The demo job: skip-gram embeddings of the identifiers in the Python standard library's own source files.
 
-Here lives the pure job: the text (`corpus`), the batches (`batches`), the model and its training loop (`skipgram`),
-the judgement of the result (`evaluate`) and the one-process baseline on local arrays (`local_run`). The job reaches
-its rows through the `skipgram.Rows` protocol only, so the distributed run and the baseline execute the same code.
-Starting servers and processes must not live in these modules.
+The text (`corpus`), the model and its training loop (`skipgram`), where its rows are (`training_rows`), one trainer (`trainer_process`),
+and all of it together (`job`). The loop knows rows by a protocol only, so the cluster and the local arrays run the same code.
 """

@@ -1,10 +1,8 @@
 """The demo's text: every word of the Python standard library's own source files, as 64-bit ids.
 
-Here lives finding the files, cutting them into words and setting text aside for the held-out loss; sampling and
-training must not. Words are identifiers by form (a letter or underscore, then letters, digits, underscores), taken
-from the whole source: keywords, comments and strings included. Comments and docstrings use names the way code does,
-so they are evidence, not noise; keywords are tamed by the subsampling of frequent words. A hash of the word is its
-id, so nothing needs to agree on a vocabulary; the word list is kept only to show neighbours.
+Here lives finding the files, cutting them into words and setting text aside for the held-out loss; sampling and training must not. Words
+are identifiers by form, keywords, comments and strings included. A hash of the word is its id, so nothing needs to agree on a vocabulary;
+the word list is kept only to show neighbours.
 """
 
 import os
@@ -34,44 +32,21 @@ class Corpus:
 
     Attributes:
         tokens: int64 [n], the id of every word in reading order.
-        offsets: int64 [f + 1], file i is `tokens[offsets[i]:offsets[i + 1]]`.
-        ids: int64 [v], the distinct ids, ascending.
+        runs: int32 [n], the unbroken run of text each word stands in; one ends with its file or where held-out text begins or ends.
+        held_out: bool [n], words that are never trained on: every 50th stretch of 512.
+        ids: int64 [v], the unique ids, ascending.
         counts: int64 [v], how often each of `ids` occurs outside the held-out text.
         words: [v] the word behind each of `ids`; for display only.
+        n_files: of the text.
     """
 
     tokens: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    runs: NDArray[np.int32]
+    held_out: NDArray[np.bool_]
     ids: NDArray[np.int64]
     counts: NDArray[np.int64]
     words: tuple[str, ...]
-
-    @property
-    def held_out(self) -> NDArray[np.bool_]:
-        """Say which tokens are never trained on: bool [n], every 50th stretch of 512 tokens."""
-        return _held_out(self.tokens.size)
-
-    @property
-    def runs(self) -> NDArray[np.int32]:
-        """Number the unbroken runs of text: int32 [n]; one ends with its file or where held-out text begins or ends."""
-        starts = np.zeros(self.tokens.size + 1, np.bool_)
-        starts[self.offsets] = True
-        starts[1:-1] |= np.diff(self.held_out)
-        return np.cumsum(starts[:-1], dtype=np.int32)
-
-    def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Find where ids stand in `ids`, and so in `counts` and `words`; an unknown id gets a meaningless place."""
-        return np.searchsorted(self.ids, ids)
-
-
-def standard_library() -> Path:
-    """Name the folder of this interpreter's own library.
-
-    Example:
-        >>> (standard_library() / "socket.py").exists()
-        True
-    """
-    return Path(sysconfig.get_path("stdlib"))
+    n_files: int
 
 
 def source_files(root: Path) -> list[Path]:
@@ -82,11 +57,6 @@ def source_files(root: Path) -> list[Path]:
 
     Returns:
         Paths sorted by their parts relative to root.
-
-    Example:
-        >>> names = [path.name for path in source_files(standard_library() / "json")]
-        >>> names[:3]
-        ['__init__.py', 'decoder.py', 'encoder.py']
     """
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -117,8 +87,8 @@ def build(texts: Iterable[list[str]], *, origin: str = "the texts given") -> Cor
 
     Example:
         >>> corpus = build([["a", "b", "a"], ["b"]])
-        >>> corpus.tokens.size, corpus.offsets.tolist(), sorted(corpus.words)
-        (4, [0, 3, 4], ['a', 'b'])
+        >>> corpus.tokens.size, corpus.runs.tolist(), sorted(corpus.words)
+        (4, [1, 1, 1, 2], ['a', 'b'])
     """
     order: defaultdict[str, int] = defaultdict(count().__next__)  # a word's number is made when it is first looked up
     numbered = [np.fromiter(map(order.__getitem__, words), np.int64, len(words)) for words in texts]
@@ -127,11 +97,14 @@ def build(texts: Iterable[list[str]], *, origin: str = "the texts given") -> Cor
     vocabulary = list(order)
     ids_by_number = hash_ids(vocabulary)
     tokens = ids_by_number[np.concatenate(numbered)]
-    offsets = np.cumsum([0, *(part.size for part in numbered)], dtype=np.int64)
+    held_out = np.equal(np.arange(tokens.size) // HELD_OUT_STRETCH % HELD_OUT_EVERY, HELD_OUT_EVERY - 1)
+    starts = np.zeros(tokens.size + 1, np.bool_)  # of runs
+    starts[np.cumsum([0, *(part.size for part in numbered)])] = True
+    starts[1:-1] |= np.diff(held_out)
     ids, first = np.unique(ids_by_number, return_index=True)
-    trained = tokens[~_held_out(tokens.size)]
-    counts = np.bincount(np.searchsorted(ids, trained), minlength=ids.size).astype(np.int64)
-    return Corpus(tokens, offsets, ids, counts, tuple(vocabulary[i] for i in first.tolist()))
+    counts = np.bincount(np.searchsorted(ids, tokens[~held_out]), minlength=ids.size).astype(np.int64)
+    words = tuple(vocabulary[i] for i in first.tolist())
+    return Corpus(tokens, np.cumsum(starts[:-1], dtype=np.int32), held_out, ids, counts, words, len(numbered))
 
 
 def load(root: Path | None = None) -> Corpus:
@@ -143,19 +116,9 @@ def load(root: Path | None = None) -> Corpus:
     Raises:
         InvalidInputError: no readable source file with a word in it (a library shipped as .pyc or .zip only); names
             the folder.
-
-    Example:
-        >>> corpus = load(standard_library() / "json")
-        >>> {"decoder", "JSONEncoder"} <= set(corpus.words)
-        True
     """
-    folder = standard_library() if root is None else root
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     return build(map(split_words, _readable(source_files(folder))), origin=str(folder))
-
-
-def _held_out(n_tokens: int) -> NDArray[np.bool_]:
-    stretch = np.arange(n_tokens) // HELD_OUT_STRETCH
-    return np.equal(stretch % HELD_OUT_EVERY, HELD_OUT_EVERY - 1)
 
 
 def _readable(paths: list[Path]) -> Iterator[str]:

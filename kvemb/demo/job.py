@@ -5,24 +5,24 @@ judge: held-out loss per pass beside the local run's, and a few words with their
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import kvemb
-from kvemb.demo.cluster_rows import ClusterRows, create_tables
-from kvemb.demo.corpus import Corpus, load
-from kvemb.demo.evaluate import HeldOut, held_out_loss, held_out_sample, neighbours
-from kvemb.demo.local_run import LocalResult, run_local
-from kvemb.demo.progress import Display, Rate, short
-from kvemb.demo.skipgram import N_PASSES, TrainingProgress
-from kvemb.demo.trainers import Trainers
-from kvemb.local_cluster.launcher import LocalCluster
+import numpy as np
 
+import kvemb
+from kvemb.demo.corpus import Corpus, load
+from kvemb.demo.skipgram import PassText, TrainingProgress, held_out_loss, train_pass
+from kvemb.demo.trainer_process import Trainers
+from kvemb.demo.training_rows import WORD_IN, ClusterRows, LocalRows, Rows
+from kvemb.local_cluster.launcher import LocalCluster
+from kvemb.progress_line import ProgressLine
+
+N_PASSES = 3
 # Asynchronous trainers learn from rows that are a little old; more than this would be a fault and not staleness.
 TOLERANCE = 0.15
-_POLL_S = 0.25
-_MB = 1e6
+PROBES = ("socket", "Lock", "TypeError", "mkdir", "encode", "decimal", "thread", "if")
 
 
 @dataclass(frozen=True)
@@ -44,130 +44,146 @@ class DemoOptions:
     config: str = ""
 
 
-def run_demo(options: DemoOptions, display: Display) -> bool:
+@dataclass
+class _Learnt:
+    """Held-out losses before training and after each pass, seconds in training, rows pulled (and pushed)."""
+
+    losses: list[float]
+    seconds: float = 0.0
+    n_rows: int = 0
+
+
+def run_demo(options: DemoOptions, line: ProgressLine) -> bool:
     """Run the demo; return whether the cluster learnt as well as the local run (within TOLERANCE of its held-out loss).
 
     Raises:
         KvembError: the cluster could not be started or reached, or a part of it failed; local processes are ended then.
     """
     started = time.monotonic()
-    display.say("Skip-gram embeddings of the identifiers in Python's own standard library, learnt on rows in key-value storage.")
+    line.say("Skip-gram embeddings of the identifiers in Python's own standard library, learnt on rows in key-value storage.")
     # The cluster first: what is wrong with it should not be told after seconds of reading text.
-    with _cluster(options, display) as url, kvemb.connect(url) as cluster:
+    with _cluster(options, line) as url, kvemb.connect(url) as cluster:
         corpus = load()
-        display.say(f"  text: {len(corpus.tokens):,} words, {len(corpus.ids):,} distinct, of {corpus.offsets.size - 1:,} source files")
-        sample = held_out_sample(corpus, seed=options.seed)
-        create_tables(cluster, options.seed)
-        losses, seconds, n_rows = _train(cluster, url, corpus, sample, options, display)
-        found = neighbours(ClusterRows(cluster), corpus)
-    local = _run_local(corpus, options.seed, display)
-    _show_result(display, losses, local.held_out_losses, found)
-    difference = losses[-1] - local.held_out_losses[-1]
+        line.say(f"  text: {len(corpus.tokens):,} words, {len(corpus.ids):,} distinct, of {corpus.n_files:,} source files")
+        held_out = PassText(corpus, seed=options.seed, held_out=True)
+        rows = ClusterRows(cluster, options.seed)
+        ours = _train(cluster, url, rows, held_out, options, line)
+        found = neighbours(rows, corpus)
+    theirs = _train_here(corpus, held_out, options.seed, line)
+    _show_result(line, ours, theirs, found)
+    difference = ours.losses[-1] - theirs.losses[-1]
     good = difference <= TOLERANCE
-    display.say(
-        f"  {'the cluster learns as well' if good else 'THE CLUSTER LEARNT WORSE'}: held-out loss {losses[-1]:.3f} with "
-        f"{options.trainers} trainers on the cluster, {local.held_out_losses[-1]:.3f} in one process (difference {difference:+.3f}, "
+    line.say(
+        f"  {'the cluster learns as well' if good else 'THE CLUSTER LEARNT WORSE'}: held-out loss {ours.losses[-1]:.3f} with "
+        f"{options.trainers} trainers on the cluster, {theirs.losses[-1]:.3f} in one process (difference {difference:+.3f}, "
         f"{TOLERANCE} allowed for asynchrony)"
     )
-    display.say(
-        f"  cluster: {seconds:.1f} s for {N_PASSES} passes, {short(n_rows / seconds)} rows pulled and pushed per second; "
-        f"one process: {local.seconds:.1f} s; all in all {time.monotonic() - started:.0f} s"
+    line.say(
+        f"  cluster: {ours.seconds:.1f} s for {N_PASSES} passes, {ours.n_rows / ours.seconds / 1e3:.0f}k rows pulled and pushed per "
+        f"second; one process: {theirs.seconds:.1f} s; all in all {time.monotonic() - started:.0f} s"
     )
     return good
 
 
 @contextmanager
-def _cluster(options: DemoOptions, display: Display) -> Iterator[str]:
+def _cluster(options: DemoOptions, line: ProgressLine) -> Iterator[str]:
     if options.config:
-        display.say(f"  cluster: {options.config}")
+        line.say(f"  cluster: {options.config}")
         yield options.config
         return
     local = LocalCluster(options.store, options.nodes, shards=options.shards)
-    display.say(
+    line.say(
         f"  cluster: {options.nodes} {options.store} nodes, {options.shards} parameter-server shards and {options.trainers} trainers, "
         "each a process on this machine"
     )
     with local as cluster:
         yield cluster.url
-        display.say("  ending the cluster's processes")
+        line.say("  ending the cluster's processes")
 
 
-def _train(
-    cluster: kvemb.Cluster, url: str, corpus: Corpus, sample: HeldOut, options: DemoOptions, display: Display
-) -> tuple[list[float], float, int]:
-    """Run all passes; return the held-out loss before and after each, the seconds spent training, and the rows trained."""
-    watch = _Watch(cluster, options.trainers, display)
-    losses = [held_out_loss(ClusterRows(cluster), sample)]
-    seconds = 0.0
+def _train(cluster: kvemb.Cluster, url: str, rows: Rows, held_out: PassText, options: DemoOptions, line: ProgressLine) -> _Learnt:
+    """Run all passes on the cluster."""
+    learnt = _Learnt([held_out_loss(rows, held_out)])
     with Trainers(url, options.trainers, options.seed) as trainers:
-        for _ in trainers.events("ready", _POLL_S):
+        for _ in trainers.until_idle():
             pass
         for pass_index in range(N_PASSES):
-            begun = time.monotonic()
+            latest: dict[int, TrainingProgress] = {}
+            n_rows, begun = 0, time.monotonic()
             trainers.start_pass()
-            for event in trainers.events("pass_done", _POLL_S):
-                watch.take(event)
+            for trainer, progress in trainers.until_idle():
+                latest[trainer] = progress
+                n_rows += progress.n_rows
+                if line.due:
+                    speed = f"{n_rows / (time.monotonic() - begun) / 1e3:.0f}k rows/s"
+                    line.show(f"{_how_far(pass_index, [*latest.values()])}  {speed}  {_stored(cluster)}")
             cluster.flush()
-            seconds += time.monotonic() - begun
-            losses.append(held_out_loss(ClusterRows(cluster), sample))
-            display.say(f"  pass {pass_index + 1}/{N_PASSES}: held-out loss {losses[-2]:.3f} -> {losses[-1]:.3f}")
-    return losses, seconds, watch.n_rows
+            learnt.seconds += time.monotonic() - begun
+            learnt.n_rows += n_rows
+            learnt.losses.append(held_out_loss(rows, held_out))
+            line.say(f"  pass {pass_index + 1}/{N_PASSES}: held-out loss {learnt.losses[-2]:.3f} -> {learnt.losses[-1]:.3f}")
+    return learnt
 
 
-class _Watch:
-    """Gathers the trainers' progress and the cluster's state into one line."""
-
-    def __init__(self, cluster: kvemb.Cluster, n_trainers: int, display: Display) -> None:
-        self._cluster, self._display = cluster, display
-        self._latest: list[TrainingProgress | None] = [None] * n_trainers
-        self._pulled, self._applied = Rate(), Rate()
-        for rate in (self._pulled, self._applied):
-            rate.update(0)
-        self.n_rows = 0
-
-    def take(self, event: tuple[int, dict[str, object]] | None) -> None:
-        """Take a trainer's message, or the passing of time."""
-        if event is not None and "progress" in event[1]:
-            progress = TrainingProgress(**event[1]["progress"])  # type: ignore[arg-type]
-            self._latest[event[0]] = progress
-            self.n_rows += progress.n_rows
-        if self._display.due():
-            self._display.progress(self._line())
-
-    def _line(self) -> str:
-        known = [progress for progress in self._latest if progress is not None]
-        if not known:
-            return "  trainers are starting their pass"
-        status = self._cluster.status()
-        step, steps = sum(p.step for p in known), sum(p.n_steps for p in known)
-        applied = sum(shard.reply.rows_applied for shard in status.shards if shard.reply is not None)
-        nodes = ", ".join(f"{short(node.n_keys)} rows {node.used_bytes / _MB:.0f} MB" for node in status.nodes)
-        loss = sum(p.loss for p in known) / len(known)
-        return (
-            f"  pass {known[0].pass_index + 1}/{N_PASSES} {step:4}/{steps} steps  loss {loss:.3f}  "
-            f"pulled {short(self._pulled.update(self.n_rows)):>5} rows/s  applied {short(self._applied.update(applied)):>5} rows/s  "
-            f"nodes: {nodes}"
-        )
+def _train_here(corpus: Corpus, held_out: PassText, seed: int, line: ProgressLine) -> _Learnt:
+    """Run all passes in this process, on a NumPy array per table: some 4 s each on one core."""
+    line.say("The same training in one process, on local NumPy arrays:")
+    rows = LocalRows(corpus.ids, seed=seed)
+    learnt = _Learnt([held_out_loss(rows, held_out)])
+    for pass_index in range(N_PASSES):
+        begun = time.monotonic()
+        for progress in train_pass(rows, PassText(corpus, seed=seed, pass_index=pass_index)):
+            if line.due:
+                line.show(_how_far(pass_index, [progress]))
+        learnt.seconds += time.monotonic() - begun
+        learnt.losses.append(held_out_loss(rows, held_out))
+    line.clear()
+    return learnt
 
 
-def _run_local(corpus: Corpus, seed: int, display: Display) -> LocalResult:
-    display.say("The same training in one process, on local NumPy arrays:")
-
-    def report(progress: TrainingProgress) -> None:
-        if display.due():
-            where = f"pass {progress.pass_index + 1}/{N_PASSES} {progress.step:4}/{progress.n_steps} steps"
-            display.progress(f"  {where}  loss {progress.loss:.3f}")
-
-    return run_local(corpus, seed=seed, report=report)
+def _how_far(pass_index: int, latest: Sequence[TrainingProgress]) -> str:
+    step, n_steps = sum(p.step for p in latest), sum(p.n_steps for p in latest)
+    loss = sum(p.loss for p in latest) / len(latest)
+    return f"  pass {pass_index + 1}/{N_PASSES} {step:4}/{n_steps} steps  loss {loss:.3f}"
 
 
-def _show_result(display: Display, losses: list[float], local: list[float], found: dict[str, list[tuple[str, float]]]) -> None:
-    display.say()
-    display.say("Held-out loss        cluster    one process")
-    for index, (ours, theirs) in enumerate(zip(losses, local, strict=True)):
+def _stored(cluster: kvemb.Cluster) -> str:
+    return "nodes: " + ", ".join(f"{node.n_keys:,} rows {node.used_bytes / 1e6:.0f} MB" for node in cluster.status().nodes)
+
+
+def neighbours(rows: Rows, corpus: Corpus, probes: Sequence[str] = PROBES, *, n_nearest: int = 5) -> dict[str, list[tuple[str, float]]]:
+    """Find the words whose rows point the same way as a probe's: cosine of "word_in" rows.
+
+    Returns:
+        Per probe, (word, cosine) pairs, nearest first. Words seen less than 50 times are left out, as probes too: a few updates say
+        nothing. Pulls the other words' rows at once (some 6,000) and pushes nothing.
+
+    Example:
+        >>> from kvemb.demo.corpus import build
+        >>> corpus = build([["a", "b"] * 50])
+        >>> near = neighbours(LocalRows(corpus.ids, seed=0), corpus, ["a", "unknown"])
+        >>> [(probe, [word for word, _ in found]) for probe, found in near.items()]
+        [('a', ['b'])]
+    """
+    often = np.flatnonzero(corpus.counts >= 50)
+    words = [corpus.words[i] for i in often.tolist()]
+    if not (known := [probe for probe in probes if probe in words]):
+        return {}
+    table = rows.pull({WORD_IN: corpus.ids[often]})[WORD_IN]
+    unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), np.float32(1e-12))
+    at = np.array([words.index(probe) for probe in known])
+    cosines = unit[at] @ unit.T
+    best = np.argsort(-cosines, axis=1, kind="stable")[:, : n_nearest + 1].tolist()
+    return {probe: [(words[j], float(cosines[i, j])) for j in best[i] if words[j] != probe][:n_nearest] for i, probe in enumerate(known)}
+
+
+def _show_result(line: ProgressLine, ours: _Learnt, theirs: _Learnt, found: dict[str, list[tuple[str, float]]]) -> None:
+    line.say()
+    line.say("Held-out loss        cluster    one process")
+    for index, (loss, local_loss) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         name = "before training" if index == 0 else f"after pass {index}"
-        display.say(f"  {name:<17} {ours:8.3f}    {theirs:8.3f}")
-    display.say("Nearest neighbours, as the cluster learnt them")
+        line.say(f"  {name:<17} {loss:8.3f}    {local_loss:8.3f}")
+    line.say("Nearest neighbours, as the cluster learnt them")
     for word, near in found.items():
-        display.say(f"  {word:<17} " + "  ".join(f"{other} {cosine:.2f}" for other, cosine in near))
-    display.say("Result")
+        line.say(f"  {word:<17} " + "  ".join(f"{other} {cosine:.2f}" for other, cosine in near))
+    line.say("Result")

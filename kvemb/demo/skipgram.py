@@ -1,62 +1,137 @@
-"""Skip-gram with negative sampling: the loss, its gradients, and the training loop over rows that live elsewhere.
+"""Skip-gram with negative sampling: the text of a step, the loss, its gradients, and the training loop.
 
-Here lives the model; where rows are kept (`Rows`) and what text a step sees (`batches`) must not. Two tables:
-"word_in" holds a word as a centre, "word_out" as a context. A step pulls each distinct row once, computes on [b, l,
-d] arrays with batched matrix products, sums the gradients of equal ids and pushes each distinct row once.
+Strategy: drop part of the frequent words, cut what is left into blocks of equal length, shuffle the blocks, and deal batches of blocks to
+the trainers in turn. Inside a block every window is a band of one [l, l] matrix and the negatives are shared, so the model is three
+batched matrix products. A step pulls each unique row once, sums the gradients of equal ids and pushes each unique row once. The text of a
+step is a pure function of (corpus, settings, seed, pass, batch number); where rows are kept must not live here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb import init, optim
-from kvemb.demo.batches import DEFAULTS, Settings, TrainingBatch, batches, n_batches, pass_text
+from kvemb.arrays.segment_sum import group_by_id
 from kvemb.demo.corpus import Corpus
+from kvemb.demo.training_rows import WORD_IN, WORD_OUT, Rows
 
-WORD_IN = "word_in"
-WORD_OUT = "word_out"
-DIM = 32
-N_PASSES = 3
-INITIALIZER = init.uniform(low=-0.5 / DIM, high=0.5 / DIM)  # word2vec's own start for its input vectors
-OPTIMIZER = optim.rowwise_adagrad(lr=0.2)  # as good as full Adagrad here, with one float of state per row instead of 32
-
-
-class Rows(Protocol):
-    """Where the rows are: in storage nodes, or in an array of this process."""
-
-    def pull(self, batch: Mapping[str, NDArray[np.int64]]) -> Mapping[str, NDArray[np.float32]]:
-        """Fetch rows: per table, ids int64 [n] to rows float32 [n, d] in the same order."""
-        ...
-
-    def push(self, grads: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
-        """Hand over gradients: per table, distinct ids int64 [n] and gradients float32 [n, d]."""
-        ...
+_PADDING = -1  # the run number of a place in a block that holds no text
 
 
 @dataclass(frozen=True)
-class TrainingProgress:
-    """What a trainer has done when a step is over.
+class Settings:
+    """How the text is sampled. The defaults suit 3 M words on two busy cores.
 
     Attributes:
-        pass_index: 0, 1, ...
-        trainer: whose progress this is.
-        step: steps done in this pass by this trainer, counted from 1.
-        n_steps: steps of this pass for this trainer.
-        n_rows: rows pulled in this step, both tables (as many were pushed).
-        n_words: words (centres) of this step.
-        loss: mean loss per positive pair of this step.
+        window: a word's contexts reach 1..window words to each side, drawn anew for each word (Mikolov et al. 2013).
+        subsample: of a word with a larger share of the text than this, only sqrt(subsample / share) is kept.
+        n_negatives: weight of the negative samples: so many per positive pair.
+        block: words per block.
+        block_negatives: negatives drawn for a block; their loss is scaled to n_negatives per pair.
+        batch_blocks: blocks per batch.
     """
 
-    pass_index: int
-    trainer: int
-    step: int
-    n_steps: int
-    n_rows: int
-    n_words: int
-    loss: float
+    window: int = 5
+    subsample: float = 1e-4
+    n_negatives: int = 5
+    block: int = 64
+    block_negatives: int = 64
+    batch_blocks: int = 256
+
+
+DEFAULTS = Settings()
+
+
+class TrainingBatch(NamedTuple):
+    """One step's work: `b` blocks of `l` words with `k` negatives each.
+
+    Attributes:
+        tokens: int64 [b, l], ids in reading order; each is a centre and, for its neighbours, a context.
+        negatives: int64 [b, k], ids drawn as negative contexts for all centres of the block.
+        positives: bool [b, l, l], whether word j is in the window of centre i.
+    """
+
+    tokens: NDArray[np.int64]
+    negatives: NDArray[np.int64]
+    positives: NDArray[np.bool_]
+
+
+class PassText:
+    """The text of one pass in shuffled blocks, and its batches: the same for every trainer, another for every pass.
+
+    Every kept word stands in exactly one block; places left over are padding of no effect. Immutable.
+
+    Args:
+        corpus: the whole text.
+        seed: the run's seed.
+        pass_index: 0, 1, ...
+        held_out: whether this is the held-out text, and not what is trained on.
+        settings: how to sample.
+
+    Source: subsampling, its threshold and the power 3/4 are those of Mikolov et al. 2013, "Distributed Representations of Words and
+    Phrases and their Compositionality", sections 2.2 and 2.3.
+
+    Example:
+        >>> from kvemb.demo.corpus import build
+        >>> text = PassText(build([["a", "b"] * 10]), seed=0, settings=Settings(block=8, subsample=1.0, batch_blocks=2))
+        >>> [array.shape for array in text.batch(0)], int((text.runs >= 0).sum())
+        ([(2, 8), (2, 64), (2, 8, 8)], 20)
+    """
+
+    def __init__(self, corpus: Corpus, *, seed: int, pass_index: int = 0, held_out: bool = False, settings: Settings = DEFAULTS) -> None:
+        self.settings = settings
+        self._seed = [seed, pass_index, int(held_out)]
+        rng = np.random.default_rng(self._seed)
+        keep = np.sqrt(settings.subsample * max(corpus.counts.sum(), 1) / np.maximum(corpus.counts, 1))  # [v]
+        survives = rng.random(corpus.tokens.size) < keep[np.searchsorted(corpus.ids, corpus.tokens)]
+        kept = np.flatnonzero(survives & (corpus.held_out == held_out))
+        lead = int(rng.integers(settings.block))  # block edges cut windows; a new phase each pass cuts others
+        n_blocks = -(-(lead + kept.size) // settings.block) if kept.size else 0
+        filler = corpus.tokens[kept[0]] if kept.size else 0  # an id that is there anyway: padding must not ask for new rows
+        tokens = np.full(n_blocks * settings.block, filler, np.int64)
+        runs = np.full(tokens.size, _PADDING, np.int32)
+        tokens[lead : lead + kept.size] = corpus.tokens[kept]
+        runs[lead : lead + kept.size] = corpus.runs[kept]
+        order = rng.permutation(n_blocks)
+        self.tokens: NDArray[np.int64] = tokens.reshape(n_blocks, settings.block)[order]
+        self.runs: NDArray[np.int32] = runs.reshape(n_blocks, settings.block)[order]
+        weights = corpus.counts.astype(np.float64) ** 0.75
+        self._negative_ids, self._negative_share = corpus.ids, weights / max(weights.sum(), 1.0)
+
+    @property
+    def n_batches(self) -> int:
+        """Of all trainers together."""
+        return -(-len(self.tokens) // self.settings.batch_blocks)
+
+    def batch(self, number: int) -> TrainingBatch:
+        """Draw the windows and negatives of one batch; 0 <= number < n_batches."""
+        some = slice(number * self.settings.batch_blocks, (number + 1) * self.settings.batch_blocks)
+        rng = np.random.default_rng([*self._seed, number])
+        tokens = self.tokens[some]
+        reach = rng.integers(1, self.settings.window + 1, tokens.shape)
+        negatives = rng.choice(self._negative_ids, (len(tokens), self.settings.block_negatives), p=self._negative_share)
+        return TrainingBatch(tokens, negatives, windows(self.runs[some], reach))
+
+
+def windows(runs: NDArray[np.int32], reach: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Say which words of a block are contexts of which: bool [b, l, l], centre first.
+
+    Args:
+        runs: int32 [b, l], the run of text each word stands in; words of different runs are no contexts of one
+            another; -1 is padding.
+        reach: int64 [b, l], how many words to each side a centre's window reaches.
+
+    Example:
+        >>> windows(np.array([[7, 7, 7, 8, -1]], np.int32), np.array([[1, 1, 2, 4, 4]]))[0].astype(int).tolist()
+        [[0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+    """
+    place = np.arange(runs.shape[1])
+    distance = np.abs(place[:, None] - place[None, :])
+    near: NDArray[np.bool_] = (distance[None] <= reach[:, :, None]) & (distance > 0)[None]
+    near &= (runs[:, :, None] == runs[:, None, :]) & (runs != _PADDING)[:, :, None]
+    return near
 
 
 class Gradients(NamedTuple):
@@ -91,8 +166,7 @@ def loss_and_grads(
     Returns:
         The summed loss (divide by positives.sum() for the mean per pair) and the three gradients.
 
-    Source: Mikolov et al. 2013, "Distributed Representations of Words and Phrases and their Compositionality",
-    equation 4.
+    Source: Mikolov et al. 2013, equation 4; see `PassText`.
 
     Example:
         >>> row = np.zeros((1, 2, 4), np.float32)
@@ -117,87 +191,63 @@ def loss_and_grads(
     )
 
 
-def train_step(rows: Rows, batch: TrainingBatch, settings: Settings = DEFAULTS) -> tuple[float, int]:
-    """Train on one batch: pull, compute, push.
+class TrainingProgress(NamedTuple):
+    """What a trainer has done when a step is over: how many of its pass's steps, the rows pulled (and pushed) in this one, its mean
+    loss per positive pair."""
+
+    step: int
+    n_steps: int
+    n_rows: int
+    loss: float
+
+
+def train_pass(rows: Rows, text: PassText, *, trainer: int = 0, n_trainers: int = 1) -> Iterator[TrainingProgress]:
+    """Train this trainer's share of one pass, every n_trainers-th batch, and yield after each step.
+
+    Errors of `rows` pass through; steps before them have been pushed.
+    """
+    numbers = range(trainer, text.n_batches, n_trainers)
+    for step, number in enumerate(numbers, start=1):
+        batch = text.batch(number)
+        loss, grads = pull_and_grade(rows, batch, text.settings.n_negatives)
+        rows.push(grads)
+        n_rows = sum(ids.size for ids, _ in grads.values())
+        yield TrainingProgress(step, len(numbers), n_rows, loss / max(int(batch.positives.sum()), 1))
+
+
+def held_out_loss(rows: Rows, text: PassText) -> float:
+    """Measure the mean loss per positive pair of a text, and push nothing; nan for a text without pairs.
+
+    Rows that know nothing score (1 + n_negatives) log 2: 4.159 with 5.
+    """
+    total, n_pairs = 0.0, 0
+    for number in range(text.n_batches):
+        batch = text.batch(number)
+        total += pull_and_grade(rows, batch, text.settings.n_negatives)[0]
+        n_pairs += int(batch.positives.sum())
+    return total / n_pairs if n_pairs else float("nan")
+
+
+def pull_and_grade(
+    rows: Rows, batch: TrainingBatch, n_negatives: int
+) -> tuple[float, Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]]:
+    """Pull a batch's rows and compute.
 
     Returns:
-        The summed loss before the step, and the number of rows pulled.
+        The summed loss, and what to push: per table, unique ids int64 [n] and gradients float32 [n, d].
     """
     n_words = batch.tokens.size
-    in_ids, in_at = np.unique(batch.tokens, return_inverse=True)
-    out_ids, out_at = np.unique(np.concatenate([batch.tokens.ravel(), batch.negatives.ravel()]), return_inverse=True)
+    into = group_by_id(batch.tokens.ravel().view(np.uint64))
+    out = group_by_id(np.concatenate([batch.tokens.ravel(), batch.negatives.ravel()]).view(np.uint64))
+    in_ids, out_ids = into.ids.view(np.int64), out.ids.view(np.int64)
     pulled = rows.pull({WORD_IN: in_ids, WORD_OUT: out_ids})
-    centers = pulled[WORD_IN][in_at].reshape(*batch.tokens.shape, -1)
-    contexts = pulled[WORD_OUT][out_at[:n_words]].reshape(*batch.tokens.shape, -1)
-    negatives = pulled[WORD_OUT][out_at[n_words:]].reshape(*batch.negatives.shape, -1)
-    loss, grads = loss_and_grads(centers, contexts, negatives, batch.positives, n_negatives=settings.n_negatives)
+    centers = pulled[WORD_IN][into.inverse].reshape(*batch.tokens.shape, -1)
+    contexts = pulled[WORD_OUT][out.inverse[:n_words]].reshape(*batch.tokens.shape, -1)
+    negatives = pulled[WORD_OUT][out.inverse[n_words:]].reshape(*batch.negatives.shape, -1)
+    loss, grads = loss_and_grads(centers, contexts, negatives, batch.positives, n_negatives=n_negatives)
     dim = centers.shape[-1]
     out_grads = np.concatenate([grads.contexts.reshape(-1, dim), grads.negatives.reshape(-1, dim)])
-    rows.push(
-        {
-            WORD_IN: (in_ids, sum_by_row(grads.centers.reshape(-1, dim), in_at.ravel())),
-            WORD_OUT: (out_ids, sum_by_row(out_grads, out_at)),
-        }
-    )
-    return loss, in_ids.size + out_ids.size
-
-
-def train_pass(
-    rows: Rows,
-    corpus: Corpus,
-    *,
-    pass_index: int,
-    trainer: int,
-    n_trainers: int,
-    seed: int,
-    report: Callable[[TrainingProgress], None],
-    settings: Settings = DEFAULTS,
-) -> float:
-    """Train this trainer's share of one pass over the corpus.
-
-    Args:
-        rows: where the rows are.
-        corpus: the text.
-        pass_index: 0, 1, ...; each pass subsamples and shuffles anew.
-        trainer: 0 <= trainer < n_trainers.
-        n_trainers: how many share the pass; 1 trains all of it.
-        seed: the run's seed; the same for all trainers.
-        report: called after each step.
-        settings: how to sample.
-
-    Returns:
-        Mean loss per positive pair over the steps of this trainer; nan if its share is empty. Errors of `rows` pass
-        through; steps before them have been pushed.
-    """
-    text = pass_text(corpus, settings, pass_index=pass_index, seed=seed)
-    n_steps = n_batches(text, settings, trainer=trainer, n_trainers=n_trainers)
-    work = batches(corpus, text, settings, pass_index=pass_index, trainer=trainer, n_trainers=n_trainers, seed=seed)
-    total_loss, total_pairs = 0.0, 0
-    for step, batch in enumerate(work, start=1):
-        loss, n_rows = train_step(rows, batch, settings)
-        n_pairs = int(batch.positives.sum())
-        report(TrainingProgress(pass_index, trainer, step, n_steps, n_rows, batch.tokens.size, loss / max(n_pairs, 1)))
-        total_loss, total_pairs = total_loss + loss, total_pairs + n_pairs
-    return total_loss / total_pairs if total_pairs else float("nan")
-
-
-def sum_by_row(grads: NDArray[np.float32], at: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Sum the gradients of equal rows.
-
-    Args:
-        grads: float32 [m, d].
-        at: int [m], the row each belongs to; every number in 0..max occurs.
-
-    Returns:
-        float32 [max + 1, d].
-
-    Example:
-        >>> sum_by_row(np.array([[1.0], [2.0], [4.0]], np.float32), np.array([1, 0, 1])).tolist()
-        [[2.0], [5.0]]
-    """
-    order = np.argsort(at, kind="stable")
-    starts = np.flatnonzero(np.diff(at[order], prepend=-1))
-    return np.add.reduceat(grads[order], starts, axis=0)
+    return loss, {WORD_IN: (in_ids, into.sum(grads.centers.reshape(-1, dim))), WORD_OUT: (out_ids, out.sum(out_grads))}
 
 
 def _sigmoid(scores: NDArray[np.float32]) -> NDArray[np.float32]:

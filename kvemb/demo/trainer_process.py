@@ -1,62 +1,135 @@
-"""One trainer of the demo, a process of its own: python -m kvemb.demo.trainer_process --help
+"""One trainer of the demo, a process of its own, and how the job deals with several.
 
-Talks to the job that started it in lines: JSON progress on standard output; before each pass it waits for a line on standard input, so
-that the held-out loss of a pass is measured when every trainer has finished it. It ends when standard input does.
+Its arguments are kvemb.yaml, its index, the number of trainers, and the seed. The job writes a line before each pass, so that the held-out
+loss of a pass is measured when every trainer has finished it. A trainer writes marked lines of JSON: null when it waits for a pass, its
+progress otherwise. What else it writes are its last words. It ends when its standard input does.
 """
 
-import argparse
 import json
+import queue
+import subprocess
 import sys
-from dataclasses import asdict
+import threading
+from collections.abc import Iterator
 
 from kvemb.cluster import connect
-from kvemb.demo.cluster_rows import ClusterRows
 from kvemb.demo.corpus import load
-from kvemb.demo.skipgram import TrainingProgress, train_pass
+from kvemb.demo.skipgram import PassText, TrainingProgress, train_pass
+from kvemb.demo.training_rows import ClusterRows
 from kvemb.errors import KvembError
+from kvemb.local_cluster.processes import launch, python_env
+
+_MARK = "\x1e"
+_SILENCE_S = 600.0  # longer than any step, with all the waits for a node that comes back
+_END_GRACE_S = 5.0
+
+
+class TrainerError(KvembError):
+    """A trainer process ended before its work was done, with its last words; or nothing was heard of any for long."""
+
+
+class Trainers:
+    """T trainer processes; a context manager.
+
+    Args:
+        config: kvemb.yaml or its URL.
+        n_trainers: how many.
+        seed: of the run.
+    """
+
+    def __init__(self, config: str, n_trainers: int, seed: int) -> None:
+        self._heard: queue.Queue[tuple[int, TrainingProgress | TrainerError | None]] = queue.Queue(maxsize=10_000)
+        self._children: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+        self._config, self._n, self._seed = config, n_trainers, seed
+
+    def __enter__(self) -> "Trainers":
+        for index in range(self._n):
+            words = (self._config, str(index), str(self._n), str(self._seed))
+            command = [sys.executable, "-m", "kvemb.demo.trainer_process", *words]
+            child = launch(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, extra_env=python_env())
+            thread = threading.Thread(target=self._listen, args=(index, child), name=f"kvemb-demo-trainer-{index}", daemon=True)
+            self._children.append((child, thread))
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for child, _ in self._children:
+            assert child.stdin is not None
+            child.stdin.close()
+        for child, thread in self._children:
+            try:
+                child.wait(_END_GRACE_S if exception[0] is None else 0.1)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            thread.join()
+
+    def start_pass(self) -> None:
+        """Let every trainer begin its next pass."""
+        for child, _ in self._children:
+            assert child.stdin is not None
+            child.stdin.write(b"go\n")
+            child.stdin.flush()
+
+    def until_idle(self) -> Iterator[tuple[int, TrainingProgress]]:
+        """Yield (trainer, progress) as it comes, until every trainer waits for a pass.
+
+        Raises:
+            TrainerError: a trainer has ended, or there was no word of any for ten minutes.
+        """
+        busy = set(range(self._n))
+        while busy:
+            try:
+                index, said = self._heard.get(timeout=_SILENCE_S)
+            except queue.Empty as error:
+                raise TrainerError(f"no word of trainers {sorted(busy)} for {_SILENCE_S:.0f} s; see `kvemb status`") from error
+            if isinstance(said, TrainerError):
+                raise said
+            if said is None:
+                busy.discard(index)
+            else:
+                yield index, said
+
+    def _listen(self, index: int, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdout is not None
+        words = ""
+        with child.stdout as lines:
+            for line in lines:
+                text = line.decode("utf-8", "replace")
+                if text.startswith(_MARK):
+                    said = json.loads(text[1:])
+                    self._heard.put((index, None if said is None else TrainingProgress(*said)))
+                else:
+                    words = (words + text)[-4000:]
+        error = TrainerError(f"trainer {index} ended before its work was done; its last words:\n{words or '(none)'}")
+        self._heard.put((index, error))
 
 
 def main() -> int:
-    """Run the trainer; see the module."""
-    parser = argparse.ArgumentParser(prog="python -m kvemb.demo.trainer_process", description=__doc__)
-    parser.add_argument("--config", required=True, help="kvemb.yaml or its file:// URL")
-    parser.add_argument("--trainer", type=int, required=True, help="this trainer's index")
-    parser.add_argument("--trainers", type=int, required=True, help="number of trainers")
-    parser.add_argument("--seed", type=int, required=True, help="seed of the run")
-    args = parser.parse_args()
+    """Run one trainer; see the module."""
+    config, trainer, n_trainers, seed = sys.argv[1], *map(int, sys.argv[2:5])
     try:
-        _train(args)
+        _train(config, trainer, n_trainers, seed)
     except KvembError as error:
-        print(f"trainer {args.trainer}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"trainer {trainer}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _train(args: argparse.Namespace) -> None:
-    corpus = load()
-    with connect(args.config) as cluster:
-        rows = ClusterRows(cluster)
-        _say({"ready": True})
+def _train(config: str, trainer: int, n_trainers: int, seed: int) -> None:
+    with connect(config) as cluster:
+        corpus, rows = load(), ClusterRows(cluster, seed)
+        _say(None)
         for pass_index, _ in enumerate(sys.stdin):
-            train_pass(
-                rows,
-                corpus,
-                pass_index=pass_index,
-                trainer=args.trainer,
-                n_trainers=args.trainers,
-                seed=args.seed,
-                report=_report,
-            )
+            text = PassText(corpus, seed=seed, pass_index=pass_index)
+            for progress in train_pass(rows, text, trainer=trainer, n_trainers=n_trainers):
+                _say(progress)
             rows.flush()
-            _say({"pass_done": pass_index})
+            _say(None)
 
 
-def _report(progress: TrainingProgress) -> None:
-    _say({"progress": asdict(progress)})
-
-
-def _say(message: dict[str, object]) -> None:
-    print(json.dumps(message), flush=True)
+def _say(what: TrainingProgress | None) -> None:
+    print(_MARK + json.dumps(what), flush=True)
 
 
 if __name__ == "__main__":

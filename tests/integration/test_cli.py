@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import kvemb
+from kvemb.demo.trainer_process import TrainerError, Trainers
 from kvemb.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,11 @@ def test_the_demo_refuses_a_cluster_before_it_reads_text(words: list[str]) -> No
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "distinct" not in done.stdout
+
+
+def test_a_demo_trainer_that_fails_is_told_with_its_last_words() -> None:
+    with Trainers("/no/kvemb.yaml", 2, 0) as trainers, pytest.raises(TrainerError, match=r"last words:\ntrainer \d: .*/no/kvemb.yaml"):
+        list(trainers.until_idle())
 
 
 def test_ctrl_c_while_a_verb_is_imported_is_one_line() -> None:

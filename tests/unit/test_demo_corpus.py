@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvemb.arrays.hashing import hash_ids
-from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, build, load, source_files, split_words
+from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build, load, source_files, split_words
 from kvemb.errors import InvalidInputError
 
 
@@ -44,21 +44,26 @@ def test_load_reads_the_tree_in_order_and_passes_over_files_that_do_not_decode(t
     expected = ["z", "def", "f", "x", "return", "x", "import", "os", "the", "path", "self", "assertEqual"]
     assert corpus.tokens.dtype == np.int64
     assert corpus.tokens.tolist() == hash_ids(expected).tolist()
-    assert corpus.offsets.tolist() == [0, 1, 6, 10, 10, 12]
+    assert corpus.runs.tolist() == [1] * 1 + [2] * 5 + [3] * 4 + [4] * 2
+    assert corpus.n_files == 5
+
+
+def places(corpus: Corpus, words: list[str]) -> list[int]:
+    return [corpus.words.index(word) for word in words]
 
 
 def test_vocabulary_is_sorted_by_id_and_names_every_token(tree: Path) -> None:
     corpus = load(tree)
     assert (np.diff(corpus.ids) > 0).all()
     assert hash_ids(list(corpus.words)).tolist() == corpus.ids.tolist()
-    assert [corpus.words[at] for at in corpus.positions(corpus.tokens[:4]).tolist()] == ["z", "def", "f", "x"]
-    assert corpus.counts[corpus.positions(hash_ids(["x", "z"]))].tolist() == [2, 1]
+    assert corpus.ids[places(corpus, ["z", "def", "f", "x"])].tolist() == corpus.tokens[:4].tolist()
+    assert corpus.counts[places(corpus, ["x", "z"])].tolist() == [2, 1]
 
 
 def test_load_gives_the_same_arrays_every_time(tree: Path) -> None:
     first, second = load(tree), load(tree)
     assert first.words == second.words
-    for name in ("tokens", "offsets", "ids", "counts"):
+    for name in ("tokens", "runs", "ids", "counts"):
         assert np.array_equal(getattr(first, name), getattr(second, name))
 
 
@@ -75,8 +80,7 @@ def test_one_stretch_in_fifty_is_held_out_and_not_counted() -> None:
     corpus = build([words])
     assert int(corpus.held_out.sum()) == 2 * HELD_OUT_STRETCH
     assert set(corpus.tokens[corpus.held_out].tolist()) == set(hash_ids(["secret"]).tolist())
-    counts = corpus.counts[corpus.positions(hash_ids(["secret", "train"]))]
-    assert counts.tolist() == [0, n_words - 2 * HELD_OUT_STRETCH]
+    assert corpus.counts[places(corpus, ["secret", "train"])].tolist() == [0, n_words - 2 * HELD_OUT_STRETCH]
 
 
 def test_runs_break_at_files_and_around_held_out_text() -> None:

@@ -7,20 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import hash_ids
-from kvemb.demo import evaluate
-from kvemb.demo.batches import NegativeSampler, PassText, Settings, TrainingBatch, batches, n_batches, pass_text, windows
 from kvemb.demo.corpus import HELD_OUT_EVERY, HELD_OUT_STRETCH, Corpus, build
-from kvemb.demo.local_run import LocalRows, run_local
-from kvemb.demo.skipgram import (
-    OPTIMIZER,
-    WORD_IN,
-    WORD_OUT,
-    TrainingProgress,
-    loss_and_grads,
-    sum_by_row,
-    train_pass,
-    train_step,
-)
+from kvemb.demo.job import neighbours
+from kvemb.demo.skipgram import PassText, Settings, TrainingBatch, TrainingProgress, held_out_loss, loss_and_grads, train_pass, windows
+from kvemb.demo.training_rows import OPTIMIZER, WORD_IN, WORD_OUT, LocalRows
 
 SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3)
 N_GROUPS = 8
@@ -34,10 +24,6 @@ def planted() -> Corpus:
     members = rng.integers(0, 5, groups.size)
     words = [f"g{group}_{member}" for group, member in zip(groups.tolist(), members.tolist(), strict=True)]
     return build([words])
-
-
-def share(corpus: Corpus, text: PassText, trainer: int, n_trainers: int) -> list[TrainingBatch]:
-    return list(batches(corpus, text, SMALL, pass_index=1, trainer=trainer, n_trainers=n_trainers, seed=3))
 
 
 class Recorder:
@@ -103,7 +89,7 @@ def test_windows_respect_reach_runs_and_padding() -> None:
 
 
 def test_a_pass_covers_the_trained_text_once_and_nothing_held_out(planted: Corpus) -> None:
-    text = pass_text(planted, SMALL, pass_index=0, seed=3)
+    text = PassText(planted, seed=3, settings=SMALL)
     real = text.runs >= 0
     got, times = np.unique(text.tokens[real], return_counts=True)
     assert got.tolist() == planted.ids.tolist()
@@ -113,68 +99,83 @@ def test_a_pass_covers_the_trained_text_once_and_nothing_held_out(planted: Corpu
     assert not held_out_runs & set(text.runs[real].tolist())
 
 
+def test_the_held_out_text_is_the_rest_of_it(planted: Corpus) -> None:
+    text = PassText(planted, seed=3, held_out=True, settings=SMALL)
+    real = text.runs >= 0
+    assert np.sort(text.tokens[real]).tolist() == np.sort(planted.tokens[planted.held_out]).tolist()
+    assert set(text.runs[real].tolist()) == set(planted.runs[planted.held_out].tolist())
+
+
 def test_subsampling_drops_frequent_words_and_keeps_rare_ones() -> None:
     corpus = build([["often"] * 900 + [f"rare{i}" for i in range(100)]])
-    text = pass_text(corpus, Settings(subsample=1e-3, block=8), pass_index=0, seed=0)
+    text = PassText(corpus, seed=0, settings=Settings(subsample=1e-3, block=8))
     kept = text.tokens[text.runs >= 0]
     assert int((kept == hash_ids(["often"])[0]).sum()) < 100  # 900 * sqrt(1e-3 / 0.9) = 30 expected
     assert np.unique(kept).size == 101
 
 
 def test_trainers_shares_are_disjoint_and_cover_the_pass(planted: Corpus) -> None:
-    text = pass_text(planted, SMALL, pass_index=1, seed=3)
-    alone = share(planted, text, 0, 1)
-    shares = [share(planted, text, trainer, 3) for trainer in range(3)]
-    assert [len(part) for part in shares] == [n_batches(text, SMALL, trainer=trainer, n_trainers=3) for trainer in range(3)]
-    dealt = [shares[number % 3][number // 3] for number in range(len(alone))]
-    assert sum(len(part) for part in shares) == len(alone)
-    assert np.array_equal(np.concatenate([batch.tokens for batch in alone]), text.tokens)
-    for mine, whole in zip(dealt, alone, strict=True):
-        assert np.array_equal(mine.tokens, whole.tokens)
-        assert np.array_equal(mine.negatives, whole.negatives)
-        assert np.array_equal(mine.positives, whole.positives)
+    text = PassText(planted, seed=3, pass_index=1, settings=SMALL)
+    assert np.array_equal(np.concatenate([text.batch(number).tokens for number in range(text.n_batches)]), text.tokens)
+
+    def pulled(trainer: int, n_trainers: int) -> list[list[int]]:
+        rows = Recorder(LocalRows(planted.ids, seed=0))
+        steps = list(train_pass(rows, text, trainer=trainer, n_trainers=n_trainers))
+        assert [step.step for step in steps] == list(range(1, steps[0].n_steps + 1))
+        assert len(steps) == steps[0].n_steps
+        return [sorted(batch[WORD_OUT].tolist()) for batch in rows.pulled]
+
+    alone, shares = pulled(0, 1), [pulled(trainer, 3) for trainer in range(3)]
+    assert len(alone) == text.n_batches == sum(len(part) for part in shares)
+    assert [shares[number % 3][number // 3] for number in range(len(alone))] == alone
 
 
 def test_batches_repeat_for_one_seed_and_differ_between_passes_and_seeds(planted: Corpus) -> None:
     def first(seed: int, pass_index: int) -> TrainingBatch:
-        text = pass_text(planted, SMALL, pass_index=pass_index, seed=seed)
-        return next(batches(planted, text, SMALL, pass_index=pass_index, trainer=0, n_trainers=1, seed=seed))
+        return PassText(planted, seed=seed, pass_index=pass_index, settings=SMALL).batch(0)
 
     base, again = first(1, 0), first(1, 0)
-    assert np.array_equal(base.tokens, again.tokens)
-    assert np.array_equal(base.negatives, again.negatives)
+    for one, other in zip(base, again, strict=True):
+        assert np.array_equal(one, other)
     assert not np.array_equal(base.tokens, first(1, 1).tokens)
     assert not np.array_equal(base.negatives, first(2, 0).negatives)
 
 
 def test_negatives_follow_the_three_quarter_power_of_trained_counts() -> None:
     corpus = build([["a"] * 160 + ["b"] * 10])
-    drawn = NegativeSampler(corpus).draw(np.random.default_rng(0), (300, 100))
-    assert drawn.shape == (300, 100)
+    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=2, block_negatives=300, batch_blocks=100))
+    drawn = text.batch(0).negatives
+    assert drawn.shape == (len(text.tokens), 300)
     share_of_b = float((drawn == hash_ids(["b"])[0]).mean())
     assert share_of_b == pytest.approx(1 / 9, abs=0.01)  # 16 ** 0.75 = 8 to 1
 
 
-def test_gradients_of_equal_rows_are_summed() -> None:
-    at = np.array([2, 0, 2, 1, 0])
-    grads = np.arange(10, dtype=np.float32).reshape(5, 2)
-    expected = np.zeros((3, 2), np.float32)
-    np.add.at(expected, at, grads)
-    assert np.array_equal(sum_by_row(grads, at), expected)
-
-
-def test_a_step_pulls_and_pushes_each_row_once(planted: Corpus) -> None:
+def test_a_step_pulls_and_pushes_each_row_once_with_its_summed_gradient(planted: Corpus) -> None:
+    start = LocalRows(planted.ids, seed=0)
     rows = Recorder(LocalRows(planted.ids, seed=0))
-    text = pass_text(planted, SMALL, pass_index=0, seed=0)
-    batch = next(batches(planted, text, SMALL, pass_index=0, trainer=0, n_trainers=1, seed=0))
-    _, n_rows = train_step(rows, batch, SMALL)
+    text = PassText(planted, seed=0, settings=SMALL)
+    batch = text.batch(0)
+    progress = next(train_pass(rows, text))
     (pulled,), (pushed,) = rows.pulled, rows.pushed
-    assert n_rows == sum(ids.size for ids in pulled.values())
-    for table, needed in ((WORD_IN, [batch.tokens]), (WORD_OUT, [batch.tokens, batch.negatives])):
-        assert np.array_equal(pulled[table], np.unique(np.concatenate([ids.ravel() for ids in needed])))
+    assert progress.n_rows == sum(ids.size for ids in pulled.values())
+
+    def look_up(table: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        return start.pull({table: ids.ravel()})[table].reshape(*ids.shape, 32)
+
+    centers, contexts, negatives = look_up(WORD_IN, batch.tokens), look_up(WORD_OUT, batch.tokens), look_up(WORD_OUT, batch.negatives)
+    loss, grads = loss_and_grads(centers, contexts, negatives, batch.positives, n_negatives=5)
+    assert progress.loss == pytest.approx(loss / batch.positives.sum())
+    used = {WORD_IN: [(batch.tokens, grads.centers)], WORD_OUT: [(batch.tokens, grads.contexts), (batch.negatives, grads.negatives)]}
+    for table, parts in used.items():
+        ids = np.concatenate([part.ravel() for part, _ in parts])
+        assert np.array_equal(np.sort(pulled[table]), np.unique(ids))
         assert np.array_equal(pushed[table][0], pulled[table])
-        assert pushed[table][1].shape == (pulled[table].size, 32)
         assert pushed[table][1].dtype == np.float32
+        expected = np.zeros((pulled[table].size, 32))
+        order = np.argsort(pulled[table])
+        at = order[np.searchsorted(pulled[table], ids, sorter=order)]
+        np.add.at(expected, at, np.concatenate([grad.reshape(-1, 32) for _, grad in parts]).astype(np.float64))
+        np.testing.assert_allclose(pushed[table][1], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_local_rows_apply_rowwise_adagrad() -> None:
@@ -193,36 +194,37 @@ def test_local_rows_apply_rowwise_adagrad() -> None:
 def test_two_trainers_on_shared_rows_learn_the_planted_groups(planted: Corpus) -> None:
     settings = Settings(window=2, subsample=1.0, block=16, block_negatives=16, batch_blocks=16)
     rows = LocalRows(planted.ids, seed=0)
-    sample = evaluate.held_out_sample(planted, seed=0, settings=settings)
-    reports: list[TrainingProgress] = []
-    losses = [evaluate.held_out_loss(rows, sample)]
+    text, held_out = (PassText(planted, seed=0, held_out=which, settings=settings) for which in (False, True))
+    losses = [held_out_loss(rows, held_out)]
     for trainer in range(2):
-        train_pass(rows, planted, pass_index=0, trainer=trainer, n_trainers=2, seed=0, report=reports.append, settings=settings)
-        losses.append(evaluate.held_out_loss(rows, sample))
+        assert list(train_pass(rows, text, trainer=trainer, n_trainers=2))
+        losses.append(held_out_loss(rows, held_out))
     assert losses[0] == pytest.approx(6 * np.log(2), abs=1e-3)
     assert losses[0] - 1 > losses[1] > losses[2]
-    assert [r.step for r in reports if r.trainer == 1] == list(range(1, reports[-1].n_steps + 1))
     probes = [f"g{group}_0" for group in range(N_GROUPS)]
-    near = evaluate.neighbours(rows, planted, [*probes, "unknown"], n_nearest=4)
+    near = neighbours(rows, planted, [*probes, "unknown"], n_nearest=4)
     assert {probe: {word for word, _ in found} for probe, found in near.items()} == {
         probe: {f"{probe[:2]}_{member}" for member in range(1, 5)} for probe in probes
     }
 
 
-def test_the_baseline_repeats_bit_for_bit_and_its_loss_falls(planted: Corpus) -> None:
-    first, second = (run_local(planted, seed=4, report=lambda _: None, n_passes=2, settings=SMALL) for _ in range(2))
-    assert first.held_out_losses == second.held_out_losses
-    assert first.train_losses == second.train_losses
-    assert len(first.held_out_losses) == 3
-    assert first.held_out_losses[0] > first.held_out_losses[1] > first.held_out_losses[2]
+def test_training_on_local_rows_repeats_bit_for_bit(planted: Corpus) -> None:
+    def steps() -> list[TrainingProgress]:
+        return list(train_pass(LocalRows(planted.ids, seed=4), PassText(planted, seed=4, settings=SMALL)))
+
+    first = steps()
+    assert first == steps()
+    assert first[-1].loss < first[0].loss
 
 
 def test_measuring_pushes_nothing_and_is_the_same_for_every_caller(planted: Corpus) -> None:
-    one, two = (evaluate.held_out_sample(planted, seed=9, n_pairs=50, settings=SMALL) for _ in range(2))
+    one, two = (PassText(planted, seed=9, held_out=True, settings=SMALL) for _ in range(2))
     rows = Recorder(LocalRows(planted.ids, seed=0))
-    assert one.centers.shape == (50,)
-    assert one.negatives.shape == (50, SMALL.n_negatives)
-    assert evaluate.held_out_loss(rows, one) == evaluate.held_out_loss(rows, two)
-    evaluate.neighbours(rows, planted, ["g0_0"])
+    assert held_out_loss(rows, one) == held_out_loss(rows, two)
+    neighbours(rows, planted, ["g0_0"])
     assert not rows.pushed
-    assert np.isin(one.centers, planted.tokens[planted.held_out]).all()
+
+
+def test_a_text_without_held_out_words_has_no_loss() -> None:
+    corpus = build([["a", "b"]])
+    assert np.isnan(held_out_loss(LocalRows(corpus.ids, seed=0), PassText(corpus, seed=0, held_out=True)))

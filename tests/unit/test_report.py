@@ -8,7 +8,6 @@ import pytest
 
 from kvemb.client.ack import Staleness
 from kvemb.errors import InvalidInputError
-from trainer.report.progress_line import ProgressLine
 from trainer.report.step_report import StepReport, current_report
 from trainer.report.step_times import StepTimes, counted
 
@@ -204,14 +203,6 @@ def test_there_is_no_progress_line_elsewhere(stream: io.StringIO, progress: bool
     with report:
         step(report, clock, 1.0)
     assert stream.getvalue() == report.summary() + "\n"
-
-
-def test_a_shorter_line_leaves_nothing_of_a_longer_one_and_none_is_wider_than_the_terminal() -> None:
-    stream = Terminal()
-    line = ProgressLine(stream, Clock())
-    line.show("a" * 200)
-    line.show("b")
-    assert stream.getvalue() == "\r" + "a" * 79 + "\r" + "b".ljust(79)
 
 
 @pytest.mark.parametrize("options", [{"writer": 3}, {"every": 5}, {"writer": Scalars(), "every": 0}, {"writer": Scalars(), "every": True}])

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from kvemb.errors import InvalidInputError
+from kvemb.progress_line import ProgressLine
 
-from .progress_line import ProgressLine
 from .push_staleness import MeanStaleness, StalenessLog
 from .step_times import StepTimes, count_in, milliseconds
 
@@ -71,7 +71,7 @@ class StepReport:
         self._writer, self._every, self._prefix = writer, every or DEFAULT_EVERY, prefix
         self._stream = stream or sys.stderr
         self._clock_s = clock_s
-        self._line = ProgressLine(self._stream, clock_s) if progress else None
+        self._line = ProgressLine(self._stream, clock_s=clock_s) if progress else None
         self._staleness = StalenessLog()
         self._loss: Any = None
         self._since_s: float | None = None  # when the step under way began; None while the report is not in force
