@@ -10,7 +10,7 @@ class RecordArena:
     """Hands out arrays that are good until the next `reset`. One thread.
 
     Example:
-        >>> scratch = Scratch()
+        >>> scratch = RecordArena()
         >>> scratch.take(2, 3).shape
         (2, 3)
     """

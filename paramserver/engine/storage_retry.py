@@ -18,7 +18,7 @@ def retry_pauses() -> Iterator[float]:
 
     Example:
         >>> from itertools import islice
-        >>> list(islice(pauses(), 7))
+        >>> list(islice(retry_pauses(), 7))
         [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     """
     pause_s = _FIRST_PAUSE_S
