@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from kvemb.errors import KvembError, StorageError
 from kvemb.protocol.message_format import ChangedRowsBlock
@@ -11,18 +12,28 @@ from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import split_version
 
 from ..engine.engine import Engine
+from ..engine.repair_port import Pause
 from ..ingest.ingest import Ingest
 from ..journal import START, Position
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
-from .background import BackgroundWork
 from .changed_rows import ChangedRowsFinder
 from .committer import AbandonedError, Committed, Handover
 from .returned_rows import OthersCount, returned_rows
 from .staleness import staleness
 
 log = logging.getLogger("paramserver")
+
+
+class Background(Protocol):
+    """What the apply thread does between batches; see `paramserver.apply.background`."""
+
+    def step(self, applied: Position, pause: Pause) -> bool:
+        """Do a bit of it, with storage and index at rest; return whether there is more at once."""
+
+    def due_in_s(self) -> float | None:
+        """When `step` has something to do although nobody asks; None: never."""
 
 
 class Applier:
@@ -33,7 +44,8 @@ class Applier:
         engine: what applies batches.
         tables: for staleness.
         handover: where batches come from.
-        held: answers what trainers ask about rows that they hold; None for a shard that is not asked.
+        finder: answers what trainers ask about rows that they have pulled ahead.
+        background: what is done between batches.
         applied: behind the entry of the last batch applied before this process began.
         failed: called with the cause when the shard stops applying for good.
     """
@@ -45,17 +57,17 @@ class Applier:
         tables: Tables,
         handover: Handover,
         *,
-        held: ChangedRowsFinder | None = None,
+        finder: ChangedRowsFinder,
+        background: Background,
         applied: Position = START,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
-        self._held, self._failed = held, failed
+        self._finder, self._background, self._failed = finder, background, failed
         self._others = OthersCount()
         self._abandon = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
         self.applied = applied
-        self.chores: BackgroundWork | None = None  # what is done between batches
 
     def start(self) -> None:
         """Start applying."""
@@ -85,9 +97,8 @@ class Applier:
                 elif self._patience_s() == 0:
                     self._engine.write_dirty(self.pause)
                     self._intake.written()
-                if self.chores is not None:
-                    busy = self.chores.step(self.pause)
-                self._intake.last_error = ""  # whatever was tried again is done
+                busy = self._background.step(self.applied, self.pause)
+                self._intake.trouble.storage_works()  # whatever was tried again is done
             except AbandonedError:
                 return
             except Exception as error:
@@ -102,15 +113,14 @@ class Applier:
 
     def _until_due_s(self) -> float | None:
         """How long there is nothing to do but to wait for a batch."""
-        chores = None if self.chores is None or self._intake.failure else self.chores.due_in_s()
-        return min((due for due in (self._patience_s(), chores) if due is not None), default=None)
+        background = None if self._intake.failure else self._background.due_in_s()
+        return min((due for due in (self._patience_s(), background) if due is not None), default=None)
 
     def _apply(self, batch: Committed) -> dict[int, PushReply]:
         """Apply one batch; return the reply of each part, by id() of its ticket."""
         work = batch.work
         if isinstance(work, RowsWork):
-            work.n_existed = self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed
-            work.applied = True
+            work.finish(self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed)
             self._others.add([])
             return {}
         pushes = work.pushes if isinstance(work, RefusedStep) else work
@@ -140,7 +150,7 @@ class Applier:
 
     def _fresh(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Which of the rows that a part holds are others after this batch."""
-        return [] if self._held is None or not part.held else self._held.answer(part.held, batch)
+        return [] if not part.held else self._finder.answer(part.held, batch)
 
     def _staleness(self, part: ReceivedPart) -> tuple[float, int]:
         seen = [rows for rows in part.tables if len(rows.versions)]
@@ -159,9 +169,8 @@ class Applier:
             AbandonedError: the shard is to stop.
         """
         text = f"{type(error).__name__}: {error}"
-        if text != self._intake.last_error:
+        if self._intake.trouble.storage_waits(text):
             log.warning("retrying because %s", text)
-        self._intake.last_error = text
         if self._abandon.wait(pause_s):
             raise AbandonedError from error
 

@@ -27,6 +27,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 
 from ..engine.repair_port import NO_BATCH, Pause
+from ..journal import Position
 from ..model.tables import TableState
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
@@ -153,8 +154,12 @@ class BackgroundWork:
         """When `step` has something to do although nobody asks."""
         return self._scrub.due_in_s()
 
-    def step(self, pause: Pause) -> bool:
+    def step(self, applied: Position, pause: Pause) -> bool:
         """Do a bit of what there is to do; return whether there is more at once.
+
+        Args:
+            applied: behind the journal entry of the last batch applied.
+            pause: between tries; raises to give up.
 
         Raises:
             LostRowError: a row cannot be restored: the shard must stop.
@@ -167,16 +172,16 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        if self._step_snapshot(pause):
+        if self._step_snapshot(applied, pause):
             return True
         self._step_scrub()
         return False
 
-    def _step_snapshot(self, pause: Pause) -> bool:
+    def _step_snapshot(self, applied: Position, pause: Pause) -> bool:
         if time.monotonic() < self._not_before_s:
             return False
         try:
-            return self._snapshots.step()
+            return self._snapshots.step(applied, pause)
         except (LostRowError, RecordError) as error:
             log.error("while a local snapshot was taken: %s", error)
             self._repairer.nodes(NO_BATCH, pause, suspects=self._repairer.addresses)

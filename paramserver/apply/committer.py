@@ -199,13 +199,12 @@ class Committer:
         while True:
             try:
                 done = write()
-                self._intake.journal_error = ""
+                self._intake.trouble.journal_works()
                 return done
             except JournalFullError as error:
                 text = f"{type(error).__name__}: {error}"
-                if text != self._intake.journal_error:
+                if self._intake.trouble.journal_waits(text):
                     log.warning("nothing is acknowledged because %s", text)
-                self._intake.journal_error = text
                 if self._abandon.wait(pause_s):
                     raise AbandonedError from error
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

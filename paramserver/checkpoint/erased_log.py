@@ -23,7 +23,9 @@ class ErasedLog:
         self._lock = threading.Lock()
 
     def add(self, version: int, table: str, ids: Ids) -> None:
-        """Note the ids that the batch of this version erased; past the bound the older half is forgotten."""
+        """Note the ids that the batch of this version erased, unless it is older than the log; past the bound the oldest are forgotten."""
+        if version <= self._since:  # a batch of an earlier process, which is replayed
+            return
         with self._lock:
             self._entries.append((version, table, ids.copy()))
             self._n_ids += len(ids)

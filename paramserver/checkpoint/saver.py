@@ -1,7 +1,7 @@
-"""Saves of one shard: takes the cut between two batches, and hears from the engine what is about to be written over or erased.
+"""Saves of one shard: takes the cut between two batches.
 
-One save at a time. What a save does with the rows is in `save_job`; who puts the shards' shares together is the client
-(`kvemb.checkpoint.save`).
+One save at a time. What a save does with the rows is in `save_job`, and what it hears of writes meanwhile in `save_observer`; who puts
+the shards' shares together is the client (`kvemb.checkpoint.save`).
 """
 
 import threading
@@ -19,27 +19,30 @@ from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.record import make_version, split_version
+from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..engine.engine import Engine
 from ..model.tables import Tables
-from .erased_log import ErasedLog
 from .save_job import Restore, SaveJob, SaveOrder, TableCut
+from .save_observer import SaveObserver
 
 Ids = NDArray[np.uint64]
 _POLL_S = 0.002
 
 
 class Saver:
-    """One shard's. Thread-safe. Made once recovery is over, before the first batch; it is the engine's witness from then on.
+    """One shard's. Thread-safe.
 
     Args:
         shard: number.
         store: open.
         tables: the shard's.
         engine: whose batches are cut.
+        observer: the engine's.
+        committed_k: the k of the last batch that may have been acknowledged.
+        restore: what a save does about rows that storage has lost.
         definitions: every table that the cluster has, also those that this shard has not met.
         folder: the shard's data folder.
         timeout_s: of one storage call.
@@ -52,41 +55,18 @@ class Saver:
         tables: Tables,
         engine: Engine,
         *,
+        observer: SaveObserver,
+        committed_k: Callable[[], int],
+        restore: Restore,
         definitions: Callable[[], list[TableDef]],
         folder: Path,
         timeout_s: float,
     ) -> None:
         self._shard, self._store, self._tables, self._engine = shard, store, tables, engine
         self._definitions, self._folder, self._timeout_s = definitions, folder, timeout_s
-        self._erased = ErasedLog(make_version(engine.epoch, engine.k))
-        self._job: SaveJob | None = None
+        self._observer, self._committed_k, self._restore = observer, committed_k, restore
         self._finished: Fragment | None = None
         self._beginning = threading.Lock()
-        engine.witness = self
-        self.committed_k: Callable[[], int] = lambda: engine.k
-        """The k of the last batch that may have been acknowledged; set by the shard when it has a committer."""
-        self.restore: Restore = lambda definition, ids: None
-        """Set by the shard."""
-
-    def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
-        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
-        job = self._job
-        if job is not None and job.running:
-            job.keep(definition, ids, versions, records)
-
-    @property
-    def wants_erased(self) -> bool:
-        """Whether `overwriting` must be told the records of rows about to be erased."""
-        return self._job is not None and self._job.running
-
-    @property
-    def running(self) -> bool:
-        """Whether a save reads rows now. Any thread."""
-        return self._job is not None and self._job.running
-
-    def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
-        """Hear of rows that a batch has erased. Apply thread."""
-        self._erased.add(version, definition.key, ids)
 
     def begin(self, order: SaveOrder, deadline: Deadline) -> None:
         """Cut the shard and start to save it; told twice, it goes on with what it has begun or finished.
@@ -99,26 +79,29 @@ class Saver:
             self._begin(order, deadline)
 
     def _begin(self, order: SaveOrder, deadline: Deadline) -> None:
-        if self._job is not None and self._job.order == order and not self._job.error:
+        before = self._observer.job
+        if before is not None and before.order == order and not before.error:
             return
-        if self._job is not None and self._job.running:
-            raise CheckpointError(f"shard {self._shard}: a save to {self._job.order.url} is under way; wait for its end")
+        if before is not None and before.running:
+            raise CheckpointError(f"shard {self._shard}: a save to {before.order.url} is under way; wait for its end")
         require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
-        self._job, self._finished = None, _finished(storage, order, self._shard)
+        self._observer.follow(None)
+        self._finished = _finished(storage, order, self._shard)
         if self._finished is not None:
             return
         definitions = self._definitions()
         self._wait_applied(deadline)
-        with self._engine.gate.between(deadline):
-            self._job = job = self._cut(order, definitions)
+        with self._engine.batch_boundary.between(deadline):
+            job = self._cut(order, definitions)
+            self._observer.follow(job)
         if self._engine.behind is not None:
             self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
         job.start()
 
     def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
         """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""
-        job, finished = self._job, self._finished
+        job, finished = self._observer.job, self._finished
         if finished is not None and finished.save_id == save_id:
             n_rows = sum(file.rows for file in finished.files)
             return "done", "", n_rows, n_rows, sum(file.size_bytes for file in finished.files)
@@ -129,12 +112,13 @@ class Saver:
 
     def stop(self, timeout_s: float) -> None:
         """Give up the save under way, if any."""
-        if self._job is not None:
-            self._job.stop(timeout_s)
+        job = self._observer.job
+        if job is not None:
+            job.stop(timeout_s)
 
     def _wait_applied(self, deadline: Deadline) -> None:
         """Wait until everything that was acknowledged before this call is applied."""
-        k = self.committed_k()
+        k = self._committed_k()
         while self._engine.k < k:
             if deadline.expired:
                 raise DeadlineExceededError(
@@ -153,9 +137,9 @@ class Saver:
         tables = []
         for definition in definitions:
             state = self._tables.state(definition)
-            erased = self._erased.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
+            erased = self._observer.erased_after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
             tables.append(TableCut(definition, state.step, *state.arrays(), erased))
-        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self.restore)
+        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self._restore)
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

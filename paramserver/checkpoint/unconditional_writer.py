@@ -36,11 +36,11 @@ class UnconditionalWriter:
         store: open.
         timeout_s: of one storage call.
         pause: between tries; raises to give up.
-        rescue: brings back nodes that have lost rows, or whose pages another program has replaced; None: they are errors.
+        repair: brings back nodes that have lost rows, or whose pages another program has replaced.
     """
 
-    def __init__(self, store: Store, timeout_s: float, pause: Pause, rescue: RepairPort | None = None) -> None:
-        self._store, self._timeout_s, self._pause, self._rescue = store, timeout_s, pause, rescue
+    def __init__(self, store: Store, timeout_s: float, pause: Pause, repair: RepairPort) -> None:
+        self._store, self._timeout_s, self._pause, self._repair = store, timeout_s, pause, repair
         self._pace = Pace(timeout_s)
 
     def write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
@@ -83,22 +83,22 @@ class UnconditionalWriter:
     def _patiently(self, call: Callable[[slice], NDArray[T]], definition: TableDef, ids: Ids) -> NDArray[T]:
         """Call for these rows, one at least, as many at a time as storage takes before the deadline; return what the calls returned."""
         done, row_bytes = [], definition.record.size_bytes
-        start, pause_s, n_rescued = 0, _FIRST_PAUSE_S, 0
+        start, pause_s, n_repaired = 0, _FIRST_PAUSE_S, 0
         while start < len(ids):
             some = slice(start, min(len(ids), start + max(1, self._pace.n_bytes // row_bytes)))
             try:
                 with self._pace.exchange((some.stop - start) * row_bytes):
                     done.append(call(some))
-                start, pause_s, n_rescued = some.stop, _FIRST_PAUSE_S, 0
+                start, pause_s, n_repaired = some.stop, _FIRST_PAUSE_S, 0
             except RETRYABLE as error:
                 self._pause(error, pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             except (NodeLostError, NodeSuspectError, ForeignPageError) as error:
-                n_rescued += 1
-                if self._rescue is None or n_rescued > _MAX_ROUNDS:
+                n_repaired += 1
+                if n_repaired > _MAX_ROUNDS:
                     raise
                 suspects = [error.address] if isinstance(error, ForeignPageError) else []
-                if not self._rescue.nodes(NO_BATCH, self._pause, suspects=suspects):
+                if not self._repair.nodes(NO_BATCH, self._pause, suspects=suspects):
                     self._pause(error, pause_s)
             except RecordError as error:
                 keys = definition.keys(ids[some], pages=self._store.capabilities.pages)

@@ -33,11 +33,11 @@ from .arena import RecordArena
 from .batch_boundary import BatchBoundary
 from .batch_pieces import Pace, cut, size_bytes
 from .conditional_erase import erase_as_read, not_newer
+from .engine_ports import ALONE, EnginePorts
 from .fetched_rows import Fetched, FetchedRecords
-from .repair_port import AheadOfIndex, Pause, RepairPort
+from .repair_port import AheadOfIndex, Pause
 from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
 from .write_behind import WriteBehind
-from .write_observer import WriteObserver
 
 _MAX_MENDED = 8  # times in a row that rows of one piece may be found lost
 # Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
@@ -79,9 +79,22 @@ class Engine:
         k: of the last batch applied.
         timeout_s: deadline of one storage call.
         timeline: what is known of versions; unless given, only that of the epoch.
+        rows_applied: so far, all processes of the shard together.
+        ports: what it asks and tells.
     """
 
-    def __init__(self, store: Store, tables: Tables, *, epoch: int, k: int, timeout_s: float, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tables: Tables,
+        *,
+        epoch: int,
+        k: int,
+        timeout_s: float,
+        timeline: Timeline | None = None,
+        rows_applied: int = 0,
+        ports: EnginePorts = ALONE,
+    ) -> None:
         self._store = store
         self._tables = tables
         self._timeout_s = timeout_s
@@ -92,11 +105,9 @@ class Engine:
         self.epoch = epoch
         self._timeline = timeline or Timeline(epoch)
         self.k = k
-        self.rows_applied = 0
-        self.gate = BatchBoundary()
-        self.witness: WriteObserver | None = None
-        self.rescue: RepairPort | None = None
-        self.behind: WriteBehind | None = None  # None: every row is written at every apply
+        self.rows_applied = rows_applied
+        self.batch_boundary = BatchBoundary()
+        self._observer, self._repair, self.behind = ports.observer, ports.repair, ports.behind
 
     def run(
         self,
@@ -125,15 +136,15 @@ class Engine:
             StorageError: not retryable, or `pause` or `between` raised. Rows of the batch may have been written, and the index knows those
                 of the pieces that were stored whole; the batch does not count.
         """
-        with self.gate.batch():
+        with self.batch_boundary.batch():
             self._prepared, self._computed = [], computed
             if self.behind is not None and batch.kind != APPLY and batch.tables:
-                self.behind.write(pause, self.rescue)
+                self.behind.write(pause)
             applied = self._run(batch, version, pause, replay, between)
             if keep_rows:
                 applied = replace(applied, rows=self._rows(batch))
             if self.behind is not None and self.behind.due(self.k):
-                self.behind.write(pause, self.rescue)
+                self.behind.write(pause)
             return applied
 
     @property
@@ -149,8 +160,8 @@ class Engine:
             StorageError: as `run`.
         """
         if self.behind is not None:
-            with self.gate.batch():
-                self.behind.write(pause, self.rescue)
+            with self.batch_boundary.batch():
+                self.behind.write(pause)
 
     def _run(self, batch: Batch, version: int, pause: Pause, replay: Replay | None, between: Callable[[], None]) -> Applied:
         left, n_existed, n_pieces = list(batch.tables), 0, 0
@@ -158,13 +169,13 @@ class Engine:
             if n_pieces:
                 between()
                 if self.behind is not None and self.behind.due(self.k):  # its bound holds during a long batch, too
-                    self.behind.write(pause, self.rescue)
+                    self.behind.write(pause)
             piece, left = self._store_piece(batch.kind, left, version, pause, replay)
             n_existed += sum(self._commit(batch.kind, rows, version) for rows in piece)
             n_pieces += 1
             self.rows_applied += sum(len(rows.ids) for rows in piece)
         for rows in batch.tables if batch.kind == APPLY else ():
-            self._tables.state(rows.definition).step += 1
+            self._tables.state(rows.definition).count_step()
         self.k = split_version(version)[1]
         if n_pieces > 1:
             self._prepared = []
@@ -184,8 +195,8 @@ class Engine:
             if rest:
                 self._computed = None
             try:
-                if rows_lost and self.rescue is not None:
-                    self.rescue.rows(Batch(kind, tuple(piece)), ahead)
+                if rows_lost:
+                    self._repair.rows(Batch(kind, tuple(piece)), ahead)
                     rows_lost = False
                 with self._pace.exchange(size_bytes(piece)):
                     self._store_all(kind, piece, version, replay)
@@ -195,21 +206,19 @@ class Engine:
                 self._forget(piece)
                 pause(error, next(waits))
             except (NodeLostError, NodeSuspectError) as error:
-                if self.rescue is None:
-                    raise
                 self._forget(piece)
-                if not self.rescue.nodes(ahead, pause):
+                if not self._repair.nodes(ahead, pause):
                     pause(error, next(waits))
             except ForeignPageError as error:
                 n_lost += 1
-                if self.rescue is None or n_lost > _MAX_MENDED:
+                if n_lost > _MAX_MENDED:
                     raise
                 log.error("%s: every row of the node is compared", error)
                 self._forget(piece)
-                self.rescue.nodes(ahead, pause, suspects=[error.address])
+                self._repair.nodes(ahead, pause, suspects=[error.address])
             except (LostRowError, RecordError):  # missing, old, or written over by another program
                 n_lost += 1
-                if self.rescue is None or rows_lost or n_lost > _MAX_MENDED:  # rows_lost: it is the rescue that found no way
+                if rows_lost or n_lost > _MAX_MENDED:  # rows_lost: it is the repair that found no way
                     raise
                 rows_lost = True
 
@@ -317,8 +326,7 @@ class Engine:
             if not todo.all():
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)
-            if self.witness is not None:
-                self._tell(definition, these.ids, old)
+            self._tell(definition, these.ids, old)
             start, stop = stop, stop + len(these.ids)
             new_records(state, kind, these, old.records, old.found, version=version, out=records[start:stop])
             new[start:stop] = ~old.found
@@ -330,16 +338,15 @@ class Engine:
         return PreparedRows(rows, WritePart(self._keys(rows, new[:stop]), records[:stop], tokens[:stop]), at)
 
     def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
-        """Let the witness hear of rows about to change, those that exist."""
-        assert self.witness is not None
+        """Let the observer hear of rows about to change, those that exist."""
         if not old.found.all():
             ids, old = ids[old.found], old.take(old.found)
         if len(ids):
-            self.witness.overwriting(definition, ids, definition.record.versions(old.records), old.records)
+            self._observer.overwriting(definition, ids, definition.record.versions(old.records), old.records)
 
     def _erase(self, todo: Sequence[CheckedRows], version: int, newest: int) -> None:
         empty = np.empty((0, 0), np.uint8)
-        if self.witness is not None and self.witness.wants_erased:
+        if self._observer.wants_erased:
             for rows in todo:
                 for block, old in self._fetch([rows])[0].blocks(max(1, _BLOCK_WEIGHTS // rows.definition.dim)):
                     self._tell(rows.definition, rows.ids[block], old)
@@ -382,8 +389,7 @@ class Engine:
     def _commit(self, kind: str, rows: CheckedRows, version: int) -> int:
         state: TableState = self._tables.state(rows.definition)
         if kind == ERASE:
-            if self.witness is not None:
-                self.witness.erased(rows.definition, rows.ids, version)
+            self._observer.erased(rows.definition, rows.ids, version)
             return state.erased(rows.ids)
         n_rows = state.n_rows
         state.applied(rows.ids, version)

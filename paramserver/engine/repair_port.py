@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import StorageError
+from kvemb.errors import NodeLostError, StorageError
 from kvemb.schema.table_def import TableDef
 
 from ..model.batch import Batch
@@ -52,3 +52,18 @@ class RepairPort(Protocol):
 
     def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
         """Restore rows of a batch on nodes that are in order; return how many rows that were."""
+
+
+class NoRepair:
+    """Brings nothing back: a lost node is an error, and a lost row is one again at the next try."""
+
+    def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+        """See `RepairPort`."""
+        raise NodeLostError("a node has lost rows, and nothing here restores them")
+
+    def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
+        """See `RepairPort`."""
+        return 0
+
+
+NO_REPAIR = NoRepair()

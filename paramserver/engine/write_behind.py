@@ -33,7 +33,7 @@ from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
 from .arena import RecordArena
 from .batch_pieces import Pace
-from .repair_port import NO_BATCH, Pause, RepairPort
+from .repair_port import NO_BATCH, NO_REPAIR, Pause, RepairPort
 from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
 
 Ids = NDArray[np.uint64]
@@ -82,6 +82,7 @@ class WriteBehind:
         bound: of their age.
         epoch: of this process's versions.
         timeout_s: deadline of one storage call.
+        repair: brings back nodes that have lost rows.
         wake: makes the apply thread look whether there is something to write.
         clock_s: monotonic.
     """
@@ -94,11 +95,12 @@ class WriteBehind:
         *,
         epoch: int,
         timeout_s: float,
+        repair: RepairPort = NO_REPAIR,
         wake: Callable[[], None] = lambda: None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound
-        self._epoch, self._timeout_s, self._wake, self._clock_s = epoch, timeout_s, wake, clock_s
+        self._epoch, self._timeout_s, self._repair, self._wake, self._clock_s = epoch, timeout_s, repair, wake, clock_s
         self._scratch, self._pace = RecordArena(), Pace(timeout_s)
         self._held: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
@@ -172,12 +174,11 @@ class WriteBehind:
 
     # --- writing ---------------------------------------------------------------------------------------------------------------
 
-    def write(self, pause: Pause, rescue: RepairPort | None = None) -> None:
+    def write(self, pause: Pause) -> None:
         """Write every dirty row; between batches.
 
         Args:
             pause: between tries; rows stay dirty until they are known to be stored.
-            rescue: brings back nodes that have lost rows.
 
         Raises:
             FencedError: another process owns the shard by now.
@@ -190,16 +191,12 @@ class WriteBehind:
             except RETRYABLE as error:
                 pause(error, next(waits))
             except (NodeLostError, NodeSuspectError) as error:
-                if rescue is None:
-                    raise
-                if not rescue.nodes(NO_BATCH, pause):
+                if not self._repair.nodes(NO_BATCH, pause):
                     pause(error, next(waits))
             except RecordError as error:
                 n_conflicts += 1
-                if rescue is None:
-                    raise
                 log.error("%s", error)
-                self._make_way(error, rescue, pause)
+                self._make_way(error, pause)
             if n_conflicts > MAX_CONFLICT_ROUNDS:
                 raise StorageError(
                     f"{self.n_rows} rows were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program "
@@ -207,10 +204,10 @@ class WriteBehind:
                 )
         self._asked, self._oldest_k = False, 0
 
-    def _make_way(self, error: RecordError, rescue: RepairPort, pause: Pause) -> None:
+    def _make_way(self, error: RecordError, pause: Pause) -> None:
         """Pages are in the way that another program has written: only its rows can be, since no other write fails on what is there."""
         if isinstance(error, ForeignPageError):
-            rescue.nodes(NO_BATCH, pause, suspects=[error.address])
+            self._repair.nodes(NO_BATCH, pause, suspects=[error.address])
         self._scratch.reset()
         for one in self._some():
             self._store.make_way(one.part.keys, self._deadline())

@@ -106,7 +106,7 @@ class Barrier:
     def _sit_down(self, trainer: str, incarnation: int, now_s: float) -> list[Push]:
         old = self._seats.get(trainer)
         if old is not None and old.incarnation == incarnation:
-            old.leaving, old.heard_s = False, max(old.heard_s, now_s)
+            old.come_back(now_s)
             return []
         kept = old.waiting if old is not None and old.leaving else deque()  # what it sent before its goodbye still counts
         going_on = self._complete or bool(self._members_before)
@@ -125,7 +125,7 @@ class Barrier:
         """Free a seat once everything that its trainer sent has been handed out."""
         self.membership.bye(trainer)
         if trainer in self._seats:
-            self._seats[trainer].leaving = True
+            self._seats[trainer].leave()
             self._tidy()
 
     def add(self, push: Push) -> None:
@@ -135,7 +135,7 @@ class Barrier:
     def heard(self, trainer: str, now_s: float) -> None:
         """Record a sign of life."""
         if trainer in self._seats:
-            self._seats[trainer].heard_s = max(self._seats[trainer].heard_s, now_s)
+            self._seats[trainer].hear(now_s)
 
     def settled(self, push: Push, now_s: float) -> None:
         """Record that a push that was handed out has its outcome."""

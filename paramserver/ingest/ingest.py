@@ -31,6 +31,7 @@ from ..model.table_registry import AFTER_A_DROP
 from .aggregate import hyper_by_table
 from .barrier import Barrier
 from .sessions import Session, Sessions
+from .trouble import Trouble
 from .unapplied_parts import Limits, UnappliedParts
 from .work_queue import WorkQueue
 
@@ -50,6 +51,7 @@ class Ingest:
         barrier: in sync mode; None applies as pushes come.
         limits: bounds.
         record: keeps hellos and goodbyes.
+        behind: what holds applied rows back from storage; None where nothing does.
         clock: monotonic.
     """
 
@@ -59,6 +61,7 @@ class Ingest:
         barrier: Barrier | None,
         limits: Limits | None = None,
         record: Record = lambda trainer, incarnation: None,
+        behind: WriteBehind | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sessions = sessions
@@ -72,9 +75,8 @@ class Ingest:
         self._draining = self._stopped = False
         self._failure: ShardFailedError | ShardUnavailableError | None = None
         self._lost: KvembError | None = None
-        self.behind: WriteBehind | None = None
-        self.last_error = ""  # of storage, while a batch is tried again
-        self.journal_error = ""  # of the disk, while nothing can be acknowledged
+        self._behind = behind
+        self.trouble = Trouble()
 
     # --- trainers come and go --------------------------------------------------------------------------------------------------
 
@@ -87,8 +89,8 @@ class Ingest:
         with self._changed:
             self._refuse_if_closed()
             while trainer in self._dropping:  # the journal must have that before it has this hello
-                if self.journal_error:
-                    raise ShardUnavailableError(f"a hello cannot be answered now: {self.journal_error}")
+                if self.trouble.journal:
+                    raise ShardUnavailableError(f"a hello cannot be answered now: {self.trouble.journal}")
                 self._changed.wait(_POLL_S)
                 self._refuse_if_closed()
             self.sessions.check_hello(trainer, incarnation)
@@ -105,7 +107,7 @@ class Ingest:
                 self._record(trainer, granted[0])
             except JournalFullError as error:
                 raise ShardUnavailableError(f"a hello cannot be answered now: {error}") from error
-            session.recorded = True
+            session.record()
         return granted
 
     def first_step(self, trainer: str) -> int:
@@ -215,7 +217,7 @@ class Ingest:
 
         Raises:
             BarrierError: a sync step cannot be completed; the caller calls `fail`.
-            KvembError: what `lose` was told; likewise.
+            KvembError: what `fail_from_outside` was told; likewise.
         """
         while True:
             with self._changed:
@@ -265,10 +267,10 @@ class Ingest:
         while True:
             try:
                 self._record(trainer, incarnation)
-                self.journal_error = ""
+                self.trouble.journal_works()
                 return True
             except JournalFullError as error:
-                self.journal_error = f"{type(error).__name__}: {error}"
+                self.trouble.journal_waits(f"{type(error).__name__}: {error}")
             with self._changed:
                 if self._stopped:
                     return False
@@ -284,7 +286,7 @@ class Ingest:
                 for part in push.parts:
                     part.ticket.accept()
 
-    def lose(self, error: KvembError) -> None:
+    def fail_from_outside(self, error: KvembError) -> None:
         """Let the committer fail with this error before it takes more: told from outside that rows are lost."""
         with self._changed:
             self._lost = error
@@ -309,13 +311,13 @@ class Ingest:
                 return  # everything had its answer then
             for item in items_of(work):
                 self._forget(item, lambda ticket: replies[id(ticket)])
-            self.last_error = ""
+            self.trouble.storage_works()
             self._changed.notify_all()
 
     def written(self) -> None:
         """Record that storage has taken rows: what was tried again is done."""
         with self._changed:
-            self.last_error = ""
+            self.trouble.storage_works()
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -331,7 +333,7 @@ class Ingest:
                 self._failure = ShardUnavailableError(f"this process has lost the shard: {error}")
             else:
                 self._failure = ShardFailedError(f"the shard stopped applying: {text.rstrip('.')}. Mend the cause, then restart the shard.")
-            self.last_error = text
+            self.trouble.storage_waits(text)
             in_step = {id(push) for push in self._queue.in_unfinished_steps()} if isinstance(error, BarrierError) else set()
             for item in self._pending.all():
                 cause = to_wire(error if id(item) in in_step else self._failure)
@@ -357,7 +359,7 @@ class Ingest:
                 self._wait(deadline, f"{len(self._pending)} pushes to be applied")
             if self._failure is not None:
                 raise self._failure
-            newest_k = 0 if self.behind is None else self.behind.newest_k
+            newest_k = 0 if self._behind is None else self._behind.newest_k
             while self._owes_rows(newest_k):
                 self._wait(deadline, "rows of applied pushes to be written to storage")
 
@@ -375,9 +377,9 @@ class Ingest:
 
     def _owes_rows(self, newest_k: int | None = None) -> bool:
         """Whether rows of batches up to this one (None: of any) are still to be written; has that done then."""
-        if self.behind is None or not self.behind.owes(self.behind.newest_k if newest_k is None else newest_k):
+        if self._behind is None or not self._behind.owes(self._behind.newest_k if newest_k is None else newest_k):
             return False
-        self.behind.ask()
+        self._behind.ask()
         return True
 
     def _n_owed(self) -> int:
@@ -398,16 +400,16 @@ class Ingest:
         """Say what is not applied, for the last words of a shard that could not drain."""
         with self._changed:
             text = self._pending.describe()
-            if self.behind is not None and self.behind.n_rows:
-                text += f"; {self.behind.n_rows} applied rows are not written to storage"
-            return text + (f"; last error: {self.trouble}" if self.trouble else "")
+            if self._behind is not None and self._behind.n_rows:
+                text += f"; {self._behind.n_rows} applied rows are not written to storage"
+            return text + (f"; last error: {waits}" if (waits := self.waits_for) else "")
 
     @property
-    def trouble(self) -> str:
+    def waits_for(self) -> str:
         """What pushes wait for at the moment, disk, storage or a trainer, or ""."""
         with self._changed:
             late = "" if self._barrier is None else self._barrier.waits_for(self._clock())
-        return "; ".join(filter(None, (self.journal_error, self.last_error, late)))
+        return "; ".join(filter(None, (str(self.trouble), late)))
 
     def kept(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
         """Return what a restart needs to know of trainers: sessions, members of a sync job, whether that was complete."""
@@ -475,6 +477,6 @@ class Ingest:
         if self._stopped:
             raise ShardUnavailableError(f"the shard stopped before {what}")
         if deadline.expired:
-            cause = f"; last error: {self.trouble}" if self.trouble else ""
+            cause = f"; last error: {waits}" if (waits := self.waits_for) else ""
             raise DeadlineExceededError(f"waited {deadline.timeout_s:.1f} s for {what}{cause}")
         self._changed.wait(min(_POLL_S, deadline.remaining_s()))

@@ -47,11 +47,24 @@ class TrainerLease:
             self.n_unsettled += 1
         return push
 
+    def hear(self, now_s: float) -> None:
+        """Record a sign of life: the lease begins anew."""
+        self.heard_s = max(self.heard_s, now_s)
+
+    def leave(self) -> None:
+        """Record its goodbye."""
+        self.leaving = True
+
+    def come_back(self, now_s: float) -> None:
+        """Record that the very same incarnation says hello again."""
+        self.leaving = False
+        self.hear(now_s)
+
     def settled(self, push: Push, now_s: float) -> None:
         """Record that a push has its outcome."""
         if push.incarnation == self.incarnation:
             self.n_unsettled -= 1
-            self.heard_s = max(self.heard_s, now_s)
+            self.hear(now_s)
 
     def expires_s(self, since_s: float, timeout_s: float) -> float | None:
         """When the lease runs out if the others wait since then; None when not before an earlier push has its outcome."""

@@ -101,6 +101,10 @@ class Session:
         self.bytes_waiting += push.size_bytes
         return push
 
+    def record(self) -> None:
+        """Record that the last hello is in the journal."""
+        self.recorded = True
+
     def give_up_held(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push whose trainer will number its next parts anew."""
         self.last_sequence -= len(self.held)

@@ -35,6 +35,10 @@ class _Current(Segment):
     written: int
     trusted: bool = True
 
+    def commit(self) -> None:
+        """Record that all that is written is committed."""
+        self.end = self.written
+
 
 class Journal:
     """One folder of segments. Thread-safe; not fork-safe. Opening it recovers what is there and begins a new segment.
@@ -216,7 +220,7 @@ class Journal:
     def _sync(self, segment: _Current) -> None:
         if self._fsync and segment.written > segment.end:
             segment_files.sync(segment.descriptor)
-        segment.end = segment.written
+        segment.commit()
 
     def _rotate(self) -> None:
         """Go on in a new segment, which takes over what is not committed. All of it succeeds, or the old one stays."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,10 +20,11 @@ from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.checkpoint_handlers import ShardArchive
+from ..checkpoint.save_observer import SaveObserver
 from ..checkpoint.saver import Saver
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
-from ..engine.write_behind import Bound, WriteBehind
+from ..engine.repair_port import Pause
 from ..journal import Position
 from ..recovery.claim_shard import require_owner, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
@@ -41,11 +43,26 @@ _GRACE_S = 0.5  # for last replies on their way
 log = logging.getLogger("paramserver")
 
 
+@dataclass(frozen=True)
+class RecoveredShard:
+    """A shard that has recovered and does not serve yet.
+
+    Args:
+        parts: its parts.
+        handover: which its apply thread will take batches from; write-behind wakes it.
+        observer: of its engine.
+    """
+
+    parts: ShardParts
+    handover: Handover
+    observer: SaveObserver
+
+
 class Shard:
     """A shard that serves; made by `start`.
 
     Args:
-        parts: its parts.
+        recovered: what it is made of.
         store, data: what it has open.
         listen: "host:port" to serve on.
         on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
@@ -54,7 +71,7 @@ class Shard:
 
     def __init__(
         self,
-        parts: ShardParts,
+        recovered: RecoveredShard,
         store: Store,
         data: DataDir,
         listen: str,
@@ -62,44 +79,39 @@ class Shard:
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
     ) -> None:
+        parts, handover, observer = recovered.parts, recovered.handover, recovered.observer
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
-        self._saver = Saver(
-            parts.shard,
-            store,
+        sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
+        self.fenced = False
+        self._background = self._make_background(handover.wake, observer)
+        self._applier = Applier(
+            parts.intake,
+            engine,
             parts.tables,
-            parts.engine,
-            definitions=parts.registry.reloaded,
-            folder=data.path,
-            timeout_s=parts.config.storage.timeout_s,
+            handover,
+            finder=ChangedRowsFinder(store, parts.tables, timeout_s),
+            background=self._background,
+            applied=parts.ledger.end,
+            failed=self._failed,
         )
-        verbs = Handlers(parts, ShardArchive(self._saver, parts.registry, on_load))
-        self._server = Server(verbs, listen)
-        handover, sync = Handover(), parts.config.servers.mode == "sync"
-        versions = {"epoch": parts.engine.epoch, "k": parts.engine.k}
+        versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
-        self._saver.committed_k = lambda: self._committer.k
-        held = ChangedRowsFinder(store, parts.tables, parts.config.storage.timeout_s)
-        at = parts.ledger.end
-        self._applier = Applier(parts.intake, parts.engine, parts.tables, handover, held=held, applied=at, failed=self._failed)
-        self._write_behind(handover.wake)
-        self._chores = self._applier.chores = verbs.repairs = self._make_chores(handover.wake)
-        self._saver.restore = self._restore
+        self._saver = self._make_saver(observer, self._committer)
+        self._server = Server(Handlers(parts, ShardArchive(self._saver, parts.registry, on_load), self._background), listen)
         self._watch = NodeWatch(
             store,
-            parts.config.storage.timeout_s,
+            timeout_s,
             evicted=self._evicted,
             moves_only=parts.config.storage.allow_row_loss,
-            lost=self._chores.ask_repair,
-            copies=parts.registry.load if parts.shard == 0 else None,
+            lost=self._background.ask_repair,
+            copies=parts.registry.load if parts.shard == 0 else lambda: None,
             whole=self._tell_progress,
-            still_ours=partial(require_owner, data, parts.engine.epoch),
+            still_ours=partial(require_owner, data, engine.epoch),
             fenced=self._lost_the_shard,
         )
-        engine, timeout_s = parts.engine, parts.config.storage.timeout_s
         self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
-        self._rolling_back = self._chores.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
+        self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
         self.address = self._server.address
-        self.fenced = False
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
@@ -126,14 +138,29 @@ class Shard:
         self._data.close()
         return trouble
 
-    def _make_chores(self, wake: Callable[[], None]) -> BackgroundWork:
+    def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
+        parts = self._parts
+        return Saver(
+            parts.shard,
+            self._store,
+            parts.tables,
+            parts.engine,
+            observer=observer,
+            committed_k=lambda: committer.k,
+            restore=self._restore,
+            definitions=parts.registry.reloaded,
+            folder=self._data.path,
+            timeout_s=parts.config.storage.timeout_s,
+        )
+
+    def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         n_shards = len(parts.config.servers.shards)
-        scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: self._saver.running)
+        scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: observer.running)
         return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, timeout_s=timeout_s)
 
     def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
-        self._chores.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)
+        self._background.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)
 
     def _tell_progress(self) -> None:
         """Note on the nodes how far the shard is; while rows are still to be set back, the older note must refuse another start."""
@@ -148,25 +175,15 @@ class Shard:
             parts.ledger,
             Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
             parts.tables.all,
-            applied=lambda: self._applier.applied,
             save=self._save_image,
             max_bytes=parts.config.servers.journal_max_mb << 20,
             needed=parts.snapshot_due,
         )
 
-    def _save_image(self, position: Position) -> None:
-        self._parts.engine.write_dirty(self._applier.pause)
+    def _save_image(self, position: Position, pause: Pause) -> None:
+        self._parts.engine.write_dirty(pause)
         self._parts.intake.written()
         save(self._data, image(self._parts, position))
-
-    def _write_behind(self, wake: Callable[[], None]) -> None:
-        parts, servers = self._parts, self._parts.config.servers
-        if not servers.write_behind_batches:
-            return
-        bound = Bound(servers.write_behind_batches, servers.write_behind_ms / 1e3)
-        timeout_s = parts.config.storage.timeout_s
-        behind = WriteBehind(self._store, parts.tables, bound, epoch=parts.engine.epoch, timeout_s=timeout_s, wake=wake)
-        parts.engine.behind = parts.intake.behind = behind
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
         storage = self._parts.config.storage
@@ -174,11 +191,11 @@ class Shard:
             with open_store(storage, role="trainer") as probe:  # whoever connects anew looks at the settings
                 probe.open(Deadline.after(storage.timeout_s))
         except UnsafeNodeError as unsafe:
-            self._parts.intake.lose(UnsafeNodeError(f"{error} {unsafe}"))
+            self._parts.intake.fail_from_outside(UnsafeNodeError(f"{error} {unsafe}"))
             return
         except StorageError:
             pass  # other shards may be repairing already
-        self._chores.ask_repair({address})
+        self._background.ask_repair({address})
 
     def _trouble(self) -> str:
         text = self._parts.intake.failure or self._parts.intake.describe_pending()

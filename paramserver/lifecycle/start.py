@@ -12,14 +12,19 @@ from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
 from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
+from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 
+from ..apply.committer import Handover
 from ..checkpoint.loader import LoadedError, Loader
+from ..checkpoint.save_observer import SaveObserver
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
+from ..engine.engine_ports import EnginePorts
 from ..engine.repair_port import Pause
+from ..engine.write_behind import Bound, WriteBehind
 from ..ingest.barrier import Barrier, Membership
 from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions
@@ -38,7 +43,7 @@ from ..repair.repairer import Repairer
 from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
 from .join_cluster import join_cluster
-from .shard import Shard
+from .shard import RecoveredShard, Shard
 
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20
@@ -77,15 +82,15 @@ def start(
     if not 0 <= shard < len(config.servers.shards):
         raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
     data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
-    store = parts = None
+    store = started = None
     try:
         with named(f"shard {shard}: its data folder cannot be used", data.path):
             store = open_store(config.storage, role=f"shard:{shard}")
-            parts = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back).parts()
-            running = Shard(parts, store, data, listen, on_fenced=on_fenced, on_load=on_load)
+            started = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back).recovered()
+            running = Shard(started, store, data, listen, on_fenced=on_fenced, on_load=on_load)
     except BaseException as error:
-        if parts is not None:
-            parts.ledger.close()
+        if started is not None:
+            started.parts.ledger.close()
         if store is not None:
             store.close()
         data.close()
@@ -93,6 +98,7 @@ def start(
             return start(config, shard, listen=listen, start_timeout_s=start_timeout_s, wait=wait, on_fenced=on_fenced, on_load=on_load)
         raise
     running.serve()
+    parts = started.parts
     log.info("serving on %s: %d shards, epoch %d, k %d", running.address, len(config.servers.shards), parts.engine.epoch, parts.engine.k)
     return running
 
@@ -114,7 +120,7 @@ class _Start:
         self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
         self._start_timeout_s, self._wait = start_timeout_s, wait
 
-    def parts(self) -> ShardParts:
+    def recovered(self) -> RecoveredShard:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
         timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
         deadline = Deadline.after(self._start_timeout_s)
@@ -145,24 +151,34 @@ class _Start:
         try:
             recovery = self._scan(journal, state, registry)
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
-            engine = Engine(self._store, tables, epoch=state.epoch, k=state.k, timeout_s=timeout_s, timeline=timeline)
-            engine.rows_applied = state.rows_applied
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
-            repairer = engine.rescue = self._repairer(timeline, journal, runs, registry, tables)
+            repairer = self._repairer(timeline, journal, runs, registry, tables)
+            handover, observer = Handover(), SaveObserver(make_version(state.epoch, state.k))
+            behind = self._write_behind(tables, state.epoch, repairer, handover.wake)
+            engine = Engine(
+                self._store,
+                tables,
+                epoch=state.epoch,
+                k=state.k,
+                timeout_s=timeout_s,
+                timeline=timeline,
+                rows_applied=state.rows_applied,
+                ports=EnginePorts(repairer, observer, behind),
+            )
             due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
             recovered = self._recover(recovery, engine, tables, sessions, members)
             for table in registry.gone:  # the replay may have needed them
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
-            intake = Ingest(sessions, barrier, record=ledger.record)
+            intake = Ingest(sessions, barrier, record=ledger.record, behind=behind)
             parts = ShardParts(
                 self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, timeline, runs, repairer, due
             )
             self._settle(parts)
             Loader(parts, self._store, self._data, _patience(self._start_timeout_s, self._wait)).run()
-            return parts
+            return RecoveredShard(parts, handover, observer)
         except JournalBehindError:
             ledger.give_up()
             raise
@@ -195,6 +211,13 @@ class _Start:
             metas=lambda: [(META_NAME, registry.encoded)],
             still_ours=partial(require_owner, self._data, timeline.epoch),
         )
+
+    def _write_behind(self, tables: Tables, epoch: int, repairer: Repairer, wake: Callable[[], None]) -> WriteBehind | None:
+        servers, timeout_s = self._config.servers, self._config.storage.timeout_s
+        if not servers.write_behind_batches:
+            return None
+        bound = Bound(servers.write_behind_batches, servers.write_behind_ms / 1e3)
+        return WriteBehind(self._store, tables, bound, epoch=epoch, timeout_s=timeout_s, repair=repairer, wake=wake)
 
     def _open_journal(self) -> Journal:
         # Only whole segments can be let go: several must fit into the bound.

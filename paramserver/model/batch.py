@@ -153,6 +153,10 @@ class RowsWork:
         """Bytes of the rows."""
         return self.rows.size_bytes
 
+    def finish(self, n_existed: int) -> None:
+        """Record that it is applied, and how many of its rows existed before."""
+        self.n_existed, self.applied = n_existed, True
+
 
 Work = list[Push] | RowsWork | RefusedStep
 """What becomes one batch: pushes to merge, an assign or erase, or a refused step, which changes no row."""

@@ -59,6 +59,10 @@ class TableState:
         self._kept = self._find(ids)
         return self._index.at(self._kept)
 
+    def count_step(self) -> None:
+        """Record one more apply. Apply thread only."""
+        self.step += 1
+
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n distinct rows now have this version. Apply thread only."""
         found, self._kept = self._find(ids), None

@@ -37,6 +37,10 @@ class Replay:
         self._erased: dict[str, RowIndex] = {}
         self._written: dict[str, tuple[TableDef, RowIndex]] = {}
 
+    def reach(self, version: int) -> None:
+        """Note one more batch behind all before."""
+        self.newest = version
+
     def will_write(self, rows: CheckedRows, version: int) -> None:
         """Note an apply or assign; in the order of the batches."""
         if len(rows.ids):

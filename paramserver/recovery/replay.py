@@ -93,7 +93,8 @@ class Recovery:
                     "of the shard's last owner back."
                 )
             if k > self._k:
-                self._last_k, self._rules.newest = k, entry.version
+                self._last_k = k
+                self._rules.reach(entry.version)
                 note = self._rules.will_erase if entry.batch.kind == ERASE else self._rules.will_write
                 for rows in entry.batch.tables:
                     note(rows, entry.version)

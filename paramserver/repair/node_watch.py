@@ -33,10 +33,10 @@ class NodeWatch:
     Args:
         store: open.
         timeout_s: of one look at all nodes.
-        evicted: told when a node has thrown rows away; None does not look.
+        evicted: told when a node has thrown rows away.
         moves_only: look only for rows that went with slab pages. What was evicted because memory is full would be evicted again.
-        lost: called while nodes are lost; None does not look.
-        copies: called now and then to look at small values of which every node holds a copy; None does not look.
+        lost: called while nodes are lost.
+        copies: called now and then to look at small values of which every node holds a copy.
         whole: called when every node has answered, and none is lost; may raise StorageError.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
@@ -51,10 +51,10 @@ class NodeWatch:
         store: Store,
         timeout_s: float,
         *,
-        evicted: Lost | None = None,
+        evicted: Lost = lambda address, error: None,
         moves_only: bool = False,
-        lost: Callable[[], object] | None = None,
-        copies: Callable[[], object] | None = None,
+        lost: Callable[[], object] = lambda: None,
+        copies: Callable[[], object] = lambda: None,
         whole: Callable[[], None] = lambda: None,
         still_ours: Callable[[], None] = lambda: None,
         fenced: Callable[[FencedError], object] = lambda error: None,
@@ -83,8 +83,6 @@ class NodeWatch:
 
     def look_for_evictions(self) -> None:
         """Compare the counters with those seen before. A node that does not answer is looked at next time."""
-        if self._evicted is None:
-            return
         try:
             nodes = self._store.stats(Deadline.after(self._timeout_s))
         except KvembError:
@@ -105,8 +103,6 @@ class NodeWatch:
 
     def look_for_lost_nodes(self) -> bool:
         """Look at every node's marker; return whether all of them answered."""
-        if self._lost is None:
-            return True
         try:
             if self._store.lost_nodes(Deadline.after(self._timeout_s)):
                 self._lost()
@@ -121,11 +117,10 @@ class NodeWatch:
 
     def look_at_copies(self) -> None:
         """Have damaged copies mended; nodes that do not answer are looked at next time."""
-        if self._copies is not None:
-            try:
-                self._copies()
-            except KvembError as error:
-                log.warning("%s", error)
+        try:
+            self._copies()
+        except KvembError as error:
+            log.warning("%s", error)
 
     def look_for_another_owner(self) -> None:
         """Ask whether the shard is still ours; where that cannot be told, the next batch will say so.

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvemb.errors import (
     InvalidInputError,
-    ParameterServerError,
     PushRejectedError,
     ShardFailedError,
     WrongNodeError,
@@ -73,9 +72,8 @@ class Archive(Protocol):
 class Handlers:
     """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
 
-    def __init__(self, parts: ShardParts, archive: Archive | None = None) -> None:
-        self._parts, self._archive = parts, archive
-        self.repairs: BackgroundWork | None = None
+    def __init__(self, parts: ShardParts, archive: Archive, background: BackgroundWork) -> None:
+        self._parts, self._archive, self._background = parts, archive, background
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
         self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.intake)
@@ -158,15 +156,15 @@ class Handlers:
     def save(self, request: SaveRequest, remaining_s: float) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
         patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
-        return self._require_archive().save(request, Deadline.after(patience_s))
+        return self._archive.save(request, Deadline.after(patience_s))
 
     def save_status(self, request: SaveStatusRequest, remaining_s: float) -> SaveReply:
         """Say how far a save is."""
-        return self._require_archive().progress(request.save_id)
+        return self._archive.progress(request.save_id)
 
     def load(self, request: LoadRequest, remaining_s: float) -> Empty:
         """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
-        self._require_archive().load(request)
+        self._archive.load(request)
         return Empty()
 
     def repair(self, request: RepairRequest, remaining_s: float) -> RepairReply:
@@ -177,14 +175,13 @@ class Handlers:
             InvalidInputError: no such node.
             DeadlineExceededError: it goes on.
         """
-        assert self.repairs is not None, "set before the shard serves"
         if self._parts.intake.failure:
             raise ShardFailedError(self._parts.intake.failure)
         known, started_s = self._parts.repairer.addresses, time.monotonic()
         unknown = sorted(set(request.addresses) - set(known))
         if unknown:
             raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
-        ticket = self.repairs.ask_repair(known if request.all_nodes else request.addresses)
+        ticket = self._background.ask_repair(known if request.all_nodes else request.addresses)
         ticket.wait(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
@@ -207,8 +204,7 @@ class Handlers:
         ids = ids[state.known(ids)]
         if not len(ids) or self._parts.intake.failure:
             return CountReply(0)
-        assert self.repairs is not None, "set before the shard serves"
-        ticket = self.repairs.ask_compare(state, ids)
+        ticket = self._background.ask_compare(state, ids)
         ticket.wait(Deadline.after(_patience_s(remaining_s)))
         return CountReply(ticket.rows)
 
@@ -233,19 +229,14 @@ class Handlers:
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.intake.failure or parts.intake.trouble or self.drop.unfinished,
+            failure=parts.intake.failure or parts.intake.waits_for or self.drop.unfinished,
             journal_bytes=parts.ledger.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
             dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
             repair=parts.repairer.figures.now,
-            compared="" if self.repairs is None else self.repairs.compared,
+            compared=self._background.compared,
         )
-
-    def _require_archive(self) -> Archive:
-        if self._archive is None:
-            raise ParameterServerError("this shard neither saves nor loads")
-        return self._archive
 
     def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
         find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"

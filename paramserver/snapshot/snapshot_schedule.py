@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
-from ..journal import BatchEntry, Journal, Position, decode_entry
+from ..engine.repair_port import Pause
+from ..journal import START, BatchEntry, Journal, Position, decode_entry
 from ..journal.fenced_log import FencedLog
 from ..model.tables import TableState
 from . import SnapshotProgress, Snapshotter
@@ -26,8 +27,7 @@ class LocalSnapshots:
         ledger: the journal.
         snapshotter: takes them.
         tables: all of the shard.
-        applied: where the journal entry of the last batch applied ends.
-        save: saves the image of the shard as of a position.
+        save: saves the image of the shard as of a position; waits for storage by this pause.
         max_bytes: of the journal.
         needed: whether rows exist that no snapshot and no journal has (of an earlier release, without a journal): then one is due at once.
     """
@@ -38,31 +38,36 @@ class LocalSnapshots:
         snapshotter: Snapshotter,
         tables: Callable[[], Sequence[TableState]],
         *,
-        applied: Callable[[], Position],
-        save: Callable[[Position], None],
+        save: Callable[[Position, Pause], None],
         max_bytes: int,
         needed: bool = False,
     ) -> None:
         self._ledger, self._snapshotter, self._tables = ledger, snapshotter, tables
-        self._applied, self._save, self._max_bytes = applied, save, max_bytes
+        self._save, self._max_bytes = save, max_bytes
         self._due_bytes, self._needed = max_bytes, needed
         self._steps: Iterator[SnapshotProgress] | None = None
-        self._cut = applied()
+        self._now: tuple[Position, Pause]  # of the step under way
+        self._cut = START
         self._begun_s = 0.0
         self._progress = SnapshotProgress()
         self.taken = 0
 
-    def step(self) -> bool:
+    def step(self, applied: Position, pause: Pause) -> bool:
         """Begin a snapshot if one is due, or go on with it; return whether there is more to do.
+
+        Args:
+            applied: where the journal entry of the last batch applied ends.
+            pause: between tries of storage; raises to give up.
 
         Raises:
             LostRowError, StorageError, JournalFullError, OSError: it was given up; the one before it stays in force.
         """
+        self._now = applied, pause
         if self._steps is None:
             if self._ledger.size_bytes <= self._due_bytes and not self._needed:
                 return False
-            self._cut, self._begun_s = self._applied(), time.monotonic()
-            self._steps = self._snapshotter.steps(self._tables(), lambda: self._save(self._applied()))
+            self._cut, self._begun_s = applied, time.monotonic()
+            self._steps = self._snapshotter.steps(self._tables(), lambda: self._save(*self._now))
         try:
             self._progress = next(self._steps)
             return True

@@ -19,7 +19,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
-from paramserver.apply.applier import Applier
+from paramserver.apply.applier import Applier, Background
+from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
 from paramserver.ingest.barrier import Barrier
@@ -30,6 +31,7 @@ from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 from tests.unit.forgetful_journal import ForgetfulJournal
+from tests.unit.idle_background import IdleBackground
 
 _NUMBERS = count()
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -76,7 +78,14 @@ class Outcome:
 class Rig:
     """A shard without gRPC and disk."""
 
-    def __init__(self, *, trainers: int = 0, barrier_timeout_s: float = 30.0, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        trainers: int = 0,
+        barrier_timeout_s: float = 30.0,
+        limits: Limits | None = None,
+        background: Callable[["Rig"], Background] = lambda rig: IdleBackground(),
+    ) -> None:
         self.store = GatedStore(StorageConfig("memory", (f"intake-{next(_NUMBERS)}:1",)), role="shard:0")
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
@@ -86,7 +95,10 @@ class Rig:
         self.intake = Ingest(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
         failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
-        self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=failed)
+        finder = ChangedRowsFinder(self.store, self.tables, 5)
+        self.applier = Applier(
+            self.intake, self.engine, self.tables, self.handover, finder=finder, background=background(self), failed=failed
+        )
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.start()
         self.committer.start()

@@ -21,6 +21,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine
+from paramserver.engine.engine_ports import EnginePorts
+from paramserver.engine.write_behind import WriteBehind
 from paramserver.ingest.barrier import Membership
 from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
@@ -101,10 +103,18 @@ def never(error: StorageError, pause_s: float) -> None:
 class Life:
     """One process of the shard, from a saved state on."""
 
-    def __init__(self, store: MortalStore, saved: "Saved", *, epoch: int, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        store: MortalStore,
+        saved: "Saved",
+        *,
+        epoch: int,
+        cache_bytes: int,
+        behind: Callable[[Tables], WriteBehind | None] = lambda tables: None,
+    ) -> None:
         budget = CacheBudget(cache_bytes)
         self.tables = Tables([TableState(TABLES[name], step, arrays, budget) for name, (step, arrays) in saved.tables.items()], budget)
-        self.engine = Engine(store, self.tables, epoch=epoch, k=saved.k, timeout_s=5)
+        self.engine = Engine(store, self.tables, epoch=epoch, k=saved.k, timeout_s=5, ports=EnginePorts(behind=behind(self.tables)))
         self.sessions, self.members = Sessions(True), Membership(2)
         self.saved = saved
 

@@ -254,12 +254,12 @@ def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(make: Callable[
     tried.clear()
     assert tried.wait(WAIT_S)  # again
     assert heard == []
-    assert rig.intake.trouble == "JournalFullError: journal/7: No space left on device"
+    assert rig.intake.waits_for == "JournalFullError: journal/7: No space left on device"
     assert not rig.intake.drain(Deadline.after(0))
     assert "No space left" in rig.intake.describe_pending()
     full.clear()
     assert heard.wait().state == "accepted"
-    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.intake.trouble] == [1, 1, ""]
+    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.intake.waits_for] == [1, 1, ""]
 
 
 def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:

@@ -21,7 +21,9 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
+from paramserver.engine.repair_port import Pause
 from paramserver.ingest.unapplied_parts import Limits
+from paramserver.journal import Position
 from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from tests.unit.intake_rig import MEAN, TABLE, Outcome, Rig, make
 
@@ -173,18 +175,21 @@ def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) 
     node.down = False
     rig.intake.flush(Deadline.after(30))
     assert outcome.wait().state == "applied"
-    assert rig.intake.last_error == ""
+    assert rig.intake.trouble.storage == ""
 
 
 def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make: Callable[..., Rig]) -> None:
-    rig, errors, done = make(), [], threading.Event()
+    errors, done = [], threading.Event()
 
     class OneRetry:
-        def step(self, pause: Callable[[StorageError, float], None]) -> bool:
-            errors.append(rig.intake.last_error)
+        def __init__(self, rig: Rig) -> None:
+            self.rig = rig
+
+        def step(self, applied: Position, pause: Pause) -> bool:
+            errors.append(self.rig.intake.trouble.storage)
             if len(errors) == 1:
                 pause(StorageError("a node is away"), 0.0)
-                errors.append(rig.intake.last_error)
+                errors.append(self.rig.intake.trouble.storage)
                 return True
             done.set()
             return False
@@ -192,8 +197,7 @@ def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make
         def due_in_s(self) -> None:
             return None
 
-    rig.applier.chores = OneRetry()  # type: ignore[assignment]
-    rig.handover.wake()
+    make(background=OneRetry).handover.wake()
     assert done.wait(30)
     assert errors == ["", "StorageError: a node is away", ""]
 

@@ -112,7 +112,7 @@ def test_a_full_disk_holds_up_a_drop_until_there_is_room() -> None:
     said: list[str] = []
 
     def once_full() -> None:
-        said.append(rig.intake.trouble)
+        said.append(rig.intake.waits_for)
         if full:
             rig.intake.wake()
             raise full.pop()
@@ -122,21 +122,21 @@ def test_a_full_disk_holds_up_a_drop_until_there_is_room() -> None:
     rig.now_s += 10
     assert rig.take() == ["a", "b"]
     assert "no space" in said[1]
-    assert rig.intake.journal_error == ""
+    assert rig.intake.trouble.journal == ""
 
 
 def test_a_lost_trainer_is_waited_for_and_everybody_who_asks_is_told() -> None:
     rig = begun("wait")
-    assert rig.intake.trouble == ""
+    assert rig.intake.waits_for == ""
     rig.now_s += 3600
-    assert rig.intake.trouble == "step 2 waited 3600 s for c; here are a, b"
+    assert rig.intake.waits_for == "step 2 waited 3600 s for c; here are a, b"
     with pytest.raises(DeadlineExceededError, match="waited 3600 s for c"):
         rig.intake.flush(Deadline.after(0))
     incarnation = rig.intake.hello("c", 0)[0]
     assert rig.intake.first_step("c") == 2
     rig.push("c", 2, incarnation=incarnation)
     assert rig.take() == ["a", "b", "c"]
-    assert rig.intake.trouble == ""
+    assert rig.intake.waits_for == ""
 
 
 def test_a_restarted_trainer_s_predecessor_is_told_that_its_push_was_given_up() -> None:

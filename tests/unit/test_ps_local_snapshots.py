@@ -18,6 +18,7 @@ from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
+from paramserver.engine.engine_ports import EnginePorts
 from paramserver.engine.repair_port import NO_BATCH
 from paramserver.ingest.barrier import Membership
 from paramserver.ingest.sessions import Sessions
@@ -53,27 +54,24 @@ class Shard:
         self.journal = Journal(folder / "journal", "os", segment_bytes=MAX_BYTES // 8)
         self.runs = Runs(folder / "snapshot")
         self.tables = Tables([])
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
         self.applied = self.journal.end
         self.saved: list[Position] = []
         reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: ADAM)
-        self.repairer = self.engine.rescue = Repairer(
-            self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
-        )
+        self.repairer = Repairer(self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstructor.records, timeout_s=5, metas=lambda: [])
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5, ports=EnginePorts(self.repairer))
         self.snapshots = LocalSnapshots(
             FencedLog(self.journal, lambda: None),
             Snapshotter(self.runs, from_storage(self.store, 5), lambda: make_version(1, self.engine.k)),
             self.tables.all,
-            applied=lambda: self.applied,
-            save=self.saved.append,
+            save=lambda position, pause: self.saved.append(position),
             max_bytes=MAX_BYTES,
         )
-        self.chores = BackgroundWork(
+        self.background = BackgroundWork(
             self.repairer, self.snapshots, Scrub(self.repairer, self.tables, 1, timeout_s=5, clock=lambda: 0.0), lambda: None
         )
 
     def push(self, ids: np.ndarray = IDS) -> bool:
-        """Journal and apply one batch, then do the chores once; return whether there is more to do."""
+        """Journal and apply one batch, then the background work once; return whether there is more to do."""
         values = np.ones((len(ids), ADAM.dim), np.float32)
         batch = Batch(APPLY, (CheckedRows(ADAM, ids, values, np.empty(0, np.uint64), ADAM.optimizer.check_hyper({})),))
         version = make_version(1, self.engine.k + 1)
@@ -81,7 +79,11 @@ class Shard:
         self.journal.commit()
         self.engine.run(batch, version, fail)
         self.applied = end
-        return self.chores.step(fail)
+        return self.step()
+
+    def step(self) -> bool:
+        """Do the background work once; return whether there is more to do."""
+        return self.background.step(self.applied, fail)
 
     def records(self) -> bytes:
         return b"".join(value for key, (value, _) in sorted(memory_node(self.store.addresses[0]).values.items()) if len(key) == 14)
@@ -111,7 +113,7 @@ def test_the_journal_stays_bounded_and_every_row_can_still_be_restored(shard: Sh
 
 def test_an_image_is_saved_before_the_snapshot_counts(shard: Shard) -> None:
     cuts: list[int] = []
-    shard.snapshots._save = lambda position: cuts.append(shard.runs.cut)
+    shard.snapshots._save = lambda position, pause: cuts.append(shard.runs.cut)
     while not shard.snapshots.taken:
         shard.push()
     assert cuts == [0]
@@ -139,7 +141,7 @@ def test_rows_that_no_journal_has_are_due_at_once(shard: Shard) -> None:
     assert reaches_back(shard.journal, 0, 1, lambda name, schema: ADAM)
     assert shard.snapshots.taken == 0
     shard.snapshots._needed = True
-    while shard.chores.step(fail):
+    while shard.step():
         pass
     assert shard.snapshots.taken == 1
 
@@ -154,7 +156,7 @@ def test_a_value_of_another_program_is_written_over_and_the_snapshot_is_taken(sh
         node.put(bytes(key), value)
     shard.snapshots._needed = True
     for _ in range(99):
-        shard.chores.step(fail)
+        shard.step()
         if shard.snapshots.taken:
             break
     assert shard.records() == before
@@ -169,8 +171,7 @@ def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_j
     expected = shard.records()
     memory_node(shard.store.addresses[0]).flush()
     tables = Tables([])
-    engine = Engine(shard.store, tables, epoch=2, k=0, timeout_s=5)
-    engine.rescue = Repairer(
+    repairer = Repairer(
         shard.store,
         tables,
         (0, 1),
@@ -179,6 +180,7 @@ def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_j
         timeout_s=5,
         metas=lambda: [],
     )
+    engine = Engine(shard.store, tables, epoch=2, k=0, timeout_s=5, ports=EnginePorts(repairer))
     seen: list[bytes] = []
     recovery = Recovery(shard.journal, Position(1, HEADER_SIZE), 0, lambda name, schema: ADAM).scan()
     run = engine.run

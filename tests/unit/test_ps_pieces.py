@@ -1,6 +1,6 @@
 """Large batches are applied in pieces: what is stored is not tried again, and what is too slow is tried in smaller pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine import batch_pieces
 from paramserver.engine.batch_pieces import LEAST_BYTES, Pace, cut, size_bytes
 from paramserver.engine.engine import Engine
-from paramserver.engine.repair_port import AheadOfIndex, Pause
+from paramserver.engine.engine_ports import EnginePorts
+from paramserver.engine.repair_port import NO_REPAIR, AheadOfIndex, NoRepair, Pause
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
@@ -118,19 +119,18 @@ def test_what_is_stored_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_node_that_loses_rows_of_a_piece_that_was_stored_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_pieces, "MOST_BYTES", 100 * batch_pieces.row_bytes(rows(ADAM, [1])))
-    store = make_store()
-    engine = Engine(store, Tables([]), epoch=1, k=0, timeout_s=5)
+    store, tables = make_store(), Tables([])
     asked: list[int] = []
 
-    class Rescue:
-        def nodes(self, ahead: AheadOfIndex, pause: Pause) -> int:
-            asked.append(int((engine._tables.state(ADAM).versions(np.array(IDS, np.uint64)) == make_version(1, 1)).sum()))
+    class Repair(NoRepair):
+        def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
+            asked.append(int((tables.state(ADAM).versions(np.array(IDS, np.uint64)) == make_version(1, 1)).sum()))
             return 1
 
         def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
             raise AssertionError
 
-    engine.rescue = Rescue()
+    engine = Engine(store, tables, epoch=1, k=0, timeout_s=5, ports=EnginePorts(Repair()))
 
     def lose(parts: Sequence[WritePart]) -> list[WriteResult]:
         raise NodeLostError("node x: was flushed")
@@ -230,7 +230,7 @@ def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch
     ids, size = np.array(IDS, np.uint64), ADAM.record.size_bytes
     records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
     store.most_rows = batch_pieces.LEAST_BYTES // size
-    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s))
+    rows_out = UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(pause_s), NO_REPAIR)
     rows_out.write(ADAM, ids, records)
     assert waited
     rows_out.erase(ADAM, ids[:900])

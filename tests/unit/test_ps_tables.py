@@ -14,6 +14,7 @@ from paramserver.ingest.aggregate import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import TableState
 from tests.unit.engine_storage import SGD, engine_on, make_store, rows
+from tests.unit.idle_background import IdleBackground
 
 
 def u64(ids: Sequence[int]) -> np.ndarray:
@@ -38,7 +39,8 @@ def apply(engine: Engine, *pushed: CheckedRows) -> tuple[float, int]:
     """Do what the apply thread does with one push."""
     part = ReceivedPart(pushed, PartTicket(1, 0, 0))
     push = Push("a", 1, 1, (part,))
-    stale = Applier(None, engine, engine._tables, None)._staleness(part)  # type: ignore[arg-type]  # it is not started
+    idle = Applier(None, engine, engine._tables, None, finder=None, background=IdleBackground())  # type: ignore[arg-type]  # it is not started
+    stale = idle._staleness(part)
     engine.run(merge_pushes([push], sync=False), make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
     return stale
 

@@ -53,8 +53,7 @@ def test_cold_rows_are_written_at_once_and_hot_ones_are_not(shard: Shard) -> Non
 
 
 def test_rows_that_every_batch_changes_are_written_once_for_all_of_them() -> None:
-    shard, plain = Shard(Bound(3, 1e6)), Shard()
-    plain.engine.behind = None
+    shard, plain = Shard(Bound(3, 1e6)), Shard(None)
     for one in (shard, plain):
         for _ in range(9):  # the first creates, batches 2 to 5 and 6 to 9 are written together
             one.run([0, 1, 2, 3])
@@ -177,8 +176,7 @@ def test_a_batch_that_fails_does_not_lose_the_dirty_rows_it_names(spoil: Spoil, 
     shard.engine.run(batch(APPLY, [0, 1, 10, 11]), version, lambda error, pause_s: errors.append(error))
     assert len(errors) == 1
     assert shard.behind.n_rows == 3
-    plain = Shard()
-    plain.engine.behind = None
+    plain = Shard(None)
     for ids in ([0, 1, 2, 3], [0, 1, 2], [0, 1, 10, 11]):
         plain.run(ids)
     every = [0, 1, 2, 3, 10, 11]

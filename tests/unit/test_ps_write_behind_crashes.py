@@ -32,8 +32,13 @@ class BehindLife(Life):
     """A life that writes behind."""
 
     def __init__(self, store: MortalStore, saved: Saved, *, epoch: int, cache_bytes: int, bound: Bound) -> None:
-        super().__init__(store, saved, epoch=epoch, cache_bytes=cache_bytes)
-        self.engine.behind = WriteBehind(store, self.tables, bound, epoch=epoch, timeout_s=5)
+        super().__init__(
+            store,
+            saved,
+            epoch=epoch,
+            cache_bytes=cache_bytes,
+            behind=lambda tables: WriteBehind(store, tables, bound, epoch=epoch, timeout_s=5),
+        )
 
     def save(self) -> Saved:
         self.engine.write_dirty(never)

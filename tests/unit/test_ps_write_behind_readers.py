@@ -15,8 +15,10 @@ from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.net.deadline import Deadline
+from kvemb.schema.record import make_version
 from paramserver.checkpoint import save_job
 from paramserver.checkpoint.save_job import SaveOrder
+from paramserver.checkpoint.save_observer import SaveObserver
 from paramserver.checkpoint.saver import Saver
 from paramserver.engine.repair_port import NO_BATCH
 from paramserver.ingest.ingest import Ingest
@@ -25,11 +27,8 @@ from paramserver.journal import Position
 from paramserver.model.timeline import Timeline
 from paramserver.recovery.shard_parts import ShardParts
 from paramserver.recovery.state_image import image
-from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import WantedVersions
-from tests.unit.write_behind_shard import ADAM, Shard, delete, never, read, shard
-
-__all__ = ["shard"]  # the fixture
+from tests.unit.write_behind_shard import ADAM, Shard, delete, never, read
 
 
 class Unable:
@@ -39,31 +38,30 @@ class Unable:
         raise AssertionError("the cache has these rows")
 
 
-def repairer(shard: Shard) -> Repairer:
-    made = Repairer(shard.store, shard.tables, (0, 1), epoch=1, reconstruct=Unable(), timeout_s=5, metas=lambda: [])
-    shard.engine.rescue = made
+@pytest.fixture
+def shard() -> Shard:
+    made = Shard(reconstruct=Unable())
+    made.run([0, 1, 2, 3])
     return made
 
 
 def test_a_repair_restores_dirty_rows_of_a_lost_node_and_leaves_none_behind(shard: Shard) -> None:
     shard.run([0, 1, 2])
-    expected, rescue = shard.records([0, 1, 2, 3]).tobytes(), repairer(shard)
+    expected, repairer = shard.records([0, 1, 2, 3]).tobytes(), shard.repairer
     for address in shard.store.addresses:
         memory_node(address).flush()
     shard.engine.write_dirty(never)
-    assert rescue.figures.nodes == 2
-    assert (rescue.figures.rows, shard.behind.n_rows) == (1, 0), "a dirty row is not a lost one"
+    assert repairer.figures.nodes == 2
+    assert (repairer.figures.rows, shard.behind.n_rows) == (1, 0), "a dirty row is not a lost one"
     assert read(shard.store, ADAM, np.arange(4, dtype=np.uint64))[2].tobytes() == expected
 
 
 def test_a_node_is_lost_while_a_batch_changes_dirty_rows(shard: Shard) -> None:
     shard.run([0, 1, 2])
-    repairer(shard)
     memory_node(shard.store.addresses[0]).flush()
     memory_node(shard.store.addresses[1]).flush()
     shard.run([0, 1, 2, 10, 11])
-    plain = Shard()
-    plain.engine.behind = None
+    plain = Shard(None)
     for ids in ([0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 10, 11]):
         plain.run(ids)
     shard.engine.write_dirty(never)
@@ -73,13 +71,13 @@ def test_a_node_is_lost_while_a_batch_changes_dirty_rows(shard: Shard) -> None:
 
 def test_dirty_rows_are_not_taken_for_lost_when_a_row_beside_them_is(shard: Shard) -> None:
     shard.run([0, 1, 2])
-    rescue = repairer(shard)
+    repairer = shard.repairer
     remembered = shard.records([3])
     delete(shard.store, 3)
     shard.tables.state(ADAM).cache.forget(np.array([3], np.uint64))
-    rescue._reconstruct = lambda wanted: [remembered]
+    repairer._reconstruct = lambda wanted: [remembered]
     shard.run([0, 1, 2, 3])
-    assert rescue.figures.rows == 1
+    assert repairer.figures.rows == 1
     assert shard.behind.n_rows == 3
     shard.engine.write_dirty(never)
     assert shard.k_of([0, 1, 2, 3]) == [3, 3, 3, 3]
@@ -87,17 +85,31 @@ def test_dirty_rows_are_not_taken_for_lost_when_a_row_beside_them_is(shard: Shar
 
 def test_asking_for_a_repair_between_batches_finds_dirty_rows_in_order(shard: Shard) -> None:
     shard.run([0, 1, 2])
-    expected, rescue = shard.records([0, 1, 2, 3]).tobytes(), repairer(shard)
-    rescue.nodes(NO_BATCH, never, suspects=rescue.addresses)
-    assert (rescue.figures.rows, shard.behind.n_rows) == (0, 0)
+    expected, repairer = shard.records([0, 1, 2, 3]).tobytes(), shard.repairer
+    repairer.nodes(NO_BATCH, never, suspects=repairer.addresses)
+    assert (repairer.figures.rows, shard.behind.n_rows) == (0, 0)
     assert read(shard.store, ADAM, np.arange(4, dtype=np.uint64))[2].tobytes() == expected
 
 
-def test_a_save_waits_for_rows_that_were_dirty_at_its_cut(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_rows_that_were_dirty_at_its_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     waiting = threading.Event()
     monkeypatch.setattr(save_job, "_PAUSE_S", 0.01)
-    saver = Saver(0, shard.store, shard.tables, shard.engine, definitions=lambda: [ADAM], folder=tmp_path, timeout_s=5)
+    observer = SaveObserver(make_version(1, 0))
+    shard = Shard(observer=observer)
+    saver = Saver(
+        0,
+        shard.store,
+        shard.tables,
+        shard.engine,
+        observer=observer,
+        committed_k=lambda: shard.engine.k,
+        restore=lambda definition, ids: None,
+        definitions=lambda: [ADAM],
+        folder=tmp_path,
+        timeout_s=5,
+    )
+    shard.run([0, 1, 2, 3])
     shard.run([0, 1, 2])
     at_cut = shard.records([0, 1, 2, 3])
     saver.begin(SaveOrder("1" * 32, str(tmp_path / "saved"), 0, False), Deadline.after(5))

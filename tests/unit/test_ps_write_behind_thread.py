@@ -12,6 +12,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.record import make_version
 from paramserver.apply.applier import Applier
+from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.write_behind import Bound
 from paramserver.ingest.ingest import Ingest
@@ -19,6 +20,7 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import APPLY
 from tests.unit.forgetful_journal import ForgetfulJournal
+from tests.unit.idle_background import IdleBackground
 from tests.unit.write_behind_shard import FOREVER, Ids, Shard, batch, put
 
 
@@ -26,12 +28,14 @@ class Rig(Shard):
     """With its threads, and one trainer."""
 
     def __init__(self, bound: Bound = FOREVER) -> None:
-        super().__init__(bound)
         self.handover, ledger = Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
-        self.intake = Ingest(Sessions(True), None)
-        self.behind._wake, self.behind._clock_s, self.intake.behind = self.handover.wake, time.monotonic, self.behind
+        super().__init__(bound, wake=self.handover.wake, clock_s=time.monotonic)
+        self.intake = Ingest(Sessions(True), None, behind=self.behind)
         self.failed = threading.Event()
-        self.applier = Applier(self.intake, self.engine, self.tables, self.handover, failed=lambda error: self.failed.set())
+        finder, failed = ChangedRowsFinder(self.store, self.tables, 5), lambda error: self.failed.set()
+        self.applier = Applier(
+            self.intake, self.engine, self.tables, self.handover, finder=finder, background=IdleBackground(), failed=failed
+        )
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=False, epoch=1, k=0)
         self.incarnation, self.sequence = self.intake.hello("a", 0)
         self.applier.start()
@@ -90,7 +94,7 @@ def test_a_flush_without_storage_says_what_it_waits_for_and_a_drain_gives_up(rig
     assert "1 applied rows are not written to storage" in rig.intake.describe_pending()
     node.down = other.down = False
     assert rig.intake.drain(Deadline.after(30))
-    assert rig.intake.trouble == ""
+    assert rig.intake.waits_for == ""
 
 
 def test_dirty_rows_are_written_when_no_batch_comes() -> None:

@@ -31,8 +31,10 @@ from paramserver.checkpoint import save_job
 from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
 from paramserver.checkpoint.erased_log import ErasedLog
 from paramserver.checkpoint.save_job import SaveOrder
+from paramserver.checkpoint.save_observer import SaveObserver
 from paramserver.checkpoint.saver import Saver
 from paramserver.engine.engine import Engine
+from paramserver.engine.engine_ports import EnginePorts
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
 
@@ -65,12 +67,25 @@ class Shard:
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.tables = Tables([])
-        self.engine = Engine(self.store, self.tables, epoch=3, k=0, timeout_s=5)
-        self.saver = self.new_saver()
+        self.n_ahead = 0  # batches that are acknowledged and not applied
+        self.begin_epoch(3, 0)
 
-    def new_saver(self) -> Saver:
-        options = {"definitions": lambda: [ITEM, USER], "folder": self.folder, "timeout_s": 5.0}
-        return Saver(0, self.store, self.tables, self.engine, **options)  # type: ignore[arg-type]
+    def begin_epoch(self, epoch: int, k: int) -> None:
+        """Be a new process, with the tables as they are."""
+        self.observer = SaveObserver(make_version(epoch, k))
+        self.engine = Engine(self.store, self.tables, epoch=epoch, k=k, timeout_s=5, ports=EnginePorts(observer=self.observer))
+        self.saver = Saver(
+            0,
+            self.store,
+            self.tables,
+            self.engine,
+            observer=self.observer,
+            committed_k=lambda: self.engine.k + self.n_ahead,
+            restore=lambda definition, ids: None,
+            definitions=lambda: [ITEM, USER],
+            folder=self.folder,
+            timeout_s=5.0,
+        )
 
     def run(self, kind: str, definition: TableDef, ids: NDArray[np.int64], value: float = 1.0) -> None:
         """Apply a batch."""
@@ -174,10 +189,8 @@ def test_incremental_saves_on_top_of_each_other_are_exact_too(shard: Shard, tmp_
     for number in range(1, 4):
         shard.run(APPLY, USER, np.arange(number * 10, number * 10 + 10))
         if number == 2:  # a shard that was started anew does not know what was erased before
-            shard.engine.witness = None
             shard.run(ERASE, USER, np.arange(60, 70))
-            shard.engine.epoch += 1
-            shard.saver = shard.new_saver()
+            shard.begin_epoch(shard.engine.epoch + 1, shard.engine.k)
         expected, url, save_id = shard.contents(), str(tmp_path / str(number)), f"{number:032x}"
         shard.begin(url, save_id=save_id, base=below)
         roles = {0: set(), 1: {"rows", "erased"}, 2: {"rows", "ids"}, 3: {"rows", "erased"}}[number]
@@ -216,13 +229,13 @@ def test_steps_are_those_of_the_cut(shard: Shard, tmp_path: Path) -> None:
 
 
 def test_a_save_waits_for_what_was_acknowledged(shard: Shard, tmp_path: Path) -> None:
-    shard.saver.committed_k = lambda: shard.engine.k + 1
+    shard.n_ahead = 1
     with pytest.raises(DeadlineExceededError, match="acknowledged, but only batch"):
         shard.saver.begin(SaveOrder("1" * 32, str(tmp_path / "a"), 0, False), Deadline.after(0.01))
 
 
 def test_a_save_waits_for_the_batch_under_way(shard: Shard, tmp_path: Path) -> None:
-    with shard.engine.gate.batch(), pytest.raises(DeadlineExceededError, match="batch under way"):
+    with shard.engine.batch_boundary.batch(), pytest.raises(DeadlineExceededError, match="batch under way"):
         shard.saver.begin(SaveOrder("1" * 32, str(tmp_path / "a"), 0, False), Deadline.after(0.01))
     shard.begin(str(tmp_path / "a"))
     shard.finish(str(tmp_path / "a"))
@@ -295,7 +308,7 @@ def test_a_shard_that_was_started_anew_keeps_what_it_had_finished(shard: Shard, 
     shard.begin(str(tmp_path / "a"))
     shard.finish(str(tmp_path / "a"))
     shard.run(APPLY, USER, np.arange(300))
-    shard.saver = shard.new_saver()
+    shard.begin_epoch(shard.engine.epoch, shard.engine.k)
     assert shard.saver.progress("1" * 32)[0] == "unknown"
     shard.begin(str(tmp_path / "a"))
     shard.finish(str(tmp_path / "a"))

@@ -18,9 +18,13 @@ from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine.engine import Engine
+from paramserver.engine.engine_ports import NO_OBSERVER, EnginePorts
+from paramserver.engine.repair_port import NO_REPAIR, RepairPort
 from paramserver.engine.write_behind import Bound, WriteBehind
+from paramserver.engine.write_observer import WriteObserver
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.repair.repairer import Reconstruct, Repairer
 from paramserver.snapshot.snapshotter import from_storage
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.mortal_shard import (
@@ -93,15 +97,38 @@ def half_answered(store: Faulty, parts: list[WritePart]) -> list[WriteResult]:
 
 
 class Shard:
-    """Store, tables and an engine that writes behind."""
+    """Store, tables and an engine that writes behind, unless `bound` is None; with the repairer where it is told how to reconstruct."""
 
-    def __init__(self, bound: Bound = FOREVER, cache_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        bound: Bound | None = FOREVER,
+        cache_bytes: int = 1 << 20,
+        *,
+        reconstruct: Reconstruct | None = None,
+        observer: WriteObserver = NO_OBSERVER,
+        wake: Callable[[], None] | None = None,
+        clock_s: Callable[[], float] | None = None,
+    ) -> None:
         self.store = Faulty.made()
         self.tables = Tables([], CacheBudget(cache_bytes))
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
         self.now_s, self.woken = 0.0, threading.Event()
-        self.behind = WriteBehind(self.store, self.tables, bound, epoch=1, timeout_s=5, wake=self.woken.set, clock_s=lambda: self.now_s)
-        self.engine.behind = self.behind
+        repair: RepairPort = NO_REPAIR
+        if reconstruct is not None:
+            repair = self.repairer = Repairer(
+                self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstruct, timeout_s=5, metas=lambda: []
+            )
+        self.behind = WriteBehind(
+            self.store,
+            self.tables,
+            bound or FOREVER,
+            epoch=1,
+            timeout_s=5,
+            repair=repair,
+            wake=wake or self.woken.set,
+            clock_s=clock_s or (lambda: self.now_s),
+        )
+        ports = EnginePorts(repair, observer, self.behind if bound else None)
+        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5, ports=ports)
 
     def run(self, ids: Ids, kind: str = APPLY, value: float = 1.0, *, keep_rows: bool = False) -> Any:
         return self.engine.run(batch(kind, ids, value), make_version(1, self.engine.k + 1), never, keep_rows=keep_rows)

@@ -1,0 +1,14 @@
+"""An apply thread's background in which nothing is ever to be done."""
+
+from paramserver.engine.repair_port import Pause
+from paramserver.journal import Position
+
+
+class IdleBackground:
+    """Of a shard without repairs, snapshots and scrubbing."""
+
+    def step(self, applied: Position, pause: Pause) -> bool:
+        return False
+
+    def due_in_s(self) -> None:
+        return None
