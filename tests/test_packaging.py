@@ -34,7 +34,7 @@ def read(name: str) -> str:
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", sorted({*storage_kinds._OWN.values(), *PROJECT["scripts"].values()}))
+@pytest.mark.parametrize("target", sorted({*(kind.store for kind in storage_kinds.KINDS.values()), *PROJECT["scripts"].values()}))
 def test_an_entry_point_or_a_storage_kind_names_something_that_exists(target: str) -> None:
     module, name = target.split(":")
     assert callable(getattr(importlib.import_module(module), name))
