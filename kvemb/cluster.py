@@ -282,7 +282,7 @@ class Cluster:
             ids, timeout_s: as `pull`.
             out: arrays to fill, by table name.
             stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`). Without,
-                rows may lack the last of them: their versions tell, and `push(held=...)` brings what they lack.
+                rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings what they lack.
         """
         pulled = self._pull(ids, out, timeout_s, versions=True, stored=stored)
         return {name: (got.rows, got.versions) for name, got in pulled.items()}
@@ -293,7 +293,7 @@ class Cluster:
         *,
         versions: Mapping[str, ArrayLike] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
-        held: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+        prefetched: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
         timeout_s: float | None = None,
     ) -> Ack:
         """Push several tables as one push (in sync mode: one step); arguments and errors as `Table.push`.
@@ -302,8 +302,8 @@ class Cluster:
             tables: (ids, grads) by table name.
             versions: what the pull returned, by table name; tables may be left out.
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
-            held: sync mode only: (ids, versions) by table name of rows that this trainer has pulled for steps to come, ids distinct,
-                versions as pulled; any tables. `Ack.fresh` then tells which of them are others after this step, and how they are.
+            prefetched: sync mode only: (ids, versions) by table name of rows that this trainer has pulled for steps to come, ids distinct,
+                versions as pulled; any tables. `Ack.changed_rows` then has those of them that this step changed.
                 Rows assigned or erased behind this step are told by the next one. The step is then released as soon as it is computed
                 and safe in the journals; see `Ack.wait_released`.
         """
@@ -319,7 +319,7 @@ class Cluster:
             values = table.pushed_hyper((hyper or {}).get(name, {}))
             seen, minus_one = (versions or {}).get(name), table.minus_one_allowed
             rows.append(prepare_push(table.definition, ids, grads, seen, values, table.wire_dtype, minus_one=minus_one))
-        return self._access.push(rows, timeout_s, self._held(held or {}))
+        return self._access.push(rows, timeout_s, self._prefetched(prefetched or {}))
 
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
@@ -465,16 +465,16 @@ class Cluster:
         ]
         return dict(zip(ids, self._access.pull(requests, timeout_s, versions=versions, stored=stored), strict=True))
 
-    def _held(self, held: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[PrefetchedRows]:
-        if held and self.mode != "sync":
+    def _prefetched(self, prefetched: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[PrefetchedRows]:
+        if prefetched and self.mode != "sync":
             raise InvalidInputError(
-                "held goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
+                "prefetched goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
                 "Leave it out, or set parameter_servers.mode to sync."
             )
         prepared = []
-        for name, rows in held.items():
+        for name, rows in prefetched.items():
             if not isinstance(rows, tuple | list) or len(rows) != 2:
-                raise InvalidInputError(f"table {name!r}: held is {type(rows).__name__}, expected a pair (ids, versions)")
+                raise InvalidInputError(f"table {name!r}: prefetched is {type(rows).__name__}, expected a pair (ids, versions)")
             prepared.append(prepare_prefetched(self.table(name).definition, *rows))
         return prepared
 

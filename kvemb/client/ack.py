@@ -97,11 +97,11 @@ class Ack:
         self._wait(lambda part: part.applied, "applied", timeout_s)
 
     def wait_released(self, timeout_s: float | None = None) -> None:
-        """Return when `fresh` and `staleness` are known. Raises as `wait` does.
+        """Return when `changed_rows` and `staleness` are known. Raises as `wait` does.
 
-        For a push that holds rows (`Cluster.push(held=...)`) that is as soon as every shard has computed its part, which is in its journal;
-        storage may not have it yet. This connection's pulls wait until it has; those of others see it a little later. For any other push
-        it is when the push is applied.
+        For a push with prefetched rows (`Cluster.push(prefetched=...)`) that is as soon as every shard has computed its part. It is in
+        the shard's journal then; storage may not have it yet. This connection's pulls wait until it has. Those of others see it a little
+        later. For any other push it is when the push is applied.
         """
         self._wait(lambda part: part.released, "released", timeout_s)
 
@@ -160,13 +160,13 @@ class Ack:
             return Staleness(self._moved_rows / self._versioned_rows, self._elapsed)
 
     @property
-    def fresh(self) -> Mapping[str, ChangedRows] | None:
-        """Of the rows that the push said it holds (`Cluster.push(held=...)`) those that are others now, by table, right after this step.
+    def changed_rows(self) -> Mapping[str, ChangedRows] | None:
+        """Those of the push's prefetched rows (`Cluster.push(prefetched=...)`) that this step changed, by table, right after it.
 
-        A table of which nothing changed is there with no rows; `{}` for a push that holds none. The arrays may be read-only.
+        A table of which nothing changed is there with no rows; `{}` for a push without prefetched rows. The arrays may be read-only.
 
         None until the push is released; and where a shard could not say, because the connection broke before its answer came, or storage
-        did not give it the rows: then pull what you hold again, before the next push.
+        did not give it the rows: then pull them again before the next push.
         """
         with self._changed:
             if not all(part.released for part in self._parts):

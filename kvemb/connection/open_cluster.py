@@ -54,7 +54,7 @@ class OpenCluster(Protocol):
         *,
         versions: Mapping[str, ArrayLike] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
-        held: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+        prefetched: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
         timeout_s: float | None = None,
     ) -> Ack:
         """Push several tables as one push."""

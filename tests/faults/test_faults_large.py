@@ -98,10 +98,10 @@ def train(cluster: kvemb.Cluster, name: str, number: int) -> list[dict[str, int]
     for step in range(3):
         ids = IDS[number * 1000 : N_ROWS - (1 - number) * 1000 - step]
         grads = np.random.default_rng([number, step]).standard_normal((len(ids), DIM)).astype(np.float32)
-        ack = cluster.push({name: (ids, grads)}, held={name: (IDS[:100], np.zeros(100, np.uint64))}, timeout_s=LONG_S)
+        ack = cluster.push({name: (ids, grads)}, prefetched={name: (IDS[:100], np.zeros(100, np.uint64))}, timeout_s=LONG_S)
         ack.wait_applied(LONG_S)
-        assert ack.fresh is not None
-        fresh.append({table: len(rows.ids) for table, rows in ack.fresh.items()})
+        assert ack.changed_rows is not None
+        fresh.append({table: len(rows.ids) for table, rows in ack.changed_rows.items()})
     return fresh
 
 

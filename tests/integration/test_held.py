@@ -49,24 +49,24 @@ def pull(cluster: Cluster, ids: Rows) -> tuple[dict[str, NDArray[np.float32]], H
 
 
 def push(cluster: Cluster, ids: Rows, rng: np.random.Generator, held: Held | None = None) -> Ack:
-    return cluster.push({name: (some, rng.normal(size=(len(some), 6))) for name, some in ids.items()}, held=held)
+    return cluster.push({name: (some, rng.normal(size=(len(some), 6))) for name, some in ids.items()}, prefetched=held)
 
 
 def check_fresh(reader: Cluster, held: Held, ack: Ack) -> dict[str, int]:
     """Compare what the release said with what storage holds; return how many rows of each table were fresh."""
-    assert ack.fresh is not None
-    assert set(ack.fresh) == set(held)
+    assert ack.changed_rows is not None
+    assert set(ack.changed_rows) == set(held)
     rows, now = pull(reader, {name: ids for name, (ids, _) in held.items()})
     for name, (ids, seen) in held.items():
         changed = now[name][1] != seen
-        fresh = ack.fresh[name]
+        fresh = ack.changed_rows[name]
         assert (fresh.ids.dtype, fresh.rows.dtype, fresh.versions.dtype) == (np.uint64, np.float32, np.uint64)
         order = np.argsort(fresh.ids)
         at = np.flatnonzero(changed)[np.argsort(ids[changed].astype(np.uint64))]
         np.testing.assert_array_equal(fresh.ids[order], ids[at].astype(np.uint64))
         np.testing.assert_array_equal(fresh.rows[order], rows[name][at])
         np.testing.assert_array_equal(fresh.versions[order], now[name][1][at])
-    return {name: len(fresh.ids) for name, fresh in ack.fresh.items()}
+    return {name: len(fresh.ids) for name, fresh in ack.changed_rows.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -104,7 +104,7 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
             ack.wait_released(PATIENCE_S)
             assert (ack.released, ack.applied, trainer.all_stored) == (True, False, False)
             assert ack.staleness is None, "this push said nothing of the versions that it was computed from"
-            fresh = ack.fresh
+            fresh = ack.changed_rows
             assert fresh is not None
             assert len(fresh["t"].ids) == 50
             with pytest.raises(ShardUnavailableError, match=r"push 2 of trainer 'a': not applied within 0\.2 s by shard 0"):
@@ -131,8 +131,8 @@ def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pyt
             ack = push(trainer, {"t": IDS[:100]}, rng, held)
             ack.wait_released(PATIENCE_S)
             assert not ack.applied
-            assert ack.fresh is not None
-            assert len(ack.fresh["t"].ids) == 50
+            assert ack.changed_rows is not None
+            assert len(ack.changed_rows["t"].ids) == 50
             assert len(ack._parts) > 4
         finally:
             os.kill(local.servers[0].process.pid, signal.SIGCONT)
@@ -195,7 +195,7 @@ def test_rows_held_over_several_steps_need_not_be_of_pushed_tables(alone: LocalC
         ack = push(trainer, {"pushed": IDS[:5]}, rng, {"held": held["held"]})
         ack.wait_applied()
         assert check_fresh(reader, {"held": held["held"]}, ack) == {"held": 20}
-        empty = trainer.push({}, held={"held": held["held"]})  # a step without gradients tells as well
+        empty = trainer.push({}, prefetched={"held": held["held"]})  # a step without gradients tells as well
         empty.wait_applied()
         assert check_fresh(reader, {"held": held["held"]}, empty) == {"held": 20}
 
@@ -213,8 +213,8 @@ def test_erased_and_assigned_rows_are_told_by_the_next_release(alone: LocalClust
         ack = push(trainer, {"edited": IDS[100:110]}, rng, held)
         ack.wait_applied()
         assert check_fresh(reader, held, ack) == {"edited": 25}
-        assert ack.fresh is not None
-        fresh = ack.fresh["edited"]
+        assert ack.changed_rows is not None
+        fresh = ack.changed_rows["edited"]
         erased = fresh.ids < 10
         assert (fresh.versions[erased] == 0).all()
         assert (fresh.rows[erased] != first["edited"][fresh.ids[erased].astype(int)]).any()  # the initial row again
@@ -289,11 +289,11 @@ def test_what_cannot_be_held_is_refused_before_anything_is_sent(alone: LocalClus
         }
         for message, held in wrong.items():
             with pytest.raises(InvalidInputError, match=message):
-                trainer.push({}, held={"refused": held})
+                trainer.push({}, prefetched={"refused": held})
         with pytest.raises(InvalidInputError, match=r"expected a pair \(ids, versions\)"):
-            trainer.push({}, held={"refused": [1]})  # type: ignore[dict-item]
+            trainer.push({}, prefetched={"refused": [1]})  # type: ignore[dict-item]
         with pytest.raises(UnknownTableError, match="nobody"):
-            trainer.push({}, held={"nobody": ([1], versions[:1])})
+            trainer.push({}, prefetched={"nobody": ([1], versions[:1])})
         push(trainer, {"refused": IDS[:3]}, np.random.default_rng(0)).wait_applied()  # and nothing of it stands in the way
 
 
@@ -301,10 +301,10 @@ def test_in_async_mode_held_rows_are_refused(require_server: Callable[[str], str
     with LocalCluster("valkey") as local, kvemb.connect(local.url) as trainer:
         create(trainer, "user")
         with pytest.raises(InvalidInputError, match="sync mode only"):
-            trainer.push({}, held={"user": ([1], np.zeros(1, np.uint64))})
+            trainer.push({}, prefetched={"user": ([1], np.zeros(1, np.uint64))})
         ack = push(trainer, {"user": IDS[:3]}, np.random.default_rng(0))
         ack.wait_applied()
-        assert ack.fresh == {}
+        assert ack.changed_rows == {}
 
 
 def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp_path: Path, require_server: Callable[[str], str]) -> None:
@@ -357,7 +357,7 @@ def test_a_shard_that_is_killed_around_the_release_says_it_right_or_not_at_all(r
             timer.join()
             local.start_shard(0)
             ack.wait_applied(PATIENCE_S)
-            if ack.fresh is not None:
+            if ack.changed_rows is not None:
                 check_fresh(reader, held, ack)
             after = push(trainer, {"user": ids[:0]}, rng, held)  # the next release knows it again
             after.wait_applied(PATIENCE_S)

@@ -19,12 +19,12 @@ from paramserver.optim import build_optimizer
 
 
 class MemoryAck:
-    def __init__(self, fresh: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, changed_rows: Mapping[str, Any] | None = None) -> None:
         self.waited_s: float | None = None
         self.n_waits = 0
         self.failure_seen = False
         self.error: Exception | None = None
-        self.fresh = fresh
+        self.changed_rows = changed_rows
         self.staleness = Staleness(0.0, 0)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
@@ -113,7 +113,7 @@ class MemoryCluster:
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
-        held: Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]] | None = None,
+        prefetched: Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]] | None = None,
     ) -> MemoryAck:
         self.changes += 2
         if self.failure is not None:
@@ -128,7 +128,7 @@ class MemoryCluster:
         self.pushes.append({name: (ids.copy(), grads.copy()) for name, (ids, grads) in tables.items()})
         self.versions.append(versions)
         self.hyper.append(hyper)
-        return MemoryAck(None if held is None else {name: self.tables[name].fresh(*rows) for name, rows in held.items()})
+        return MemoryAck(None if prefetched is None else {name: self.tables[name].fresh(*rows) for name, rows in prefetched.items()})
 
     def flush(self) -> None:
         """Everything is applied already."""

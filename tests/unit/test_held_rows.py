@@ -121,10 +121,10 @@ def test_parts_carry_what_is_held_and_its_digest_and_the_ack_the_answer(shard: F
     (part,) = shard.parts
     assert part.digest == digest_tables(part.tables, part.held) != digest_tables(part.tables)
     assert (part.held[0].ids.tolist(), part.held[0].rows.shape) == (held.ids.tolist(), (3, 0))
-    assert ack.fresh is not None
-    assert ack.fresh["user"].ids.tolist() == [int(held.ids[2])]
+    assert ack.changed_rows is not None
+    assert ack.changed_rows["user"].ids.tolist() == [int(held.ids[2])]
     shard.script = accept
-    assert session.push(rows_of(1), soon(), [held]).fresh is None  # not applied
+    assert session.push(rows_of(1), soon(), [held]).changed_rows is None  # not applied
 
 
 def test_an_ack_does_not_know_what_the_shard_did_not_say(shard: FakeShard, connect: Connections) -> None:
@@ -132,10 +132,10 @@ def test_an_ack_does_not_know_what_the_shard_did_not_say(shard: FakeShard, conne
     session = connect(sync=True)
     ack = session.push(rows_of(1), soon(), [holds(USER, 3)])
     ack.wait_applied()
-    assert ack.fresh is None
+    assert ack.changed_rows is None
     nothing = session.push(rows_of(1), soon(), [holds(USER, 0)])
     nothing.wait_applied()
-    assert nothing.fresh == {}
+    assert nothing.changed_rows == {}
 
 
 def test_an_answer_that_does_not_fit_ends_the_stream_and_is_not_used(shard: FakeShard, connect: Connections) -> None:
@@ -143,6 +143,6 @@ def test_an_answer_that_does_not_fit_ends_the_stream_and_is_not_used(shard: Fake
     session = connect(sync=True)
     ack = session.push(rows_of(1), soon(), [holds(USER, 3)])
     ack.wait_applied()
-    assert ack.fresh is None
+    assert ack.changed_rows is None
     with pytest.raises(MessageError, match="3 rows of 16 bytes are held"):
         session.wait_applied(soon())

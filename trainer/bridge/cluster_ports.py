@@ -26,7 +26,7 @@ class AckPort(Protocol):
         ...
 
     def wait_released(self, timeout_s: float | None = None) -> None:
-        """Wait until `staleness` and `fresh` are known: of a push that says what is held, before storage has it."""
+        """Wait until `staleness` and `changed_rows` are known: of a push with prefetched rows, before storage has it."""
         ...
 
     @property
@@ -40,8 +40,8 @@ class AckPort(Protocol):
         ...
 
     @property
-    def fresh(self) -> Changed | None:
-        """Of the rows that the push said are held, those that are others now; None while and where that is not known."""
+    def changed_rows(self) -> Changed | None:
+        """Those of the push's prefetched rows that its step changed; None while and where that is not known."""
         ...
 
 
@@ -99,9 +99,9 @@ class ClusterPort(Protocol):
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
-        held: Prefetched | None = None,
+        prefetched: Prefetched | None = None,
     ) -> AckPort:
-        """Hand over gradients; the ids of each table are distinct. `held`: in a sync job, see `Cluster.push`."""
+        """Hand over gradients; the ids of each table are distinct. `prefetched`: in a sync job, see `Cluster.push`."""
         ...
 
 

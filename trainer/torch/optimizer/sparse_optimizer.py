@@ -143,7 +143,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             waited_s = self._timed(self.last_ack.wait_released)
         elif parts and self.last_ack is not None:
             waited_s += self._timed(partial(self._unapplied.add, self.last_ack))
-        fresh = None if held is None or self.last_ack is None else self.last_ack.fresh
+        fresh = None if held is None or self.last_ack is None else self.last_ack.changed_rows
         for shared in sharing:
             shared.end_step(fresh if shared in holding else None)
         if (report := current_report()) is not None:
@@ -244,7 +244,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
         versions = {name: part[2] for name, part in parts.items()}
-        more = {} if held is None else {"held": held}  # only those that pull ahead need a cluster that knows of it
+        more = {} if held is None else {"prefetched": held}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
 
 
