@@ -6,8 +6,8 @@
 Everything here is imported at first use: importing the package loads no framework, and gRPC only when a cluster with
 parameter servers is opened.
 
-Example: a tour of the public API, on a real cluster of this machine that is cleaned up at its end (`kvemb.connect` takes
-the path of your cluster's kvemb.yaml just as well).
+Example: a tour of the public API, on a real cluster of this machine that is cleaned up at its end. On a cluster of your own,
+give `kvemb.connect` the path of its kvemb.yaml.
 
     >>> import kvemb, numpy as np
     >>> started = kvemb.local(store="valkey", nodes=1, shards=1)
@@ -28,7 +28,7 @@ the path of your cluster's kvemb.yaml just as well).
     array([[-2., -2., -2., -2.],
            [-1., -1., -1., -1.]], dtype=float32)
 
-    Run-time values may change at any step, versions tell how stale a gradient was, tables travel together.
+    Run-time values may change at any step. Versions tell how stale a gradient was. Several tables travel together.
 
     >>> users.set_hyper(lr=0.5)
     >>> words = cluster.create_table("word", dim=2, optimizer=kvemb.optim.adam(), dtype="float16", exist_ok=True)

@@ -61,11 +61,11 @@ def connect(
             it names. From a file, nodes that are replaced at other addresses later are found by reading it again.
         read_only: only pull; needs no parameter server.
         trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
-            from host, process and chance unless given; in a sync job give it, so that a restarted trainer gets its seat again.
+            from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
         timeout_s: of connecting; storage.timeout_s unless given.
-        max_staleness: above 0, acks of pushes bring the updated rows back, and pulls take them from this process's memory
-            while at most so many batches of their shard are known to have changed rows for anybody else since
-            (`kvemb.datapath.row_cache` has the exact terms). 0: every pull reads storage.
+        max_staleness: 0: every pull reads storage. Above 0, acks of pushes bring the updated rows back, and pulls may take them from
+            this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
+            since; `kvemb.datapath.row_cache` has the exact terms.
         row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
 
     Raises:
@@ -101,7 +101,10 @@ def connect(
 
 
 class Cluster:
-    """An open cluster; made by `connect`. Close it, or use it as a context manager."""
+    """An open cluster: its tables, and the verbs that concern several of them.
+
+    Made by `connect`. Close it, or use it as a context manager. Thread-safe.
+    """
 
     def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
         self._config, self._access, self._again = config, access, again
@@ -111,7 +114,7 @@ class Cluster:
 
     @property
     def config(self) -> Config:
-        """The kvemb.yaml it was opened with."""
+        """What kvemb.yaml said when the cluster was opened."""
         return self._config
 
     @property
@@ -137,10 +140,10 @@ class Cluster:
 
     @property
     def changes(self) -> int:
-        """How often this connection has changed rows, by pushes, assigns, erases and loads: one more when each begins, and when it is over.
+        """How often this connection has changed rows: one more when a push, assign, erase or load begins, and one more when it is over.
 
-        A push is over when it is released (`Ack.wait_released`), or has failed. Rows that were pulled at one number are others at the same
-        number only by what other processes do, or by a push that is on its way.
+        A push is over when it is released (`Ack.wait_released`), or has failed. While the number stays the same, rows that were pulled
+        change only by what other processes do, or by a push that is on its way.
         """
         return self._access.changes.now()
 
@@ -151,7 +154,7 @@ class Cluster:
 
     @property
     def row_cache(self) -> RowCacheStats | None:
-        """How many ids of pulls were looked up among the rows of own pushes, and how many found; None without `max_staleness`."""
+        """How many ids of pulls were looked up in the row cache, and how many were found; None without `max_staleness`."""
         return None if self._access.row_cache is None else self._access.row_cache.stats
 
     def create_table(
@@ -171,16 +174,16 @@ class Cluster:
     ) -> Table:
         """Create a table, or open it where it exists with `exist_ok` and the same identity.
 
-        Run-time values of `optimizer` (lr, …) are no identity. Where the table exists with others, those given here hold
-        for this client's pushes, as if by `Table.set_hyper`.
+        The run-time values of `optimizer` (lr, …) do not belong to the identity. Where the table exists with other values, those given
+        here hold for this client's pushes, as if by `Table.set_hyper`.
 
         Args:
             name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.schema.table_def.TableDef`; they are its identity. Give
                 num_ids where ids are 0 to num_ids - 1: on Redis and Valkey such a table needs less memory and is read faster.
             initializer: the first value of a row; `kvemb.init.uniform()` unless given.
             exist_ok: whether it may exist already.
-            start_over: drop it first where it exists, with any definition; see `drop_table`. For one process of a job: another that calls
-                this later drops what the first has created. The others open the table once it is there.
+            start_over: drop it first where it exists, with any definition; see `drop_table`. For one process of a job only: a second one
+                would drop what the first has created. The others open the table once it is there.
 
         Raises:
             InvalidInputError: a value is out of range, or records would be larger than a storage node takes; nothing was
@@ -210,20 +213,22 @@ class Cluster:
         return table
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
-        """Delete a table with all its rows, for good; its name may be given to another one then. Return how many rows were erased.
+        """Delete a table with all its rows, for good, and free its name. Return how many rows were erased.
 
         What was pushed before is applied first. From the moment it begins, trainers that still use the table get TableDroppedError from
         their next push, assign or erase. One that only pulls gets initial rows until it has asked the shards about rows that it did not
-        find, about a second later. A table created later under the name takes nothing from them. Broken off, by a shard that was killed or
-        a timeout, the table stays without a name, `kvemb status` says so, and calling this again completes it. Checkpoints keep what they
-        hold, and loading one brings the table back; a base for incremental ones must be saved anew.
+        find, about a second later. A table created later under the name takes nothing from them.
+
+        A drop may be broken off by a shard that was killed, or a timeout. Then the table has no name, `kvemb status` says so, and calling
+        this again completes it. Checkpoints keep what they hold, and loading one brings the table back. A base for incremental
+        checkpoints must be saved anew.
 
         Args:
             name: of the table.
             timeout_s: of the whole call; unless given, 30 s for every half a million rows of a shard.
 
         Raises:
-            UnknownTableError: there is no such table. TableDroppedError, one of it: not any more.
+            UnknownTableError: there is no such table; TableDroppedError, a kind of it: it has been dropped.
             InvalidInputError: kvemb.yaml declares it; nothing was changed.
             ShardUnavailableError, StorageError: it may have begun, and goes on when called again.
         """
@@ -253,7 +258,7 @@ class Cluster:
         return self._remember(definitions[name])
 
     def tables(self) -> list[str]:
-        """The names of the tables that exist, sorted."""
+        """Return the names of the tables that exist, sorted."""
         self._check_open()
         return sorted(self._stored_tables())
 
@@ -276,13 +281,13 @@ class Cluster:
         timeout_s: float | None = None,
         stored: bool = True,
     ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """The same, with the versions of the rows (uint64 [*ids.shape], 0 = does not exist), into `out` where given.
+        """Pull several tables with the versions of their rows: uint64 [*ids.shape], 0 where a row does not exist.
 
         Args:
             ids, timeout_s: as `pull`.
             out: arrays to fill, by table name.
-            stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`). Without,
-                rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings what they lack.
+            stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`).
+                Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings what they lack.
         """
         pulled = self._pull(ids, out, timeout_s, versions=True, stored=stored)
         return {name: (got.rows, got.versions) for name, got in pulled.items()}
@@ -302,8 +307,8 @@ class Cluster:
             tables: (ids, grads) by table name.
             versions: what the pull returned, by table name; tables may be left out.
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
-            prefetched: sync mode only: (ids, versions) by table name of rows that this trainer has pulled for steps to come, ids distinct,
-                versions as pulled; any tables. `Ack.changed_rows` then has those of them that this step changed.
+            prefetched: sync mode only: rows of any tables that this trainer has pulled for steps to come, as (ids, versions) by table name;
+                each id once, versions as pulled. `Ack.changed_rows` then has those of them that this step changed.
                 Rows assigned or erased behind this step are told by the next one. The step is then released as soon as it is computed
                 and safe in the journals; see `Ack.wait_released`.
         """
@@ -324,8 +329,8 @@ class Cluster:
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
 
-        Versions are (epoch, k) packed as epoch << 48 | k, and `pull` returns them: a pull that begins after this call sees every
-        batch up to k. One small call to each shard, all at once.
+        A pull that begins after this call sees every batch up to k. The versions that pulls return are such pairs, packed as
+        epoch << 48 | k. One small call to each shard, all at once.
 
         Raises:
             ShardUnavailableError: a shard did not answer in time (30 s unless given).
@@ -360,7 +365,7 @@ class Cluster:
         Args:
             url: of the new checkpoint: a path, or any fsspec URL that all shards reach.
             base: URL of a checkpoint beside it: only rows that changed since are saved.
-            weights_only: leave the optimizer's slots out: for serving.
+            weights_only: leave the optimizer's state out: for serving.
             extra: JSON values of yours, kept in the manifest.
             resume: go on with a save to this URL that was broken off, with the options it was begun with.
             timeout_s: of the cut; saving the rows takes as long as it takes.
@@ -385,7 +390,7 @@ class Cluster:
         )
 
     def load(self, url: str, *, stall_timeout_s: float = 600.0, progress: LoadProgress | None = None) -> LoadResult:
-        """Make the cluster what a checkpoint says: its rows, all of them and no others; see docs/checkpoints.md.
+        """Give the cluster the rows of a checkpoint, all of them and no others; see docs/checkpoints.md.
 
         The checkpoint is verified first. The shards stop for the time of the load; trainers' pushes wait and are retried.
 
@@ -406,10 +411,10 @@ class Cluster:
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
     def close(self) -> None:
-        """Wait until what was pushed is accepted, and what was released is in storage; say goodbye to the shards, drop every connection.
+        """Wait until pushes are accepted, and what was released is in storage; then say goodbye to the shards and drop every connection.
 
-        Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s, or is told how many were not and ends
-        with exit code 4; `kvemb.interrupts.exit_delivery` says how, and where it cannot be done.
+        Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s. Otherwise it is told how many were
+        not, and ends with exit code 4. `kvemb.interrupts.exit_delivery` says how, and where it cannot be done.
 
         Raises:
             KvembError: of a push that failed and nobody waited for, or was not accepted in time. It is closed all the same.
@@ -431,7 +436,7 @@ class Cluster:
         return self  # a connection is shared, not copied; so are its tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go along to a process that multiprocessing spawns: there it is a connection of its own, under a trainer's name of its own.
+        """Let a process that multiprocessing spawns open a connection of its own, under a trainer's name of its own.
 
         Raises:
             InvalidInputError: to anything else, a file for one.

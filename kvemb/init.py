@@ -1,7 +1,7 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
-The numbers they stand for, the same on every machine, are drawn by kvemb.specs.initializer, which see. What must not live here:
-anything but these functions.
+`kvemb.specs.initializer` draws their numbers, which are the same on every machine. What must not live here: anything but these
+functions.
 """
 
 from kvemb.specs.initializer import ALGORITHM_VERSION, FANS, Initializer
@@ -78,8 +78,8 @@ def xavier_uniform(gain: float = 1.0, fan_in: int | None = None, fan_out: int | 
 
     Args:
         gain: scale.
-        fan_in: inputs of the layer; the table's dim by default. A framework takes the number of rows, but here nobody
-            knows how many ids will come, and a first value that depended on it would not be a pure function of the id.
+        fan_in: inputs of the layer; the table's dim by default. A framework takes the number of rows, which nobody knows
+            here. And a first value that depended on it would not be a pure function of the id.
         fan_out: outputs; the table's dim by default.
 
     Source: Glorot, Bengio, "Understanding the difficulty of training deep feedforward neural networks", AISTATS 2010.
@@ -92,8 +92,9 @@ def xavier_uniform(gain: float = 1.0, fan_in: int | None = None, fan_out: int | 
 
 
 def xavier_normal(gain: float = 1.0, fan_in: int | None = None, fan_out: int | None = None) -> Initializer:
-    """Draw from a normal distribution of std gain * sqrt(2 / (fan_in + fan_out)); arguments and source as in
-    `xavier_uniform`.
+    """Draw from a normal distribution of std gain * sqrt(2 / (fan_in + fan_out)).
+
+    Arguments and source are those of `xavier_uniform`.
 
     Example:
         >>> xavier_normal().to_dict()
@@ -109,8 +110,8 @@ def columns(*parts: tuple[int, Initializer]) -> Initializer:
         parts: (width, initializer) pairs, from the first column to the last; the widths' sum is the table's dim.
 
     A column has the bits that its part's initializer gives to that column of a whole row, whatever the parts beside it
-    are: parts of one kind never repeat each other, and changing one part leaves the others alone while widths stay. Only
-    the fans of Xavier's default to the part's width, which is its layer's.
+    are. So parts of one kind never repeat each other, and changing one part leaves the others alone while widths stay.
+    Only the fans of Xavier's initializers default to the part's width, which is its layer's.
 
     Example:
         >>> import numpy as np

@@ -1,9 +1,8 @@
-"""Optimizers as a specification: the update a table has, the slots beside each row, the run-time values it takes.
+"""Optimizers as a specification: which update a table has, the state beside each row, the run-time values it takes.
 
-Trainers and parameter servers share this; the maths is in `paramserver.optim`, no NumPy and no I/O here. One table,
-`_KINDS`, says everything that differs between optimizers, so that a new one is an entry there, a constructor below and
-its maths. Options are fixed with the table (they shape the slots or their first value); run-time values may change at
-any step and travel with each push (docs/adr/0005).
+Options are fixed with the table: they shape the state or its first value. Run-time values may change at any step, and travel with
+each push (docs/adr/0005). Trainers and parameter servers share this; the maths is in `paramserver.optim`. No NumPy and no I/O here.
+One mapping, `_KINDS`, says all that differs between optimizers: a new one is an entry there, a function below and its maths.
 """
 
 from collections.abc import Mapping
@@ -82,11 +81,11 @@ _KINDS: Mapping[str, _OptimizerKind] = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Which update a table has. Make one with `adam(...)` and its like, or `from_dict`; frozen, hashable, always valid.
+    """Which update a table has. Frozen, hashable, and always valid; made by `adam(...)` and its like, or by `from_dict`.
 
     Args:
         kind: the optimizer's name.
-        options: fixed with the table. "momentum" is true if a momentum slot exists; its value is a run-time value.
+        options: fixed with the table. "momentum" says whether there is state for one; its value is a run-time value.
         hyper: the run-time values that hold where a push says nothing else.
         transforms: applied to the gradient in this order, before the optimizer.
 
@@ -115,7 +114,7 @@ class OptimizerSpec:
         object.__setattr__(self, "hyper", tuple(hyper.items()))
 
     def slots(self) -> tuple[StateField, ...]:
-        """Return the slots of this table, in the order in which they lie in the record.
+        """Return the fields of the state beside a row, in the order in which they lie in the record.
 
         Example:
             >>> [slot.name for slot in adam(amsgrad=True).slots()]
@@ -126,7 +125,7 @@ class OptimizerSpec:
         return tuple(replace(s, initial=options[s.initial_option]) if s.initial_option else s for s in there)
 
     def slot_size(self, dim: int) -> int:
-        """Return the number of float32 slot values beside one row of `dim` weights.
+        """Return the number of float32 values of state beside one row of `dim` weights.
 
         Example:
             >>> sgd().slot_size(16), rowwise_adagrad().slot_size(16), adam().slot_size(16)
@@ -156,9 +155,8 @@ class OptimizerSpec:
         """Return the run-time values in force for a push: the defaults, overlaid by the given ones, as Python floats.
 
         Raises:
-            InvalidInputError: an unknown name (the known ones are listed), not a number, NaN, out of range, or a
-            momentum for a
-                table that was created without one and so has no slot for it.
+            InvalidInputError: an unknown name (the known ones are listed), not a number, NaN, or out of range. Or a momentum
+                for a table that was created without one, and so has no state for it.
 
         Example:
             >>> adam().check_hyper({"lr": 0.01})
@@ -235,7 +233,7 @@ def _make(kind: str, given: Mapping[str, object], transforms: tuple[TransformSpe
 def sgd(lr: float = 1e-3, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> OptimizerSpec:
     """Gradient descent, as torch.optim.SGD on the rows pushed.
 
-    A momentum > 0 adds a slot. It is lazy: a row that is not pushed neither moves on nor loses momentum.
+    A momentum > 0 adds state. It is lazy: a row that is not pushed neither moves on nor loses momentum.
 
     Example:
         >>> sgd(0.1, momentum=0.9, nesterov=True).slot_size(8)
@@ -255,9 +253,9 @@ def adagrad(lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: flo
 
 
 def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> OptimizerSpec:
-    """Adagrad with one sum per row, of the mean squared gradient.
+    """Adagrad with one sum per row, of the mean squared gradient, as FBGEMM's EXACT_ROWWISE_ADAGRAD.
 
-    As FBGEMM's EXACT_ROWWISE_ADAGRAD, made for DLRM (Naumov et al. 2019).
+    Made for DLRM (Naumov et al. 2019). Its state is one float32 a row.
 
     Example:
         >>> rowwise_adagrad().slot_size(8)
@@ -269,7 +267,7 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> OptimizerSpec:
 def adam(lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, amsgrad: bool = False) -> OptimizerSpec:
     """Adam (Kingma, Ba 2015) on the rows pushed, as torch.optim.SparseAdam.
 
-    With amsgrad (Reddi et al. 2018) as torch.optim.Adam. The step is the table's, not the row's (docs/adr/0004).
+    With amsgrad (Reddi et al. 2018) it is torch.optim.Adam's. The step is the table's, not the row's (docs/adr/0004).
 
     Example:
         >>> adam(betas=(0.8, 0.99)).defaults()
@@ -300,7 +298,7 @@ def adamw(
 def ftrl(lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 0.0, initial_accumulator_value: float = 0.1) -> OptimizerSpec:
     """FTRL-Proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; the power of the step size is the paper's 1/2.
 
-    FTRL computes weights from its slots alone: use it with the zeros initializer. Any other first or assigned value is
+    FTRL computes weights from its state alone: use it with the zeros initializer. Any other first or assigned value is
     given up at the row's next push. `l2` is the paper's lambda_2, twice TensorFlow's l2_regularization_strength.
 
     Example:

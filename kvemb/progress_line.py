@@ -13,7 +13,7 @@ _EVERY_S = 0.5
 
 
 class ProgressLine:
-    """The line. One thread.
+    """One line that says how far a piece of work is. One thread.
 
     Args:
         stream: where to write.

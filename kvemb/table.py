@@ -28,7 +28,10 @@ _EXPORTED_AT_ONCE = 1 << 17  # ids: what storage answers well within the timeout
 
 
 class Table:
-    """One embedding table. Get it from `Cluster.table` or `Cluster.create_table`; see `kvemb` for a tour with an example."""
+    """One embedding table of a cluster: its rows are pulled, and gradients pushed to it.
+
+    Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour with an example. Thread-safe.
+    """
 
     def __init__(self, definition: TableDef, access: Access, cluster: OpenCluster) -> None:
         self._definition, self._access, self._cluster = definition, access, cluster
@@ -38,22 +41,22 @@ class Table:
 
     @property
     def name(self) -> str:
-        """The table's name."""
+        """The table's name, as it was given to `create_table`."""
         return self._definition.name
 
     @property
     def dim(self) -> int:
-        """Weights per row."""
+        """The number of weights in a row."""
         return self._definition.dim
 
     @property
     def definition(self) -> TableDef:
-        """The whole definition."""
+        """What the table is: dim, dtype, initializer, optimizer and all else that was fixed when it was created."""
         return self._definition
 
     @property
     def cluster(self) -> OpenCluster:
-        """The cluster it was opened from."""
+        """The cluster that the table was opened from."""
         return self._cluster
 
     @overload
@@ -84,33 +87,35 @@ class Table:
         return_versions: bool = False,
         timeout_s: float | None = None,
     ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.uint64]]:
-        """Read rows straight from storage. Writes nothing: a row that does not exist yet is what its first push will find.
+        """Read rows straight from storage; write nothing.
 
-        On a connection with `max_staleness` rows of this trainer's own pushes come from its memory while that allows it;
-        `kvemb.datapath.row_cache` says what they may lack. Storage's nodes are asked, and checked, for the other rows only.
+        A row that does not exist yet has the value that its first push will begin with. On a connection with `max_staleness`, rows of
+        this trainer's own pushes may come from its memory; `kvemb.datapath.row_cache` says what they may lack. Storage's nodes are
+        asked, and checked, for the other rows only.
 
         Args:
             ids: any integer array, any shape, duplicates fine, empty fine.
             out: float32 [*ids.shape, dim] to fill instead of a new array.
-            return_versions: also return the version of each row, 0 where it does not exist; give them to `push` and its
-                ack will tell how stale the gradients were.
-            timeout_s: of the whole call. Unless given, the cluster's storage.timeout_s. A pull of more than about 128 MB is read in
-                pieces of 32 MB, and has it for each.
+            return_versions: also return the version of each row, 0 where it does not exist. Give them to `push`, and its ack
+                tells how stale the gradients were.
+            timeout_s: of the whole call; the cluster's storage.timeout_s unless given. A pull of more than about 128 MB is read in
+                pieces of 32 MB, and each piece has that time.
 
         Returns:
             float32 [*ids.shape, dim]; with `return_versions` also uint64 [*ids.shape].
 
         Raises:
             InvalidInputError: see `kvemb.arrays.ids.normalize` and `out`; nothing was sent.
-            StorageError: a node is down, was restarted empty, …; naming it, within the timeout. `out` is untouched.
-            ShardUnavailableError: a step that was released to this connection ahead of storage does not get there.
+            StorageError: a node is down, or was restarted empty, say. The message names it, and comes within the timeout. `out` is
+                untouched.
+            ShardUnavailableError: a step was released to this connection ahead of storage, and storage does not get it.
         """
         request = prepare_pull(self._definition, ids, out, minus_one=self._minus_one)
         (pulled,) = self._access.pull([request], timeout_s, versions=return_versions)
         return (pulled.rows, pulled.versions) if return_versions else pulled.rows
 
     def push(self, ids: ArrayLike, grads: ArrayLike, *, versions: ArrayLike | None = None, timeout_s: float | None = None) -> Ack:
-        """Send gradients to the parameter servers; returns when they are on their way, the ack tells the rest.
+        """Send gradients to the parameter servers. Return when they are on their way; the ack tells the rest.
 
         Gradients of duplicate ids are summed. The arguments may be changed as soon as this returns. In sync mode each
         call is one step, so several tables that are trained together must be pushed by one `Cluster.push`.
@@ -119,7 +124,7 @@ class Table:
             ids: any integer array, empty fine.
             grads: floats [*ids.shape, dim], finite.
             versions: what the pull of these ids returned; for `Ack.staleness`.
-            timeout_s: of the first call's hello and of waiting for room when too much is on its way; 30 unless given.
+            timeout_s: of the first call's hello, and of the wait for room when too much is on its way; 30 unless given.
 
         Raises:
             InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
@@ -133,9 +138,9 @@ class Table:
         return access.push([rows], timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return when this process's pushes are applied: visible to every client's pulls. Concerns all tables.
+        """Return when this process's pushes to all tables are applied, that is, visible to every client's pulls.
 
-        What the shards had accepted from other trainers before the call is applied then too.
+        What the shards had accepted from other trainers before the call is applied then, too.
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: not within the time (30 s unless given); call it again.
@@ -149,7 +154,7 @@ class Table:
         return self._definition.optimizer.check_hyper(self._hyper)
 
     def set_hyper(self, **values: float) -> None:
-        """Change run-time values (lr, weight_decay, …) for every later push of this client, e.g. `set_hyper(lr=1e-4)`.
+        """Change run-time values (lr, weight_decay, …) for every later push of this client: `set_hyper(lr=1e-4)`.
 
         Raises:
             InvalidInputError: the optimizer takes no such value; the known ones are listed. Nothing changed.
@@ -164,10 +169,12 @@ class Table:
     def set_wire_dtype(self, name: str) -> None:
         """Choose how gradients travel in every later push of this client: "float32", or half the bytes for less precision.
 
-        Gradients of duplicate ids are summed in float32 first; then each sum is rounded to the nearest value, ties to even,
-        always to the same bits. The shard computes in float32. "bfloat16" keeps float32's range and 8 bits of precision
-        (an error of at most 2**-9 of each gradient). "float16" keeps 11 bits between 6e-5 and 65504: a larger gradient is
-        refused, a smaller one loses bits, and below 3e-8 it becomes 0; use it where gradients are known to lie in between.
+        Gradients of duplicate ids are summed in float32 first. Then each sum is rounded to the nearest value, ties to even,
+        always to the same bits. The shard computes in float32.
+
+        "bfloat16" keeps float32's range and 8 bits of precision: an error of at most 2**-9 of each gradient. "float16" keeps
+        11 bits between 6e-5 and 65504. A larger gradient is refused, a smaller one loses bits, and below 3e-8 it becomes 0.
+        Use it where gradients are known to lie in between.
 
         Raises:
             InvalidInputError: another name; nothing changed.
@@ -184,21 +191,21 @@ class Table:
         """Take -1, in a uint64 table 2**64 - 1, for an id like any other in every later pull and push of this client.
 
         Until then it is refused in a table without num_ids: it is mostly padding that was left in, and would be trained as a row.
-        `hash_ids` gives negative ids, too, and -1 no more often than any other, so there is no need of this for them.
+        `hash_ids` gives negative ids, too, but -1 no more often than any other id: hashed ids do not need this.
         """
         self._minus_one = True
 
     def pushed_hyper(self, values: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the run-time values of a push that gives these: empty while there are no others than the table's defaults."""
+        """Return the run-time values of a push that gives these; empty while the table's defaults hold."""
         if not values:
             return self._hyper
         return self._definition.optimizer.check_hyper({**self._hyper, **values})
 
     def assign(self, ids: ArrayLike, rows: ArrayLike, *, timeout_s: float | None = None) -> None:
-        """Set weights, creating rows that do not exist. Returns when it is visible to every client's pulls.
+        """Set weights, and create the rows that do not exist. Return when every client's pulls see them.
 
         Args:
-            ids: any integer array, distinct.
+            ids: any integer array, each id once.
             rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
             timeout_s: of the whole call; unless given, 30 s for every message of 16 MB to a shard.
 
@@ -228,8 +235,8 @@ class Table:
     def export(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Read every row that exists.
 
-        Ids come page by page from the shards' indexes, rows from storage; training may go on meanwhile, so this is no
-        snapshot: rows erased in between are left out, rows created in between may be.
+        Ids come page by page from the shards' indexes, rows from storage. Training may go on meanwhile, so this is no snapshot: rows
+        erased in between are left out, and rows created in between may be.
 
         Returns:
             (ids [n] in the table's id_dtype, float32 [n, dim] rows).
@@ -248,10 +255,10 @@ class Table:
         return to_caller(np.concatenate(kept_ids), self._definition.id_dtype), np.concatenate(kept_rows)
 
     def steps(self, timeout_s: float | None = None) -> int:
-        """Return how many steps of training the rows have had: applies of the optimizer to the table, on the shard where that is most.
+        """Return how often the optimizer was applied to the table, on the shard where that is most.
 
-        It is saved and loaded with checkpoints. In sync mode it counts the job's steps, in async mode batches of merged pushes.
-        Pushes that are on their way are not among them: `flush` first.
+        In sync mode these are the job's steps, in async mode batches of merged pushes. Pushes that are on their way are not among
+        them: `flush` first. Checkpoints save and load the number.
 
         Raises:
             ShardUnavailableError: a shard did not answer in time (30 s unless given).
@@ -259,7 +266,7 @@ class Table:
         return self._access.require_shards("steps").step(self.name, timeout_s)
 
     def __len__(self) -> int:
-        """The number of rows that exist, over all shards."""
+        """Return the number of rows that exist, over all shards."""
         shards = self._access.require_shards("len")
         self._access.wait_stored()
         return shards.count(self.name)

@@ -165,8 +165,8 @@ class Ack:
 
         A table of which nothing changed is there with no rows; `{}` for a push without prefetched rows. The arrays may be read-only.
 
-        None until the push is released; and where a shard could not say, because the connection broke before its answer came, or storage
-        did not give it the rows: then pull them again before the next push.
+        None until the push is released. None, too, where a shard could not say, because the connection broke before its answer came, or
+        storage did not give it the rows: then pull them again before the next push.
         """
         with self._changed:
             if not all(part.released for part in self._parts):

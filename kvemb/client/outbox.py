@@ -28,7 +28,7 @@ class Sent:
 
 
 class Outbox:
-    """Parts to one shard.
+    """The parts to one shard that it has not applied yet, in order.
 
     Args:
         where: the shard, for messages.

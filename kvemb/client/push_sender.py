@@ -40,7 +40,7 @@ _PASSING = (
 
 
 class PushSender:
-    """Parts to one shard, in order.
+    """Sends parts to one shard, in order, over one stream that is opened again when it breaks.
 
     Args:
         channel: of the shard.

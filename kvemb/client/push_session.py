@@ -28,7 +28,7 @@ _STATUS_TIMEOUT_S = 1.0
 
 
 class PushSession:
-    """One trainer.
+    """Sends one trainer's pushes to all shards, each under the next sequence.
 
     Args:
         servers: the shards.

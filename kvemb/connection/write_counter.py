@@ -1,4 +1,4 @@
-"""How often a connection has changed rows: a number that tells whether rows pulled earlier may be others by its own doing.
+"""How often a connection has changed rows: a number that tells whether rows pulled earlier may have changed by its own doing.
 
 What must not live here: what a change is, and what other processes do. Thread-safe; in a fork's child, which
 can change nothing, the number stands still, nothing is waited for, and no lock is taken that another thread may have held.
@@ -37,7 +37,7 @@ class ReleasableAck(Protocol):
 
 
 class WriteCounter:
-    """The number.
+    """Counts the changes of rows that one connection has begun and ended.
 
     Example:
         >>> changes = WriteCounter()

@@ -1,7 +1,7 @@
-"""Rows that a trainer holds for later steps: what it tells the shards of them, and what a step's release brings back. Pure, no I/O.
+"""Rows that a trainer has prefetched for later steps: what it tells the shards of them, and what a step's release brings. Pure, no I/O.
 
 A trainer in a sync job that pulls ahead registers the rows with its push: ids, and the versions that its pull saw. When the step is
-released, the shards answer with those that are no longer what is held: their weights and versions right after this step. A row that does
+released, the shards answer with those that the step changed: their weights and versions right after it. A row that does
 not exist (erased, or never created) has version 0 and its initial weights, which are computed here. What must not live here: how they
 travel (kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
 """
@@ -55,7 +55,7 @@ class PrefetchedRows:
 
 
 class ChangedRows(NamedTuple):
-    """Rows of one table that are others than those held: ids uint64 [m], rows float32 [m, dim], versions uint64 [m], 0 = does not exist."""
+    """Prefetched rows of one table that a step changed: ids uint64 [m], rows float32 [m, dim], versions uint64 [m], 0 = does not exist."""
 
     ids: NDArray[np.uint64]
     rows: NDArray[np.float32]

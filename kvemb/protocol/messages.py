@@ -59,7 +59,7 @@ class PushPart(Message):
         digest: xxh3-64 over the arrays of tables and held; tells other data under a used sequence.
         return_rows: whether the reply is to carry the updated rows.
         held: sync mode only: ids of rows that the trainer holds for later steps (dim 0), with their versions. The reply says which of them
-            are others after this step.
+            changed with this step.
     """
 
     trainer: str

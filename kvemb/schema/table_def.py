@@ -33,7 +33,7 @@ _KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed",
 
 @dataclass(frozen=True)
 class TableDef:
-    """One table.
+    """The definition of one table: what is fixed for its life.
 
     Args:
         name: 1 to 255 bytes of printable text, in UTF-8; see `check_table_name`.

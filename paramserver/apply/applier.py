@@ -37,7 +37,7 @@ class Background(Protocol):
 
 
 class Applier:
-    """Owns the apply thread.
+    """Owns the thread that applies committed batches, one after the other, and answers.
 
     Args:
         intake: which hears of the outcomes.
@@ -149,7 +149,7 @@ class Applier:
         return replies
 
     def _fresh(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
-        """Which of the rows that a part holds are others after this batch."""
+        """Those of a part's prefetched rows that this batch changed."""
         return [] if not part.held else self._finder.answer(part.held, batch)
 
     def _staleness(self, part: ReceivedPart) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""What the release of a sync step says of rows that a trainer holds for later steps: which are others now, and how they are.
+"""What the release of a sync step says of the rows that a trainer has prefetched for later steps: which of them it changed.
 
 Versions are compared with those of the step's batch, which need not be stored yet, and with the index, which is the truth about all other
 rows. The rows come from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing
@@ -31,7 +31,7 @@ log = logging.getLogger("paramserver")
 
 
 class ChangedRowsFinder:
-    """Answers for one shard.
+    """Finds, for one shard, the prefetched rows that a step changed.
 
     Args:
         store: open.

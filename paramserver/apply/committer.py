@@ -101,7 +101,7 @@ class Handover:
 
 
 class Committer:
-    """Owns the thread.
+    """Owns the thread that merges pushes, numbers and journals the batch, and only then promises it.
 
     Args:
         intake: where work comes from.

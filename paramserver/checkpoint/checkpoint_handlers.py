@@ -13,7 +13,7 @@ from .saver import Saver
 
 
 class ShardArchive:
-    """One shard's. Thread-safe.
+    """Answers one shard's saves and loads. Thread-safe.
 
     Args:
         saver: of the shard.

@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 class CopyOnWriteRecords:
-    """Of one table.
+    """Keeps the records of one table as they were at a save's cut.
 
     Args:
         folder: where the file lies.

@@ -80,7 +80,7 @@ def check(url: str, save_id: str, registry: Registry) -> Chain:
 
 
 class Loader:
-    """One shard's loads.
+    """Loads one shard's rows from checkpoints.
 
     Args:
         parts: of a shard that has recovered and does not serve yet.

@@ -80,7 +80,7 @@ class SaveOrder:
 
 
 class SaveJob:
-    """Owns the thread.
+    """Owns the thread of one save.
 
     Args:
         order: what to save.

@@ -33,7 +33,7 @@ _POLL_S = 0.002
 
 
 class Saver:
-    """One shard's. Thread-safe.
+    """Begins one shard's saves, and says how far they are. Thread-safe.
 
     Args:
         shard: number.

@@ -1,4 +1,4 @@
-"""The ledger: what makes a promise durable. The journal, and the question asked before every answer: is the shard still ours?
+"""What makes a promise durable: the journal, and the question asked before every answer: is the shard still ours?
 
 A process that was taken for dead may wake up in the middle of anything. So the epoch is read again after every commit and before anybody
 is told: what was committed before a successor raised the epoch is in the journal that the successor reads, and what comes later is not
@@ -14,7 +14,7 @@ NO_INCARNATION = 0
 
 
 class FencedLog:
-    """One shard's.
+    """The journal of one shard, which promises nothing for a shard that has another owner.
 
     Args:
         journal: open.

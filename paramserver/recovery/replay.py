@@ -48,7 +48,7 @@ class Recovered:
 
 
 class Recovery:
-    """One shard's recovery.
+    """Applies the end of one shard's journal over its saved state.
 
     Args:
         journal: open.

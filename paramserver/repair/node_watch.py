@@ -28,7 +28,7 @@ Lost = Callable[[str, NodeLostError], None]
 
 
 class NodeWatch:
-    """Owns the thread.
+    """Owns the thread that looks for nodes that lost rows, evicted some, or have another owner.
 
     Args:
         store: open.

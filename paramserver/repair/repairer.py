@@ -339,7 +339,7 @@ class Repairer:
             for block in self._blocks(one.table.definition, len(one.ids)):
                 self._still_ours()
                 self._write(one.table.definition, one.ids[block], records[block], port)
-            # Dirty rows among them are written with this, ahead of their time. Memcached's tokens are others now.
+            # Dirty rows among them are written with this, ahead of their time. Memcached's tokens have changed.
             n_dirty = int(np.count_nonzero(cache.is_pinned(one.ids)))
             cache.forget(one.ids)
             self.figures.rows += len(one.ids) - n_dirty

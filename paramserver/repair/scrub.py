@@ -22,7 +22,7 @@ _RETRY_S = 5.0
 
 
 class Scrub:
-    """One shard's.
+    """Compares one shard's rows with storage, a slice at a time.
 
     Args:
         repairer: of the shard.

@@ -26,7 +26,7 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class DropHandlers:
-    """Of one shard. Thread-safe.
+    """Answers one shard's part of dropping a table. Thread-safe.
 
     Args:
         shard: number.

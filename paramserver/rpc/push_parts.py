@@ -130,7 +130,7 @@ def _row_bytes(reply: PushReply) -> int:
 
 
 class PushReceiver:
-    """Serves one stream.
+    """Serves one push stream.
 
     Args:
         intake: of the shard.

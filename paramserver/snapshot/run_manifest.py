@@ -42,7 +42,7 @@ class TableRuns:
 
 @dataclass(frozen=True)
 class SnapshotManifest:
-    """A snapshot.
+    """Which runs make a local snapshot.
 
     Args:
         cut: version up to which the runs hold every change of every table; they may hold later ones. 0: nothing.

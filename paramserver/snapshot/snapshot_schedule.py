@@ -21,7 +21,7 @@ log = logging.getLogger("paramserver")
 
 
 class LocalSnapshots:
-    """One shard's.
+    """Says when one shard takes a local snapshot, and cuts its journal afterwards.
 
     Args:
         ledger: the journal.

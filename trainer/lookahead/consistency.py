@@ -8,7 +8,7 @@ What must not live here: threads, pipelines, and when a step happens; those call
   shards are asked again, and if one has applied more than k batches since, the rows are pulled anew.
 * `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts what it does of that itself, for whatever
   model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and
-  versions; with the release come back those that are others now, and take the place of what was held. Whatever of earlier changes a
+  versions; with the release come back those that the step changed, and take the place of what was held. Whatever of earlier changes a
   pull has seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later.
   So a release need not wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were
   registered.
@@ -57,7 +57,7 @@ class Consistency(Protocol):
 
 
 class Stale:
-    """As pulled."""
+    """Rows are used as they were pulled."""
 
     def __init__(self, cluster: Puller) -> None:
         self._cluster = cluster

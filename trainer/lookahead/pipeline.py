@@ -81,7 +81,7 @@ class Waited:
 
 
 class Pipeline(Generic[B, R]):
-    """A run.
+    """One run over a loader: batches on their way, and their rows.
 
     Args:
         batches: the loader's iterator, made in this thread; owned from here on.

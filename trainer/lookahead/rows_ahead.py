@@ -23,7 +23,7 @@ Ids = NDArray[np.uint64]
 Pulled = tuple[NDArray[np.float32], Ids]
 """Rows float32 [n, dim] and versions uint64 [n]."""
 Changed = Mapping[str, tuple[Ids, NDArray[np.float32], Ids]]
-"""By table, rows that are others now: ids uint64 [n], rows float32 [n, dim], versions uint64 [n]."""
+"""By table, rows that have changed: ids uint64 [n], rows float32 [n, dim], versions uint64 [n]."""
 _NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """No row ever has it."""
 

@@ -1,9 +1,8 @@
-"""The PyTorch bridge: embedding modules whose rows live in a kvemb table, and the optimizer that pushes their
-gradients.
+"""The PyTorch bridge: embedding modules whose rows live in a kvemb table, and the optimizer that pushes their gradients.
 
-What must not live here: storage, wire formats, update rules. `cluster_ports` says what is needed of a table and a cluster,
-`table_module` how a forward pass becomes a gradient to push, `embedding` the modules, `sparse_optimizer` the step, `prepare` pulls
-rows before their batch is used. Also reachable as `kvemb.torch`.
+Import it as `kvemb.torch`. `distribute` takes a model that is there to a cluster, `prepare` pulls rows before their batch is used, and
+`materialize` makes a plain torch copy. In the rooms below, `lookup` has how a forward pass becomes a gradient to push, `modules` the
+modules, `optimizer` the step. What must not live here: storage, wire formats, update rules.
 """
 
 from ..bridge.step_mark import MixedStepsWarning

@@ -59,7 +59,7 @@ class BaseCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """A whole checkpoint.
+    """What a whole checkpoint consists of.
 
     Args:
         save_id: 32 hex digits, of the save that made it.

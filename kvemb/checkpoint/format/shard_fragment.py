@@ -19,7 +19,7 @@ FORMAT = "kvemb-checkpoint-shard"
 
 @dataclass(frozen=True)
 class Fragment:
-    """One shard's share.
+    """What one shard has finished of a save.
 
     Args:
         save_id: of the save.

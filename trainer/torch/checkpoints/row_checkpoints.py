@@ -65,7 +65,7 @@ class RowCheckpoints:
         return url
 
     def follow(self) -> bool:
-        """Make the rows those that were saved with the dense weights that were loaded last, if they are others.
+        """Load the rows that were saved with the dense weights that were loaded last, unless the cluster has them.
 
         Call it after load_state_dict and before training goes on: once a step has begun there is nothing to follow any more.
 

@@ -33,7 +33,7 @@ class TableOptions:
 
 @dataclass(frozen=True, eq=False)
 class SiteTable:
-    """A site's table.
+    """The table that is made for one place in a model.
 
     Args:
         site, table: both.

@@ -27,7 +27,7 @@ CARRIED = init.constant(0.0)
 
 @dataclass(frozen=True)
 class First:
-    """How a table begins.
+    """How the rows of a model's table begin.
 
     Args:
         carried: its rows are assigned: the module's weights.

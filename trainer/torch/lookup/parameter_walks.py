@@ -32,7 +32,7 @@ _DEPTH = 16  # calls from torch's functions to here, through generators of modul
 
 
 class NamedTable(Protocol):
-    """A table, for messages."""
+    """A table that has a name, for messages."""
 
     @property
     def name(self) -> str:
