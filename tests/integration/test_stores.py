@@ -259,6 +259,16 @@ def test_the_password_of_the_configuration_is_used(launch: Launcher) -> None:
         pass
 
 
+def test_the_user_of_the_configuration_is_used(launch: Launcher) -> None:
+    address = launch.redis("--requirepass", "other", "--user", "trainer", "on", ">right", "~*", "&*", "+@all")
+    config, keys = StorageConfig("redis", (address,), username="trainer", password="right"), row_keys(10)
+    with opened(config) as store:
+        write(store, keys, records_of(keys))
+        require_rows(store, keys, records_of(keys))
+    with pytest.raises(ConfigError, match=rf"storage\.password_env.*{address}.*username_env"), opened(replace(config, username=None)):
+        pass  # the password of the default user is another
+
+
 def test_a_standalone_redis_is_no_cluster_and_a_cluster_node_no_standalone(launch: Launcher) -> None:
     alone = launch.redis()
     with pytest.raises(ConfigError, match=rf"storage\.kind.*{alone}"), opened(StorageConfig("redis-cluster", (alone,))):

@@ -1,11 +1,15 @@
 """Jagged features: made in every way, found by whatever walks a batch, and through a DataLoader's workers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
@@ -38,6 +42,23 @@ def test_lengths_offsets_lists_and_padding_say_the_same() -> None:
         assert feature.offsets().tolist() == [0, 2, 2, 3]
         assert feature.lengths().tolist() == [2, 0, 1]
         assert feature.weights_or_none() is None
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_move_hands_on_whether_it_may_go_on_before_the_copy_has_ended(non_blocking: bool) -> None:
+    moves: list[Any] = []
+
+    class Moves(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is Tensor.to and "meta" in args:
+                moves.append(kwargs)
+            return function(*args, **(kwargs or {}))
+
+    with Moves():
+        moved = [features.to("meta", non_blocking=non_blocking) for features in (JaggedTensor.from_lists(BAGS), keyed())]
+    assert moves == [{"non_blocking": non_blocking}] * len(moves)
+    assert len(moves) >= 4, "values and lengths of both"
+    assert {features.values().device.type for features in moved} == {"meta"}
 
 
 def test_padding_cuts_what_is_longer_and_keeps_rows_and_gradients() -> None:
