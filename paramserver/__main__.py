@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvemb.atomic_file import replace_atomically
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 
@@ -128,16 +129,10 @@ def _tell_ready(shard: Shard, path: Path, drain_timeout_s: float) -> None:
     """Write the ready file; a shard that nobody would hear of stops again."""
     try:
         with named("--ready-file", path):
-            _write_ready(path, shard.address)
+            replace_atomically(path, [f"{shard.address}\n".encode()], temporary=f"{path.name}.tmp")
     except ParameterServerError:
         shard.stop(drain_timeout_s)
         raise
-
-
-def _write_ready(path: Path, address: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(address + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _keep(config: Config, shard: int, words: str) -> None:

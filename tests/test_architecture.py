@@ -34,7 +34,7 @@ FACADES = {
 # that fits is a module's. A room imports rooms of the lines before its own, and itself. Every module is in one: none is on top by default.
 ROOMS = {
     "kvemb": (
-        {"kvemb.errors", "kvemb.own", "kvemb.progress_line"},
+        {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.arrays", "kvemb.columns", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},

@@ -13,8 +13,9 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from kvemb.atomic_file import replace_atomically, sync_folder
 from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.errors import CheckpointError, ConfigError
 
@@ -230,18 +231,5 @@ def _read_local(path: str, n_bytes: int) -> bytes:
 
 def _write_local(path: Path, data: bytes | memoryview) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"_tmp.{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder: Any = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_atomically(path, [data], temporary=f"_tmp.{path.name}")
+    sync_folder(path.parent)

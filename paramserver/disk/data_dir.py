@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
+from kvemb.atomic_file import sync_folder
 from kvemb.errors import ParameterServerError
 
-from .atomic_file import replace_atomically, sweep
 from .disk_errors import mend
-from .private_files import make_folder, opener
+from .private_files import make_folder, opener, replace_privately, sweep
 
 
 class DataDir:
@@ -68,8 +68,8 @@ class DataDir:
         Raises:
             OSError: the old file is untouched.
         """
-        replace_atomically(self.path / name, chunks, check)
-        self._sync()
+        replace_privately(self.path / name, chunks, check)
+        sync_folder(self.path)
 
     def sweep(self) -> None:
         """Delete what earlier processes have begun to write; call it when they can be told that the folder is not theirs any more."""
@@ -78,15 +78,8 @@ class DataDir:
     def remove(self, name: str) -> None:
         """Remove a file durably; fine when there is none."""
         (self.path / name).unlink(missing_ok=True)
-        self._sync()
+        sync_folder(self.path)
 
     def close(self) -> None:
         """Let another process have the folder."""
         self._lock.close()
-
-    def _sync(self) -> None:
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef
 
-from ..disk.atomic_file import replace_atomically, sweep
-from ..disk.private_files import make_folder
+from ..disk.private_files import make_folder, replace_privately, sweep
 from ..journal import segment_files
 from .run_manifest import RunEntry, SnapshotManifest, decode_snapshot_manifest, encode_snapshot_manifest
 from .run_merge import erased_versions, merge_from, merged
@@ -194,7 +193,7 @@ class Runs:
     def _replace(self, manifest: SnapshotManifest) -> None:
         path = self._folder / _MANIFEST
         try:
-            replace_atomically(path, [encode_snapshot_manifest(manifest)], self._still_ours)
+            replace_privately(path, [encode_snapshot_manifest(manifest)], self._still_ours)
         except OSError as error:
             raise full(path, error) from error
         self._manifest = manifest
