@@ -12,15 +12,17 @@ import re
 import stat
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from kvemb.atomic_file import replace_atomically, sync_folder
 from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.errors import CheckpointError, ConfigError
+from kvemb.net.backoff import pauses
 
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
-_TRIES, _FIRST_PAUSE_S = 5, 0.2
+_PAUSES_S = tuple(islice(pauses(0.2, 1.6), 4))
 # Waiting does not mend these.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 T = TypeVar("T")
@@ -176,17 +178,15 @@ class CheckpointStorage:
         return f"{self._root.rstrip('/')}/{path}"
 
     def _try(self, what: str, path: str, call: Callable[[], T]) -> T:
-        pause_s = _FIRST_PAUSE_S
-        for left in reversed(range(_TRIES)):
+        for pause_s in (*_PAUSES_S, None):
             try:
                 return call()
             except Exception as error:  # whatever a file system's library raises
                 if isinstance(error, CheckpointError):
                     raise
-                if not left or isinstance(error, _FINAL):
+                if pause_s is None or isinstance(error, _FINAL):
                     raise CheckpointError(f"{self.where(path)}: cannot {what} it: {type(error).__name__}: {error}") from error
             self._pause(pause_s)
-            pause_s *= 2
         raise AssertionError("unreachable")
 
 

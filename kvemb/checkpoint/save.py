@@ -20,6 +20,7 @@ from kvemb.checkpoint.reader import Checkpoint, open_checkpoint
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 
@@ -135,7 +136,7 @@ def _wait(servers: AllShards, save_id: str, requests: Sequence[SaveRequest], pro
     heard = [time.monotonic()] * len(servers)
     replies: list[SaveReply | Exception] = []
     asked = [SaveStatusRequest(save_id)] * len(servers)
-    pause_s = _POLL_S
+    waits = pauses(_POLL_S, _LONGEST_POLL_S)
     while True:
         replies = servers.try_each("SaveStatus", asked, SaveReply, Deadline.after(_CALL_S))
         now = time.monotonic()
@@ -150,8 +151,7 @@ def _wait(servers: AllShards, save_id: str, requests: Sequence[SaveRequest], pro
             progress(sum(r.rows_done for r in known), sum(r.rows for r in known), sum(r.bytes_done for r in known))
         if all(reply.state == "done" for reply in known) and len(known) == len(servers):
             return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        time.sleep(next(waits))
 
 
 def _require_same_tables(storage: CheckpointStorage, manifest: CheckpointManifest, below: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from kvemb.errors import (
     ShardUnavailableError,
     from_wire,
 )
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import HelloReply, PushReply
@@ -138,14 +139,15 @@ class PushSender:
 
     def _run(self) -> None:
         """Stay connected while there is something to send; after a break pause, longer each time without an answer."""
-        pause_s = _FIRST_PAUSE_S
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         introduced = True  # by the session, before the first part
         while self._wait_for_parts():
             try:
                 if not introduced:
                     self._reintroduce()
                 introduced = False
-                pause_s = _FIRST_PAUSE_S if self._exchange() else pause_s
+                if self._exchange():
+                    waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 self._trouble = "the shard ended the stream"
             except ShardUnavailableError as error:
                 self._trouble = str(error)
@@ -156,8 +158,7 @@ class PushSender:
                 self._fail(ParameterServerError(f"{self._channel}: push stream: {type(error).__name__}: {error}"))
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._closing, pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._changed.wait_for(lambda: self._closing, next(waits))
 
     def _wait_for_parts(self) -> bool:
         with self._changed:

@@ -15,6 +15,7 @@ import grpc
 
 from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
 from kvemb.interrupts import exit_delivery, off_main_thread
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
@@ -58,16 +59,15 @@ class PendingCall:
             ShardUnavailableError: none came within the deadline; the request may have been carried out.
             KvembError: whatever the shard reported, in its own class.
         """
-        pause_s = _FIRST_PAUSE_S
-        while True:
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return reply_type.decode(self._answer())
             except ShardUnavailableError:
                 if self._method not in _REPEATABLE or self._closed or self._deadline.remaining_s() <= pause_s:
                     raise
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._future = self._send()
+        raise AssertionError("unreachable")
 
     def _send(self) -> Any:
         timeout_s = self._deadline.remaining_s()

@@ -21,6 +21,7 @@ from kvemb.errors import (
     ProtocolError,
     WrongNodeError,
 )
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
 
@@ -55,7 +56,7 @@ def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline,
         WrongNodeError: the nodes belong to another cluster than this data folder.
         StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
     """
-    pause_s, said = _FIRST_PAUSE_S, ""
+    waits, said = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), ""
     while True:
         try:
             return _try_to_join(store, data, shard, timeout_s)
@@ -66,8 +67,7 @@ def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline,
                 log.info("waiting for storage: %s", error)
             if isinstance(error, DeadlineExceededError):
                 timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
-        wait(min(pause_s, deadline.remaining_s()))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        wait(min(next(waits), deadline.remaining_s()))
 
 
 def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float) -> bytes:
