@@ -1,1 +1,1 @@
-"""Pure array functions over ids and weights: hashing, unique ids, sums by id, rounding, the inverse normal."""
+"""Pure array functions over ids and weights: hashing, unique ids, sums by id, rounding, the inverse normal distribution."""

@@ -1,1 +1,1 @@
-"""What the verbs of the `kvemb` command do and print; the command line itself is read in `kvemb.cli`."""
+"""What the verbs of the `kvemb` command do and print; `kvemb.cli` reads the command line itself."""

@@ -1,1 +1,1 @@
-"""The way of rows through a trainer: pulls and pushes prepared, read in one batch, kept, and put where the caller wants them."""
+"""The way of rows through a trainer: pulls and pushes are checked, read in one batch, cached, and put where the caller wants them."""

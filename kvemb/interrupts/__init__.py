@@ -1,1 +1,1 @@
-"""What an interrupt, or the end of the program, must not break: calls off the main thread, and pushes delivered at exit."""
+"""What Ctrl-C, or the end of the program, must not break: calls made off the main thread, and pushes delivered at exit."""

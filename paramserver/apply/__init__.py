@@ -1,1 +1,1 @@
-"""The shard's two threads: the committer merges, journals and acknowledges; the apply thread changes rows and answers."""
+"""The shard's two threads: the committer merges, journals and promises; the applier changes rows and answers."""

@@ -1,1 +1,1 @@
-"""A shard's own files: whole or not there, private, one owner at a time, and what the system has against one of them."""
+"""A shard's own files: whole or not there, private, with one owner at a time; and why one of them cannot be used."""

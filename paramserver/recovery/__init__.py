@@ -1,1 +1,1 @@
-"""What a shard must know to go on after a stop: its claim, its saved state, and the journal replayed over it."""
+"""How a shard goes on after any end: it claims its place, reads its saved state, and replays the journal over it."""

@@ -1,1 +1,1 @@
-"""The gRPC service: messages in, messages out, and how many streams there may be."""
+"""The gRPC service: messages come in, answers go out; and how many streams there may be."""

@@ -42,8 +42,9 @@ def lightning_callback(url: str, *, keep: int | None = None) -> Any:
 
 
 def hugging_face_callback(url: str, *, keep: int | None = None) -> Any:
-    """Make a callback that saves rows whenever Hugging Face's Trainer saves a checkpoint, and brings them back when it has loaded one: to
-    resume, and for the best one at the end (`load_best_model_at_end`).
+    """Make a callback that saves rows whenever Hugging Face's Trainer saves a checkpoint, and brings them back when it loads one.
+
+    It loads one to resume, and the best one at the end (`load_best_model_at_end`).
 
     Args:
         url: folder of the rows' checkpoints, see `RowCheckpoints`.

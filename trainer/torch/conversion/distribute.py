@@ -1,8 +1,8 @@
 """distribute: a torch model's large embeddings become tables, in place, in one line; its training loop stays as it is.
 
 What must not live here: which embeddings (`distribute_plan`), whose first rows (`weight_transfer`), what a step does
-(`joined_step`), update rules (`optimizer_map`). Strategy: everything is checked before anything changes; then tables are made and
-filled; the model and the optimizer are changed last, by assignments that are undone if one fails.
+(`joined_step`), update rules (`optimizer_map`). Strategy: everything is checked before anything changes. Then tables are made and filled.
+The model and the optimizer are changed last, by assignments that are undone if one fails.
 """
 
 import sys
@@ -77,19 +77,20 @@ def distribute(
     so does one that resumes. Tables that exist are opened, if they have the same identity. An embedding too large for this machine is
     made on the meta device: `with torch.device("meta"): nn.Embedding(10**9, 16)`.
 
-    A table begins with the module's own weights. They are assigned, by the trainer that makes it, while others wait until they are there.
-    Of weights beyond 10 million rows or 1 GiB in all, the initializer is read off, where they plainly are draws of one of `kvemb.init`.
-    Where neither can be, as on the meta device, it asks for one of the two arguments below. A table that exists keeps its rows.
+    A table begins with the module's own weights. The trainer that makes it assigns them, while others wait until they are there.
+    Weights beyond 10 million rows or 1 GiB in all are not assigned: where they plainly are draws of one of `kvemb.init`, the table gets
+    that initializer. Where neither can be, as on the meta device, it asks for `carry_weights` or `initializer`. A table that exists
+    keeps its rows.
 
     Args:
         model: whose embeddings are replaced; modules that share a weight share the table.
         cluster: of `kvemb.connect`.
         min_rows: embeddings of fewer rows stay, and so do frozen ones.
-        optimizer: a torch optimizer made of the model's parameters: it goes on with what stays, its step() pushes, too, and each table
+        optimizer: a torch optimizer made of the model's parameters. It goes on with what stays, and its step() pushes, too. Each table
             gets its rule and follows its group's run-time values (docs/conversion.md lists what is mapped). Or a `kvemb.optim` rule for
             all tables, to train with SparseOptimizer(model). None: open tables that exist, as for serving.
-        carry_weights: True: assign the weights, however many. False: do not, read their initializer off. "overwrite": this trainer assigns
-            them also where the table exists; for one trainer alone.
+        carry_weights: True: assign the weights, however many. False: read their initializer off them. "overwrite": assign them also where
+            the table exists; for one trainer alone.
         names: of the tables, by module path, or a function from path to name; the path unless given. A model that is not to share rows
             with another one of the cluster needs other names.
         leave: paths of embeddings that stay.

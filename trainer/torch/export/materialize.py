@@ -35,20 +35,22 @@ _Rows = tuple[int, str, bytes]
 def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *, max_bytes: int = 2 << 30) -> nn.Module:
     """Copy a model with its rows in plain torch modules. The model is not changed.
 
-    What this process pushed is applied first; in an asynchronous job other trainers may go on, and the rows of a copy are of about one
-    time, not of one cut (a checkpoint is: see docs/checkpoints.md).
+    What this process pushed is applied first. In an asynchronous job other trainers may go on: the rows of a copy are of about one time,
+    and those of a checkpoint of one cut (docs/checkpoints.md).
 
     Args:
         model: with Embedding, EmbeddingBag, collections and DenseFeatures of this package.
-        ids: by table name or module path, the ids whose rows are taken, any integers; an id that is not among them has a row of zeros
-            in the copy. A table that is not named is taken whole, which needs its num_ids. A column's ids are its buckets.
+        ids: by table name or module path, the ids whose rows are taken, any integers. Other ids of that table have rows of zeros in the
+            copy. A table that is not named is taken whole, which needs its num_ids. A column's ids are its buckets.
         max_bytes: refuse more rows than this, together.
 
     Returns:
-        A model of torch's own modules, or `KnownRows` and `KnownRowsBag` where ids were given; float32 on the CPU, where the model's
-        other parameters stay where they are. Modules over several tables become those of `plain_tables`, with such modules inside. All
-        modules over a table share one parameter, unless they were given different ids. Where the model holds an optimizer that pushes
-        (the one given to `distribute`, or a SparseOptimizer), as an attribute, in a list or on a scheduler, the copy has None.
+        A model of torch's own modules, or `KnownRows` and `KnownRowsBag` where ids were given. Their rows are float32 on the CPU; the
+        model's other parameters stay on their devices. Modules over several tables become those of `plain_tables`, with such modules
+        inside. All modules over a table share one parameter, unless they were given different ids.
+
+        The model may hold an optimizer that pushes (the one given to `distribute`, or a SparseOptimizer) as an attribute, in a list or
+        on a scheduler. The copy has None there.
 
     Raises:
         InvalidInputError: too many bytes, a table without num_ids and without ids, names that are neither table nor path, a module of

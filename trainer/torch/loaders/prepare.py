@@ -37,14 +37,14 @@ def prepare(
     Args:
         model: with at least one module over a kvemb table.
         loader: any iterable of batches, a DataLoader for one, with or without worker processes.
-        features: what feeds each module, by its path in the model: a key, attribute or index of the batch, a sequence of them, or a
-            function of the batch that returns the module's argument or a tuple of its arguments; None for a module whose rows shall be
-            pulled when it is called. Without `features` it is found out by watching the first batch being used; `Prepared.report` says
-            what was found, and why where nothing was.
+        features: what feeds each module, by its path in the model. A key, attribute or index of the batch, or a sequence of them. Or a
+            function of the batch that returns the module's argument, or a tuple of its arguments. None for a module whose rows are
+            pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` says what was
+            found, and why where nothing was.
         consistency: what rows may lack when their batch is used. "stale": what is pushed for the `capacity` batches before it, and what
-            else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do: given
-            the same draws, training is what it is without `prepare`, bit for bit. For clusters in sync mode.
-        k: batches, with "bounded", where one more small call to each shard comes with every pull and every batch.
+            else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do; for clusters
+            in sync mode. Given the same draws, training is then what it is without `prepare`, bit for bit.
+        k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
         threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
         capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
         executor: runs the pulls instead of threads of our own.

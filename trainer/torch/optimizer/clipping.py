@@ -26,9 +26,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, e
     """Scale all gradients of a model down, in place, so that their norm together is at most `max_norm`.
 
     Call it where torch.nn.utils.clip_grad_norm_ stands: after backward, before the step, with GradScaler after unscale_. In a job of
-    several ranks (torch.distributed) call it on every rank: all scale by one norm, so dense weights that are equal stay so. It is taken of
-    the dense gradients at hand, which DistributedDataParallel has averaged, and of all ranks' rows, averaged where their table's `reduce`
-    is "mean"; a row that several ranks have counts as several, for nobody has their sum before the push.
+    several ranks (torch.distributed) call it on every rank: all scale by one norm, so dense weights that are equal stay so. The norm is
+    that of the dense gradients at hand, which DistributedDataParallel has averaged, and of all ranks' rows. Rows are averaged where their
+    table's `reduce` is "mean". A row that several ranks have counts as several, for nobody has their sum before the push.
 
     Args:
         model: with kvemb modules, or without any.

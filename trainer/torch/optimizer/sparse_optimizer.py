@@ -29,19 +29,18 @@ from .pushed_gradients import GradientPart, merge_gradients, unscale_factor
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """Push what backward collected in a model's Embedding and EmbeddingBag modules. Dense weights need an optimizer of
-    their own.
+    """Push what backward collected in a model's Embedding and EmbeddingBag modules.
 
-    One group per table: "table" (its name) and the run-time values of the table's optimizer, which begin as
-    `Table.hyper` says and travel with every push. Schedulers change them as in any optimizer (OneCycleLR: with
-    cycle_momentum=False unless the tables have momentum). Modules that share a table add up. A newer SparseOptimizer of
-    the same modules takes them over.
+    Dense weights need an optimizer of their own. There is one group per table, with "table" (its name) and the run-time values of the
+    table's optimizer. These begin as `Table.hyper` says, and travel with every push. Schedulers change them as in any optimizer
+    (OneCycleLR: with cycle_momentum=False unless the tables have momentum). Gradients of modules that share a table add up. A newer
+    SparseOptimizer of the same modules takes them over.
 
     Args:
         model: a module with at least one Embedding or EmbeddingBag inside, all of one cluster.
         timeout_s: how long step() waits for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when step() returns; it waits for the oldest
-            ones. Fewer bound how stale rows are when the shards fall behind; each trainer has its own.
+            ones. A lower number bounds how stale rows are when the shards fall behind. Each trainer has its own.
 
     Raises:
         InvalidInputError: no such module, tables of several clusters, or an option out of range.
@@ -88,8 +87,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 module.pending = self._pending[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for a step, or set them to zero. Forward passes whose backward is to come are
-        not concerned.
+        """Drop the gradients that wait for a step, or set them to zero.
+
+        Forward passes whose backward is to come are not concerned.
         """
         for pending in self._pending.values():
             if set_to_none:
@@ -102,10 +102,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients of all backward passes since the last step, all tables in one push.
 
-        The gradients are used up. In a sync job the call returns after the step was released: applied, or, where the next batch's
-        rows were pulled ahead as "exact", computed and on its way to storage (this connection's pulls wait for that). A
-        trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async
-        job it returns once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
+        The gradients are used up. In a sync job the call returns after the step was applied. Where the next batch's rows were pulled
+        ahead as "exact", it returns earlier: when the step is computed and on its way to storage, for which this connection's pulls
+        wait. A trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async job the
+        call returns once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
 
         Args:
             closure: evaluates the model again and returns the loss.
