@@ -32,6 +32,7 @@ FACADES = {
 
 # The rooms of each package, lowest first. A room is a folder's own files, or a file that lies directly in the package; the longest name
 # that fits is a module's. A room imports rooms of the lines before its own, and itself. Every module is in one: none is on top by default.
+# docs/architecture.md has a line for each.
 ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},

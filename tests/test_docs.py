@@ -87,7 +87,7 @@ def test_the_architecture_names_every_room_once(package: str) -> None:
     cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     told = [name for cell in cells for name in re.findall(r"`([\w/.]+)`", cell)]
     rooms = {name for level in ROOMS[package] for name in level if name not in (package, f"{package}.__main__")}
-    assert sorted(told) == sorted(shown(name) for name in rooms)
+    assert sorted(told) == sorted(shown(name) for name in rooms), "each room has one line in docs/architecture.md"
 
 
 MARKDOWN = sorted(
