@@ -1,7 +1,7 @@
 """A full checkpoint and the incremental ones built on it, read as one: newest wins, erased rows stay away.
 
-All files of one table and saved shard are sorted by id, so the levels are merged as streams: of every stream one block is held, and each
-turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, whatever the sizes.
+All files of one table and saved shard are sorted by id, so the levels are merged as streams. One block of every stream is in memory, and
+each turn takes all ids up to the smallest of the blocks' last ids. Memory is one block per stream, whatever the sizes.
 """
 
 from collections.abc import Iterator, Sequence

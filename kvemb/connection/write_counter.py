@@ -3,10 +3,10 @@
 What must not live here: what a change is, and what other processes do. Thread-safe; in a fork's child, which
 can change nothing, the number stands still, nothing is waited for, and no lock is taken that another thread may have held.
 
-Strategy: each change counts twice, when it begins and when it is over, so that two equal numbers mean that no change began, was under way
-or ended in between, unless one was under way all the time: then rows may change after the second number only, and a third one tells.
-Pushes are over when they are released, which is looked up when somebody asks for the number. Some are released before storage has them;
-`wait_stored` waits for those, and pulls call it first.
+Strategy: each change counts twice, when it begins and when it is over. So two equal numbers mean that no change began or ended in
+between. One may have been under way all the time: its rows change after the second number, and a third one tells. Pushes are over when
+they are released, which is looked up when somebody asks for the number. Some are released before storage has them; `wait_stored` waits
+for those, and pulls call it first.
 """
 
 import os

@@ -4,8 +4,8 @@ A restarted, flushed, evicted or swapped node answers "missing" for rows that ex
 holds a marker, read on connect and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
 batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
 
-While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` stands in its marker, and afterwards the repair's nonce: two
-lifetimes of a node's data never have the same marker, so that a batch that began before a loss cannot take the repaired node for whole.
+While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` stands in its marker, and afterwards the repair's nonce. Two
+lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole.
 """
 
 from collections.abc import Sequence

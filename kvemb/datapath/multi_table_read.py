@@ -1,7 +1,7 @@
 """Rows of several tables, read in one batch; tables whose records are laid out alike are read, parsed and checked as if they were one.
 
-A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls, and those
-are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join_keys`), they are one part of the read, and each
+A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls. So
+those are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join_keys`) into one part of the read, and each
 table's share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
 kvemb.datapath.pull). Stateless: thread- and fork-safe.
 """

@@ -1,8 +1,8 @@
 """Reads of any size: what is too much for one exchange is read piece by piece.
 
-Memory for requests and replies is that of one piece, and each piece may have a deadline of its own: how long a read of ten million rows
-takes is not known when `storage.timeout_s` is chosen, how long a node may be silent is. What is not large is read at once, and handed on
-as it arrived. What must not live here: how a piece is read (`kvemb.datapath.multi_table_read`). Stateless: thread- and fork-safe.
+Memory for requests and replies is that of one piece. Each piece may have a deadline of its own: who chooses `storage.timeout_s` knows how
+long a node may be silent, but not how long a read of ten million rows takes. What is not large is read at once, and handed on as it
+arrived. What must not live here: how a piece is read (`kvemb.datapath.multi_table_read`). Stateless: thread- and fork-safe.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """Makes gRPC calls where no interrupt reaches.
 
-Ctrl-C, and every other signal, interrupts the main thread wherever it is. In the middle of beginning a call, or of cancelling one, that
-leaves the lock of gRPC's channel held for ever: every later call on it waits, past its deadline, because the thread that would end it needs
-the lock, too. So a thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time.
+Ctrl-C, and every other signal, interrupts the main thread wherever it is. While a call begins or is cancelled, that leaves the lock of
+gRPC's channel held for ever. Every later call on it waits past its deadline, because the thread that would end it needs the lock, too. So
+a thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time.
 """
 
 import threading

@@ -5,10 +5,10 @@ writes nothing. Only integer operations and IEEE + - * / sqrt are used, never Nu
 bits differ between CPUs. What users call to get an initializer is in kvemb.init. What must not live here: storage dtypes
 (kvemb.arrays.rounding), records, I/O, global random state.
 
-Strategy: a counter generator (kvemb.arrays.hashing) gives one 64-bit word per (row, column); its upper 52 bits, centred, are a
-uniform number in (0, 1); normal values come from it by the inverse distribution function (kvemb.arrays.inverse_normal), one word each,
-so that column c depends neither on the number of columns nor on what begins the columns beside it. Blocks of rows keep
-memory bounded. Stateless, hence thread- and fork-safe.
+Strategy: a counter generator (kvemb.arrays.hashing) gives one 64-bit word per (row, column). Its upper 52 bits, centred, are a uniform
+number in (0, 1). Normal values come from it by the inverse distribution function (kvemb.arrays.inverse_normal), one word each. So column
+c depends neither on the number of columns nor on what begins the columns beside it. Blocks of rows keep memory bounded. Stateless, hence
+thread- and fork-safe.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What makes a promise durable: the journal, and the question asked before every answer: is the shard still ours?
 
-A process that was taken for dead may wake up in the middle of anything. So the epoch is read again after every commit and before anybody
-is told: what was committed before a successor raised the epoch is in the journal that the successor reads, and what comes later is not
+A process that was taken for dead may wake up in the middle of anything. So the epoch is read again after every commit, before anybody is
+told. What was committed before a successor raised the epoch is in the journal that the successor reads. What comes later is not
 acknowledged. No threads here; thread-safe.
 """
 

@@ -1,9 +1,9 @@
 """Repair: brings a node that lost its rows, or single rows, back to exactly what this shard's index says. Apply thread only.
 
-The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and the
-journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards stands
-on the damaged node (`kvemb.stores.repairable`): every shard restores its rows everywhere first, and only then waits for the others, so that
-two shards that begin with different nodes never wait for each other.
+The index knows every row that exists and its version; the records come from the cache or are reconstructed from the local snapshot and
+the journal. Because the apply thread itself does this, nothing else writes the shard's rows meanwhile. The protocol between the shards
+stands on the damaged node (`kvemb.stores.repairable`): every shard restores its rows everywhere first, and only then waits for the
+others. So two shards that begin with different nodes never wait for each other.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Local snapshots: when one is due, and what follows from it. The journal may not grow without end, and recovery may not take for ever.
 
-A snapshot begins when the journal has reached its size, proceeds a slice at a time between batches, and ends with an image of the index;
-only then the journal's entries up to the snapshot's cut are let go. Apply thread only.
+A snapshot begins when the journal has reached its size. It proceeds a slice at a time between batches, and ends with an image of the
+index. Only then the journal's entries up to the snapshot's cut are let go. Apply thread only.
 """
 
 import logging

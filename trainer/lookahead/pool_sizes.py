@@ -2,10 +2,9 @@
 
 What must not live here: threads and clocks; seconds come in, two numbers come out. Pure but for what it remembers.
 
-Strategy of "auto": a step takes as long as computing and reading take; so that rows are never waited for, as many pulls must be under way
-at a time as fit one pull's duration into steps: threads = ceil(pull / step), and one more batch may lie ready to take up what varies.
-Every batch ahead makes rows older, so no more than that. Durations are averages that forget slowly; the first choice is made
-after a few batches, and looked at again every few dozen.
+Strategy of "auto": a step takes as long as computing and reading take. Rows are never waited for if enough pulls are under way at a time:
+threads = ceil(pull / step). One more batch may lie ready, to take up what varies. Every batch ahead makes rows older, so no more than
+that. Durations are averages that forget slowly; the first choice is made after a few batches, and looked at again every few dozen.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
 
 What must not live here: assigning (`weight_transfer`), tables. Strategy: unless the user says otherwise, a table begins with the module's
-own weights: assigned, where all of a model's can be in a minute or so; of those that are too many the initializer is read off
-(`recognize_initializer`); where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
+own weights. They are assigned, where all of a model's can be in a minute or so. Of those that are too many, the initializer is read off
+(`recognize_initializer`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
 
 A table says by its initializer that its rows are assigned, so that another trainer knows that it has to wait for them, and not for rows
 that are drawn: CARRIED, zeros under a name that nobody gives.

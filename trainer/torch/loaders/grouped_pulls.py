@@ -1,7 +1,7 @@
 """Pulls of a prepared loader, split where modules ask for their tables in groups (`emb_num_groups`).
 
-What must not live here: when something is pulled. Strategy: a batch's rows are one pull, but for the tables of modules with groups, each
-group of which is a pull of its own, one after another: no pull is larger than the module's would be, and none is made in vain.
+What must not live here: when something is pulled. Strategy: a batch's rows are one pull. Only the tables of modules with groups are
+pulled apart: each group is a pull of its own, one after another. No pull is larger than the module's would be, and none is made in vain.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,9 +3,9 @@
 What must not live here: which parts of a batch feed which module (`feeds`, `batch_trace`), threads (`trainer.lookahead`), steps
 (`sparse_optimizer`), and what is asked for it (`prepare`).
 
-Strategy: threads work out what each module of the model will be asked for with a batch, and pull the rows of all tables at once; when
-the batch is handed out, they are handed to the model's `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not
-foreseen is pulled when it is made, as without `prepare`: a wrong forecast costs time and never gives wrong rows.
+Strategy: threads work out what each module of the model will be asked for with a batch, and pull the rows of all tables at once. When the
+batch is handed out, the rows go to the model's `SharedLookups`, which serve lookups of exactly these ids. A lookup that was not foreseen
+is pulled when it is made, as without `prepare`: a wrong forecast costs time and never gives wrong rows.
 """
 
 import logging
