@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
 from kvemb.coordination.node_map import NodeMap
-from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
 from kvemb.errors import (
     ClosedError,
     InvalidInputError,
@@ -27,7 +26,8 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.read_retry import PASSING, retries, retry_read
+from kvemb.stores.owner_fence import OwnerFence
+from kvemb.stores.read_retry import PASSING, ReadRetry
 from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
@@ -95,7 +95,8 @@ class MemoryStore(NodeRepair, Store):
         self._nodes = [memory_node(address) for address in config.nodes]
         self._markers: list[Marker] | None = None
         self._closed = False
-        self._waits = retries(role, config.on_lost_node)
+        self._retry = ReadRetry(role, config.on_lost_node)
+        self._fence = OwnerFence()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,7 +107,7 @@ class MemoryStore(NodeRepair, Store):
         return self._map.addresses
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return retry_read(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+        return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         raw = [self._look(address, deadline)[0] for address in self.addresses]
@@ -132,14 +133,10 @@ class MemoryStore(NodeRepair, Store):
             node.put(MARKER_KEY, marker)
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
-        self._still_ours = still_ours
-        self._owner = (shard, epoch, b"")
-        self._require_not_fenced()
-        owner = newest_owner(self.get_meta(owner_name(shard), deadline), shard)
-        self._owner = (shard, epoch, owner.encode() if owner is not None and owner.epoch == epoch else b"")
+        self._fence.begin(shard, epoch, lambda name: self.get_meta(name, deadline), still_ours)
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return retry_read(lambda: self._read_checked(parts), deadline) if self._waits else self._read_checked(parts)
+        return self._retry(lambda: self._read_checked(parts), deadline)
 
     def _read_checked(self, parts: Sequence[ReadPart]) -> list[ReadResult]:
         expected = self._expected_of(parts)
@@ -289,9 +286,8 @@ class MemoryStore(NodeRepair, Store):
         return {self.addresses.index(address): self._require_repair(address, nonce, deadline)}
 
     def _require_not_fenced(self) -> None:
-        if self._owner is not None:
-            shard, epoch, _ = self._owner
-            require_not_fenced(self.get_meta(owner_name(shard), Deadline.after(1)), shard, epoch)
+        if self._fence.name:
+            self._fence.require_not_behind(self.get_meta(self._fence.name, Deadline.after(1)))
 
     def _at(self, address: str) -> MemoryNode:
         return self._alive(self.addresses.index(address))

@@ -21,16 +21,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
 
 
-def retries(role: str, on_lost_node: str) -> bool:
-    """Whether a store of this role waits; shards never do, because it is they who repair.
-
-    Example:
-        >>> retries("trainer", "wait"), retries("trainer", "fail"), retries("shard:0", "wait")
-        (True, False, False)
-    """
-    return role == "trainer" and on_lost_node == WAIT
-
-
 def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
     """Call until it succeeds.
 
@@ -57,3 +47,23 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
             raise last from None  # what was waited for says more than that the last try had too little time
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class ReadRetry:
+    """What a store does about such errors; a part of it. Shards never wait, because it is they who repair.
+
+    Args:
+        role: of the store, "trainer" or "shard:<n>".
+        on_lost_node: of the storage section.
+
+    Example:
+        >>> ReadRetry("trainer", "wait").waits, ReadRetry("trainer", "fail").waits, ReadRetry("shard:0", "wait").waits
+        (True, False, False)
+    """
+
+    def __init__(self, role: str, on_lost_node: str) -> None:
+        self.waits = role == "trainer" and on_lost_node == WAIT
+
+    def __call__(self, call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
+        """Call until it succeeds, as `retry_read` does, or once where this store does not wait."""
+        return retry_read(call, deadline, errors) if self.waits else call()

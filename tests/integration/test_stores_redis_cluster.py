@@ -330,9 +330,9 @@ def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(runni
         store.open(within())
         write(store, written, records_of(written))
         assert isinstance(store, RedisClusterStore)
-        settled = store._any_settled_slot
+        markers, settled = store._markers, store._markers.any_settled_slot
         here = f"127.0.0.1:{mover.ports[to]}"
-        store._any_settled_slot = lambda address, slot_map: None if address == here else settled(address, slot_map)  # type: ignore[method-assign]
+        markers.any_settled_slot = lambda address, slot_map: None if address == here else settled(address, slot_map)  # type: ignore[method-assign]
         mover.begin(SLOT, to)
         mover.migrate(source, to, encoded(written))
         require_rows(store, written, records_of(written))  # a row that is found is a row
@@ -346,7 +346,7 @@ def test_a_node_that_hangs_lets_the_next_batch_ask_for_the_map(store: Store, run
     keys = row_keys(100)
     write(store, keys, records_of(keys))
     assert isinstance(store, RedisClusterStore)
-    before = store._map
+    before = store._topology.known
     running.pause(2)
     try:
         with pytest.raises(DeadlineExceededError):
@@ -354,7 +354,7 @@ def test_a_node_that_hangs_lets_the_next_batch_ask_for_the_map(store: Store, run
     finally:
         running.resume(2)
     require_rows(store, keys, records_of(keys))
-    assert store._map is not before
+    assert store._topology.known is not before
 
 
 def test_two_threads_may_take_the_same_renewed_primary(store: Store) -> None:
@@ -365,7 +365,7 @@ def test_two_threads_may_take_the_same_renewed_primary(store: Store) -> None:
             return True
 
     assert isinstance(store, RedisClusterStore)
-    store._changed = Taken()
+    store._markers.changed = Taken()
     assert not read(store, row_keys(10)).found.any()
 
 
@@ -387,24 +387,24 @@ def test_a_shard_that_looks_while_another_finishes_a_repair_does_not_begin_it_ag
             assert other.begin_repair(address, within()) in (None, nonce)
 
         if seen.startswith("its"):
-            swap = store._swap
+            swap = store._repairs._swap
 
             def swapped(*args: Any) -> list[bool]:
                 done = swap(*args)
                 looks()
                 return done
 
-            monkeypatch.setattr(store, "_swap", swapped)
+            monkeypatch.setattr(store._repairs, "_swap", swapped)
             assert store.finish_repair(address, nonce, 2, within())
         else:
-            state = other._state
+            state = other._repairs._state
 
             def late(*args: Any) -> Any:
-                monkeypatch.setattr(other, "_state", state)
+                monkeypatch.setattr(other._repairs, "_state", state)
                 assert store.finish_repair(address, nonce, 2, within())
                 return state(*args)
 
-            monkeypatch.setattr(other, "_state", late)
+            monkeypatch.setattr(other._repairs, "_state", late)
         looks()
 
 

@@ -2,23 +2,26 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.markers import Identity, Marker, accept, first_identity
-from kvemb.errors import NotProvisionedError, StorageError
+from kvemb.coordination.markers import Identity, Marker, accept, why_lost
+from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.net.pool import LinkPool
 from kvemb.schema.keys import N_SLOTS
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.redirects import REDIRECTS
-from kvemb.stores.redis_cluster.cluster_links import ClusterLinks
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Step
 from kvemb.wire.request_arrays import chunks
-from kvemb.wire.resp.resp_codec import command
+from kvemb.wire.resp.resp_codec import RespCodec, command
 
 _SLOTS_PER_STEP = 512
 
@@ -56,85 +59,131 @@ class Check:
         return self.reply.error is None and not self.good and not self.not_yet
 
 
-class ClusterMarkers(ClusterLinks):
-    """What is expected of every slot, and what stands there."""
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A repair that a store takes part in.
 
-    def _expected(self, slot: int) -> Marker:
-        assert self._origin is not None, "open() comes first"
-        return Marker(self._origin.cluster_id, slot, self._origin.generation, 0, 0, "", self._repairs.get(slot, ""))
+    Args:
+        nonce: of the repair.
+        process: of the primary, see `cluster_members`.
+        slots: bool [16384], those that the primary held.
+    """
 
-    def _identity(self, values: Sequence[bytes | None]) -> Identity:
-        """What the first good marker says."""
-        found = first_identity([self._slot_name(slot) for slot in range(len(values))], values)
-        if found is not None:
-            return found
-        raise NotProvisionedError(
-            f"no slot of the cluster at {', '.join(self.config.nodes)} holds a marker: it is new, or all of its data is gone. "
-            "Parameter-server shard 0 provisions empty nodes when it starts for the first time."
-        )
+    nonce: str
+    process: str
+    slots: NDArray[np.bool_]
 
-    def _slot_name(self, slot: int) -> str:
-        address = "?" if self._map is None else self._map.address_of(slot)
-        return f"{address} (slot {slot})"
+
+class SlotMarkers:
+    """What is expected of every slot, and what stands there.
+
+    Args:
+        topology: who holds which slot.
+        values: reads the markers of slots that are on their way.
+        pool: of links to primaries in any state.
+
+    Attributes:
+        origin: the cluster that is expected, None before the store is opened.
+        repairs: by slot, the nonce in the marker of one that was repaired.
+        changed: primaries whose markers were found to be renewed.
+    """
+
+    def __init__(self, topology: ClusterTopology, values: ClusterValues, pool: LinkPool) -> None:
+        self._topology, self._values, self._pool = topology, values, pool
+        self._codec = RespCodec(multi_get=False)
+        self.origin: Identity | None = None
+        self.repairs: dict[int, str] = {}
+        self.changed: set[str] = set()
+
+    def expected(self, slot: int) -> Marker:
+        """Return the marker that a slot should have."""
+        assert self.origin is not None, "open() comes first"
+        return Marker(self.origin.cluster_id, slot, self.origin.generation, 0, 0, "", self.repairs.get(slot, ""))
+
+    def in_repair(self, slot: int, begun: Begun) -> Marker:
+        """Return the marker of a slot while that repair goes on."""
+        return replace(self.expected(slot), run_id=begun.process, repair=begun.nonce, repairing=True)
+
+    def pin(self, values: Sequence[bytes | None], origin: Identity, owners: NDArray[np.int64], *, may_be_lost: bool) -> None:
+        """Expect the markers that stand there from now on; see `Store.open`.
+
+        Args:
+            values: of every slot.
+            origin: the cluster that is expected.
+            owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
+            may_be_lost: whether a slot may be without a good marker: it is vouched for by nobody then.
+        """
+        self.origin, self.repairs = origin, {}
+        lost = []
+        for slot, value in enumerate(values):
+            expected, name = self.expected(slot), self._topology.slot_name(slot)
+            if value == expected.encode():
+                continue
+            if may_be_lost and why_lost(name, expected, value, ""):
+                lost.append(slot)
+                continue
+            self.repairs[slot] = accept(name, expected, value, "").repair
+        owners[[*lost, *self._topology.on_the_way]] = -1  # the latter were seen where they go to
+        self._topology.vouched = owners
 
     # --- of a batch -------------------------------------------------------------------------------------------------------------
 
-    def _forget_markers(self, address: str) -> None:
-        self._changed.add(address)
-
-    def _read_renewed(self, deadline: Deadline) -> None:
+    def read_renewed(self, deadline: Deadline) -> None:
         """Accept the markers of primaries that were repaired. A batch under way keeps to those that it began with."""
         while True:
             try:
-                address = self._changed.pop()
+                address = self.changed.pop()
             except KeyError:  # none is left; another thread may have taken the last
                 return
-            slots = np.flatnonzero(self._slots_of(address))
-            for slot, value in zip(slots.tolist(), self._markers_at(address, slots, deadline), strict=True):
+            slots = np.flatnonzero(self._topology.slots_of(address))
+            for slot, value in zip(slots.tolist(), self.at(address, slots, deadline), strict=True):
                 with suppress(StorageError):  # the batch says what is wrong
-                    if isinstance(value, bytes) and value != self._expected(slot).encode():
-                        self._repairs[slot] = accept(self._slot_name(slot), self._expected(slot), value, "").repair
-                if value == self._expected(slot).encode():
-                    self._vouched[slot] = self._number(address)
+                    if isinstance(value, bytes) and value != self.expected(slot).encode():
+                        self.repairs[slot] = accept(self._topology.slot_name(slot), self.expected(slot), value, "").repair
+                if value == self.expected(slot).encode():
+                    self._topology.vouched[slot] = self._topology.number(address)
 
-    def _check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
+    def check(self, address: str, slot: int, marker: Marker, *, leaving: bool = False, importing: bool = False) -> Check:
+        """Return what reads a marker after a batch's rows."""
         step, reply = self._codec.get_step(marker_keys()[slot])
         if importing:
             step = Step(memoryview(command(b"ASKING") + bytes(step.request)), RepliesInOrder([LineReply(), reply]))
         return Check(address, slot, marker, step, reply, leaving, importing)
 
-    def _unvouched(self, address: str, slot_map: SlotMap) -> list[int]:
+    def unvouched(self, address: str, slot_map: SlotMap) -> list[int]:
         """The slots of a node whose markers nobody has seen there: it may have been given them without their keys."""
         mine = slot_map.nodes == slot_map.addresses.index(address)
-        slots: list[int] = np.flatnonzero(mine & (self._vouched != self._number(address))).tolist()
+        slots: list[int] = np.flatnonzero(mine & (self._topology.vouched != self._topology.number(address))).tolist()
         return slots
 
-    def _marker_stays(self, slot: int, reply: BlobReply) -> bool:
+    def stays(self, slot: int, reply: BlobReply) -> bool:
         """False when the slot has just moved: then the node's rows are asked for again, where a marker can vouch for them."""
         if reply.error is not None and reply.error.startswith(b"-ASK "):
-            self._on_the_way.add(slot)
+            self._topology.on_the_way.add(slot)
         return reply.error is None
 
-    def _settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
+    def settled_slot(self, address: str, slot: int, slot_map: SlotMap) -> int:
         """The slot whose marker vouches for a node: one that the batch uses, but while its marker is on its way to another node (which may
         take long), another slot of this node."""
-        if slot not in self._on_the_way:
+        if slot not in self._topology.on_the_way:
             return slot
-        settled = self._any_settled_slot(address, slot_map)
+        settled = self.any_settled_slot(address, slot_map)
         return slot if settled is None else settled
 
-    def _any_settled_slot(self, address: str, slot_map: SlotMap) -> int | None:
+    def any_settled_slot(self, address: str, slot_map: SlotMap) -> int | None:
+        """Return a slot of a primary whose marker is not on its way; None where there is none."""
         mine = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address)) if address in slot_map.addresses else np.empty(0, int)
-        settled = mine[~np.isin(mine, list(self._on_the_way))]
+        settled = mine[~np.isin(mine, list(self._topology.on_the_way))]
         return int(settled[0]) if len(settled) else None
 
     # --- of many slots ----------------------------------------------------------------------------------------------------------
 
-    def _markers_at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | bool | None]:
+    def at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | bool | None]:
+        """Return what stands in the place of a primary's markers: None for nothing, False where the slot is on its way or elsewhere."""
         requests, replies = _marker_requests(), [BlobReply(miss=b"$-1") for _ in range(len(slots))]
         steps = [Step(requests[slot], reply) for slot, reply in zip(slots.tolist(), replies, strict=True)]
         if steps:
-            self._exchange({address: joined(steps)}, [], deadline, self._plain_pool)
+            exchange(self._pool, {address: joined(steps)}, [], deadline)
         found: list[bytes | bool | None] = []
         for reply in replies:
             if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
@@ -142,20 +191,22 @@ class ClusterMarkers(ClusterLinks):
             found.append(reply.value if reply.error is None else False)
         return found
 
-    def _all_markers(self, deadline: Deadline) -> list[bytes | None]:
+    def all(self, deadline: Deadline) -> list[bytes | None]:
+        """Return what stands in the place of every slot's marker, wherever it is."""
         replies = [BlobReply(miss=b"$-1") for _ in range(N_SLOTS)]
         steps = [Step(request, reply) for request, reply in zip(_marker_requests(), replies, strict=True)]
         self._on_slots(steps, deadline)
         moving = [slot for slot, reply in enumerate(replies) if reply.error is not None and reply.error.startswith(REDIRECTS)]
-        self._on_the_way.update(slot for slot in moving if (replies[slot].error or b"").startswith(b"-ASK "))
+        self._topology.on_the_way.update(slot for slot in moving if (replies[slot].error or b"").startswith(b"-ASK "))
         elsewhere = set(moving)
         self._require_no_error([reply.error for slot, reply in enumerate(replies) if slot not in elsewhere])
         values = [reply.value for reply in replies]
         for slot in moving:  # wherever they are by now
-            (values[slot],) = self.get_meta(marker_keys()[slot].decode(), deadline)
+            values[slot] = self._values.get(marker_keys()[slot].decode(), deadline)
         return values
 
-    def _put_markers(self, values: list[bytes], deadline: Deadline) -> None:
+    def put_all(self, values: list[bytes], deadline: Deadline) -> None:
+        """Write the marker of every slot."""
         replies = [CodeReply((b"+OK\r\n",), np.zeros(1, dtype=np.uint8)) for _ in values]
         keys = marker_keys()
         steps = [Step(memoryview(command(b"SET", keys[slot], values[slot])), replies[slot]) for slot in range(N_SLOTS)]
@@ -164,11 +215,11 @@ class ClusterMarkers(ClusterLinks):
 
     def _on_slots(self, steps: list[Step], deadline: Deadline) -> None:
         """Run one step per slot at the slot's node."""
-        slot_map = self._slot_map(deadline)
+        slot_map = self._topology.slot_map(deadline)
         by_node: dict[str, list[Step]] = {address: [] for address in slot_map.addresses}
         for slot, step in enumerate(steps):
             by_node[slot_map.address_of(slot)].append(step)
-        self._exchange({address: joined(batch) for address, batch in by_node.items() if batch}, [], deadline, self._plain_pool)
+        exchange(self._pool, {address: joined(batch) for address, batch in by_node.items() if batch}, [], deadline)
 
     def _require_no_error(self, lines: Sequence[bytes | None]) -> None:
         for line in lines:

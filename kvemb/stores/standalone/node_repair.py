@@ -6,7 +6,7 @@ How a value is read, or replaced on a condition, is the subclass's.
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, Why, diagnose, why_lost
 from kvemb.coordination.node_map import NodeMap
-from kvemb.coordination.replicated_values import DamagedCopyError
-from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.repairable import LostNode, Repairable
 
 _MAX_TRIES = 100
@@ -30,9 +29,7 @@ class NodeRepair(Repairable):
     """The repair half of a store under a node map of ours."""
 
     _map: NodeMap
-    _owner: tuple[int, int, bytes] | None = None
-    """(shard, epoch, owner record to put back) once `fence` was called."""
-    _still_ours: Callable[[], None] | None = None
+    _fence: OwnerFence
 
     # --- what a subclass brings -------------------------------------------------------------------------------------------------
 
@@ -91,7 +88,7 @@ class NodeRepair(Repairable):
 
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         run_id = self._require_repair(address, nonce, deadline).run_id
-        if self._owner is not None and self._owner[2]:
+        if self._fence.record:
             self._put_back_owner(address, run_id, deadline)
         self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
         self._require_repair(address, nonce, deadline)
@@ -141,46 +138,22 @@ class NodeRepair(Repairable):
 
     def _keep_owner(self, address: str, deadline: Deadline) -> None:
         """Put our owner record back on a whole node where another program has damaged it."""
-        if self._owner is None or not self._owner[2]:
+        name, record = self._fence.name, self._fence.record
+        if not record:
             return
-        shard, _, record = self._owner
         try:
-            (found,) = self._peek(address, [owner_name(shard).encode()], deadline)
+            (found,) = self._peek(address, [name.encode()], deadline)
             if found != record:
                 self._require_ours(address, found, deadline)
-                self.mend_copies(
-                    owner_name(shard),
-                    [found if one == address else None for one in self._map.addresses],
-                    [one == address for one in self._map.addresses],
-                    record,
-                    deadline,
-                )
+                here = [one == address for one in self._map.addresses]
+                self.mend_copies(name, [found if mine else None for mine in here], here, record, deadline)
         except (NodeUnavailableError, DeadlineExceededError) as error:
             log.warning("%s", error)
 
     def _require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
-        """Refuse to go on once another process owns the shard. Where a node's copy does not say who does, the others are asked.
-
-        Raises:
-            FencedError: another process does.
-            DamagedCopyError: the copy is damaged, and nothing else says that the shard is ours.
-        """
-        assert self._owner is not None
-        shard, epoch, record = self._owner
-        if copy == record:
-            return
-        require_not_fenced([copy], shard, epoch)
-        try:
-            owner = newest_owner([copy], shard, [f"node {address}"])
-            if owner is not None and owner.epoch == epoch:
-                return
-        except DamagedCopyError as error:
-            if self._still_ours is None:
-                raise
-            log.error("%s The others are asked.", error)
-        require_not_fenced(self._copies_elsewhere(address, owner_name(shard).encode(), deadline), shard, epoch)
-        if self._still_ours is not None:
-            self._still_ours()
+        """Refuse to go on once another process owns the shard; see `OwnerFence.require_ours`."""
+        key = self._fence.name.encode()
+        self._fence.require_ours(copy, f"node {address}", lambda: self._copies_elsewhere(address, key, deadline))
 
     def _copies_elsewhere(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
         """Read a small value on all other nodes that answer."""
@@ -192,12 +165,10 @@ class NodeRepair(Repairable):
         return found
 
     def _put_back_owner(self, address: str, run_id: str, deadline: Deadline) -> None:
-        assert self._owner is not None
-        shard, epoch, record = self._owner
-        key = owner_name(shard).encode()
+        key, record = self._fence.name.encode(), self._fence.record
         for _ in range(_MAX_TRIES):
             (found,) = self._peek(address, [key], deadline)
-            require_not_fenced([found], shard, epoch)
+            self._fence.require_not_behind([found])
             if found == record or self._swap(address, key, found, record, run_id, deadline):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be put back")

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, first_identity, why_lost
 from kvemb.coordination.node_map import NodeMap
-from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
 from kvemb.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -35,7 +34,8 @@ from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, server_error, unexpected_value
-from kvemb.stores.read_retry import ABSENT, PASSING, retries, retry_read
+from kvemb.stores.owner_fence import OwnerFence
+from kvemb.stores.read_retry import ABSENT, PASSING, ReadRetry
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
 from kvemb.stores.store import Store
@@ -68,7 +68,8 @@ class NodeStore(NodeRepair, Store):
         self._pool = LinkPool(self._checked_link, self._dropped, doubts)
         self._plain_pool = LinkPool(self._plain_link, self._dropped, doubts)  # to nodes in any state, for repair
         self._meta_pool = self._pool
-        self._waits = retries(role, config.on_lost_node)
+        self._retry = ReadRetry(role, config.on_lost_node)
+        self._fence = OwnerFence()
         self._nodes_now: Callable[[], tuple[str, ...]] | None = None
 
     # --- what a subclass brings -------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class NodeStore(NodeRepair, Store):
         return self._map.addresses
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return retry_read(lambda: self._open(deadline, known), deadline, PASSING) if self._waits else self._open(deadline, known)
+        return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._pool.require_open()
@@ -132,11 +133,7 @@ class NodeStore(NodeRepair, Store):
         self._put_blobs(MARKER_KEY, [marker.encode() for marker in wanted], deadline)
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
-        self._owner, self._still_ours = (shard, epoch, b""), still_ours
-        copies = self.get_meta(owner_name(shard), deadline)
-        require_not_fenced(copies, shard, epoch)
-        owner = newest_owner(copies, shard)
-        self._owner = (shard, epoch, owner.encode() if owner is not None and owner.epoch == epoch else b"")
+        self._fence.begin(shard, epoch, lambda name: self.get_meta(name, deadline), still_ours)
 
     def close(self) -> None:
         self._pool.close()
@@ -145,7 +142,7 @@ class NodeStore(NodeRepair, Store):
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return self._patiently(lambda: self._read(parts, deadline), deadline)
+        return self._retry(self._following(lambda: self._read(parts, deadline)), deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         return self._write(parts, deadline)
@@ -224,25 +221,25 @@ class NodeStore(NodeRepair, Store):
 
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
         key = name.encode()
-        return self._patiently(lambda: self._blobs(key, deadline), deadline)
+        return self._retry(self._following(lambda: self._blobs(key, deadline)), deadline)
 
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._put_blobs(name.encode(), [value] * len(self.addresses), deadline)
 
     # --- nodes that went to other addresses; the cluster map will take the place of this ------------------------------------------
 
-    def _patiently(self, call: Callable[[], R], deadline: Deadline) -> R:
-        following = call if self._nodes_now is None else lambda: self._following(call)
-        return retry_read(following, deadline) if self._waits else following()
+    def _following(self, call: Callable[[], R]) -> Callable[[], R]:
+        """What calls, and once more if nodes turn out to be at other addresses."""
 
-    def _following(self, call: Callable[[], R]) -> R:
-        """Call, and once more if nodes turn out to be at other addresses."""
-        try:
+        def twice() -> R:
+            try:
+                return call()
+            except (*ABSENT, DeadlineExceededError) as error:
+                if not self._moved(error):
+                    raise
             return call()
-        except (*ABSENT, DeadlineExceededError) as error:
-            if not self._moved(error):
-                raise
-        return call()
+
+        return call if self._nodes_now is None else twice
 
     def _moved(self, error: StorageError) -> bool:
         """Whether nodes are at other addresses now; from here on they are asked there, and have to show the markers that are expected."""
@@ -314,8 +311,8 @@ class NodeStore(NodeRepair, Store):
         """A connection to our node, whatever state its rows are in, as long as no newer owner of our shard stands there."""
         link = self._open_link(address, deadline)
         try:
-            if self._owner is not None:
-                (copy,) = self._ask(link, [owner_name(self._owner[0]).encode()], deadline)
+            if self._fence.name:
+                (copy,) = self._ask(link, [self._fence.name.encode()], deadline)
                 self._require_ours(address, copy, deadline)
             if self._markers:
                 why_lost(address, self._expected(address), self._ask(link, [MARKER_KEY], deadline)[0], link.run_id)

@@ -1,0 +1,95 @@
+"""Runs a batch of rows on a Redis Cluster in rounds, with the markers that vouch for them: all rows first, then those redirected."""
+
+import time
+
+import numpy as np
+
+from kvemb.coordination.markers import diagnose
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.net.pool import LinkPool
+from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, NodeShare, Redirects
+from kvemb.stores.redis_cluster.cluster_members import run_id_in
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.primary_links import exchange
+from kvemb.stores.redis_cluster.slot_map import SlotMap
+from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, joined
+from kvemb.wire.replies import Step
+from kvemb.wire.resp.resp_codec import RespCodec
+
+_PAUSE_S = 0.02  # between rounds while the cluster says "not now"
+
+
+class ClusterRounds:
+    """Runs batches.
+
+    Args:
+        topology: who holds which slot.
+        markers: of the slots.
+        rows: lends links to primaries that are whole.
+        repair: lends links to primaries in any state.
+    """
+
+    def __init__(self, topology: ClusterTopology, markers: SlotMarkers, rows: LinkPool, repair: LinkPool) -> None:
+        self._topology, self._markers = topology, markers
+        self._rows, self._repair = rows, repair
+        self._codec = RespCodec(multi_get=False)
+        self._asking_codec = RespCodec(multi_get=False, asking=True)
+
+    def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
+        """Run a batch in rounds until no row is left or the deadline passes."""
+        self._topology.slot_map(deadline)
+        self._markers.read_renewed(deadline)
+        while batch.pending:
+            slot_map = self._topology.slot_map(deadline)
+            try:
+                redirected = self._round(batch, slot_map, deadline, repair)
+            except (NodeUnavailableError, DeadlineExceededError):
+                self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
+                raise
+            if redirected.changed_map:
+                self._topology.refreshed(deadline)
+            if redirected.wait:
+                time.sleep(min(_PAUSE_S, deadline.remaining_s()))
+            if batch.pending and deadline.expired:
+                raise redirected.error(deadline)
+
+    def _round(self, batch: ClusterBatch, slot_map: SlotMap, deadline: Deadline, repair: Begun | None) -> Redirects:
+        shares = batch.plan(slot_map, self._codec, self._asking_codec)
+        by_node: dict[str, list[Step]] = {}
+        for share in shares:
+            by_node.setdefault(share.address, []).extend(share.steps.steps)
+        checks = self._checks(batch, shares, slot_map, repair)
+        for address, steps in by_node.items():
+            steps += joined([check.step for check in checks if check.address == address])
+        run_id = None if repair is None else run_id_in(repair.process)
+        exchange(self._rows if repair is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
+        for check in checks:
+            if check.good and not check.importing and repair is None:
+                self._topology.vouched[check.slot] = self._topology.number(check.address)
+        wrong = [check for check in checks if check.wrong]
+        self._markers.changed.update(check.address for check in wrong)  # perhaps they were repaired
+        for check in wrong:
+            raise diagnose(f"{check.address} (slot {check.slot})", check.marker, check.reply.value)
+        here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
+        moved = {check.address for check in here if not self._markers.stays(check.slot, check.reply)}
+        return batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+
+    def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
+        """The markers to read: one of every node that is asked, and those of its slots that came from another node."""
+        checks, markers = {}, self._markers
+        last_slot = {share.address: share.slot for share in shares if not share.asking}
+        for address, used_slot in last_slot.items():
+            for slot in markers.unvouched(address, slot_map) if repair is None else ():  # a repair has written all of its slots' markers
+                leaving = slot in self._topology.on_the_way
+                checks[address, slot] = markers.check(address, slot, markers.expected(slot), leaving=leaving)
+            slot = markers.settled_slot(address, used_slot, slot_map)
+            expected = markers.expected(slot) if repair is None else markers.in_repair(slot, repair)
+            checks[address, slot] = markers.check(address, slot, expected)
+        for share in shares:
+            if not share.asking or share.address in last_slot:
+                continue
+            own = markers.any_settled_slot(share.address, slot_map)
+            for slot in np.unique(batch.slots_of(share)).tolist() if own is None else [own]:
+                checks[share.address, slot] = markers.check(share.address, slot, markers.expected(slot), importing=own is None)
+        return list(checks.values())

@@ -1,0 +1,100 @@
+"""Small values of a Redis Cluster: one copy of each, read and written wherever its slot is."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvemb.config import StorageConfig
+from kvemb.net.deadline import Deadline
+from kvemb.net.pool import LinkPool
+from kvemb.schema.keys import text_slot
+from kvemb.stores.node_batch import server_error
+from kvemb.stores.read_retry import ReadRetry
+from kvemb.stores.redirects import REDIRECTS, redirect_target
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.primary_links import exchange
+from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
+from kvemb.wire.resp.resp_codec import RespCodec, command
+
+log = logging.getLogger("kvemb")
+_PAUSE_S = 0.02  # between tries while the cluster says "not now"
+
+
+class ClusterValues:
+    """Reads and writes values by their names, as `Store.get_meta` and its neighbours say.
+
+    Args:
+        config: the storage section.
+        topology: who holds which slot.
+        pool: of links to primaries in any state.
+        retry: what a read does while a primary is down.
+    """
+
+    def __init__(self, config: StorageConfig, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
+        self._config, self._topology, self._pool, self._retry = config, topology, pool, retry
+        self._codec = RespCodec(multi_get=False)
+
+    def get(self, name: str, deadline: Deadline) -> bytes | None:
+        """Read a value; None where there is none."""
+        key = name.encode()
+        reply = self._retry(lambda: self._run(name, lambda: self._codec.get_step(key), deadline), deadline)
+        assert isinstance(reply, BlobReply)
+        return reply.value
+
+    def put(self, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write a value."""
+        self._run(name, lambda: self._codec.put_step(name.encode(), value), deadline)
+
+    def drop(self, name: str, deadline: Deadline) -> None:
+        """Delete a value; one that is not there is fine."""
+
+        def make() -> tuple[Step, CodeReply]:
+            reply = CodeReply((b":1\r\n", b":0\r\n"), np.zeros(1, dtype=np.uint8))
+            return Step(memoryview(command(b"DEL", name.encode())), reply), reply
+
+        self._run(name, make, deadline)
+
+    def swap(self, name: str, old: bytes | None, new: bytes, deadline: Deadline) -> bool:
+        """Replace a value if it is `old` (None: if there is none), in one step; return whether it was."""
+        address = self._topology.refreshed(deadline).address_of(text_slot(name.encode()))
+        run_id = str(redis_admin.info(address, self._config, deadline)["run_id"])
+        return compare_and_set.swap(address, self._config, [(name.encode(), old, new)], run_id, deadline)[0]
+
+    def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        """See `Store.mend_copies`; there is one copy."""
+        if damaged[0] and self.swap(name, copies[0], value, deadline):
+            log.error("%s: the value under the key %s was damaged and has been put right", self._topology.holder_of(name), name)
+
+    def _run(self, name: str, make: Callable[[], tuple[Step, BlobReply | CodeReply]], deadline: Deadline) -> BlobReply | CodeReply:
+        """Run one command at the primary that holds a value, wherever it goes."""
+        asking: str | None = None
+        while True:
+            step, reply = make()
+            asking, done = self._once(name.encode(), step, reply, asking, deadline)
+            if done:
+                return reply
+
+    def _once(
+        self, key: bytes, step: Step, reply: BlobReply | CodeReply, asking: str | None, deadline: Deadline
+    ) -> tuple[str | None, bool]:
+        """Run one command at its slot's node, or at the importing node; return the importing node to ask next, and whether it is done."""
+        address = asking or self._topology.slot_map(deadline).address_of(text_slot(key))
+        steps = [Step(memoryview(command(b"ASKING")), LineReply()), step] if asking else [step]
+        exchange(self._pool, {address: steps}, [], deadline)
+        line = reply.error if isinstance(reply, BlobReply) else reply.errors[0][1] if reply.errors else None
+        if line is not None and line.startswith(b"-ASK ") and not deadline.expired:
+            return redirect_target(line, address), False
+        return None, not self._try_again(line, deadline)
+
+    def _try_again(self, line: bytes | None, deadline: Deadline) -> bool:
+        """Whether a single command was redirected or refused for now; the map has been asked for anew then."""
+        if line is None:
+            return False
+        if not line.startswith(REDIRECTS) or deadline.expired:
+            raise server_error("of the cluster", line)
+        time.sleep(min(_PAUSE_S, deadline.remaining_s()))
+        self._topology.refreshed(deadline)
+        return True
