@@ -62,8 +62,12 @@ class Conversation:
 
     def receive(self) -> None:
         """Read what has arrived and hand it to the replies it belongs to."""
-        if not self.link.receive():
-            return
+        if self.link.receive():
+            self._answer()
+        while self.link.pending and not self.done and self.link.receive():  # a poll would not tell of these
+            self._answer()
+
+    def _answer(self) -> None:
         while not self.done:
             reply = self._steps[self._answered].reply
             taken_bytes = reply.feed(self.link.received)

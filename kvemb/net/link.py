@@ -1,7 +1,11 @@
-"""One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket."""
+"""One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket.
+
+Whoever needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. One that encrypts returns a `Link` of its own.
+"""
 
 import socket
 import ssl
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +44,11 @@ class Link:
     def received(self) -> NDArray[np.uint8]:
         """Bytes that have arrived and were not consumed: a view, valid until the next `receive`."""
         return self._buffer[self._start : self._end]
+
+    @property
+    def pending(self) -> int:
+        """Bytes that the connection itself holds back and `receive` would return; no poll tells of them. Plain TCP holds none back."""
+        return 0
 
     def consume(self, n_bytes: int) -> None:
         """Forget the first bytes of `received`."""
@@ -105,7 +114,14 @@ class Link:
         return NodeUnavailableError(f"node {self.address}: {error.strerror or error}. Is the server still running?")
 
 
-def connect_link(address: str, deadline: Deadline) -> socket.socket:
+Connect = Callable[[str, Deadline], Link]
+"""Opens a connection to "host:port", ready to carry commands.
+
+It takes no longer than `kvemb.net.connecting` says, and raises NodeUnavailableError where that was not enough.
+"""
+
+
+def connect_link(address: str, deadline: Deadline) -> Link:
     """Open a TCP connection.
 
     Raises:
@@ -119,4 +135,4 @@ def connect_link(address: str, deadline: Deadline) -> socket.socket:
         raise NodeUnavailableError(f"node {address}: cannot connect: {reason}. Is the server running, and the address right?") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return sock
+    return Link(sock, address)

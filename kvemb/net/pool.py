@@ -11,9 +11,7 @@ from contextlib import contextmanager
 
 from kvemb.errors import ClosedError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Link
-
-Connect = Callable[[str, Deadline], Link]
+from kvemb.net.link import Connect, Link
 
 
 class Doubts:

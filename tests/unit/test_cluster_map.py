@@ -10,6 +10,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 ENABLED = b"$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"
 NODE = b"*3\r\n$%d\r\n%s\r\n:%d\r\n$2\r\nid\r\n"
@@ -41,7 +42,7 @@ def node_saying() -> Iterator[Callable[..., str]]:
 
 
 def fetch(*addresses: str) -> tuple[str, ...]:
-    return fetch_slot_map(addresses, StorageConfig("redis-cluster", addresses), Deadline.after(10)).addresses
+    return fetch_slot_map(addresses, RedisAccess(StorageConfig("redis-cluster", addresses)), Deadline.after(10)).addresses
 
 
 def test_an_empty_host_is_the_node_that_was_asked(node_saying: Callable[..., str]) -> None:

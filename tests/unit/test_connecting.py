@@ -16,10 +16,13 @@ from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.connecting import host_and_port
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import connect_link
+from kvemb.net.link import Link, connect_link
+from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
 from kvemb.stores.redis_server import redis_admin
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.stores.standalone.memcached_store import MemcachedStore
+from kvemb.stores.standalone.redis_store import RedisStore
 
 FOREVER_S = 30.0
 NAME = "node.test:6379"
@@ -94,8 +97,10 @@ def silent() -> Iterator[str]:
     "connecting",
     [
         connect_link,
-        lambda address, deadline: redis_admin.open_link(address, StorageConfig("redis", (address,)), "trainer", set(), deadline),
-        lambda address, deadline: redis_admin.info(address, StorageConfig("redis", (address,)), deadline),
+        lambda address, deadline: redis_admin.open_link(
+            address, RedisAccess(StorageConfig("redis", (address,))), "trainer", set(), deadline
+        ),
+        lambda address, deadline: redis_admin.info(address, RedisAccess(StorageConfig("redis", (address,))), deadline),
         lambda address, deadline: MemcachedStore(StorageConfig("memcached", (address,), on_lost_node="fail"), "trainer").open(deadline),
     ],
     ids=["link", "redis link", "redis client", "memcached"],
@@ -114,8 +119,8 @@ def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
     "connecting",
     [
         lambda deadline: connect_link(NAME, deadline),
-        lambda deadline: redis_admin.open_link(NAME, StorageConfig("redis", (NAME,)), "trainer", set(), deadline),
-        lambda deadline: redis_admin.info(NAME, StorageConfig("redis", (NAME,)), deadline),
+        lambda deadline: redis_admin.open_link(NAME, RedisAccess(StorageConfig("redis", (NAME,))), "trainer", set(), deadline),
+        lambda deadline: redis_admin.info(NAME, RedisAccess(StorageConfig("redis", (NAME,))), deadline),
         lambda deadline: MemcachedStore(StorageConfig("memcached", (NAME,)), "trainer").open(deadline),
     ],
     ids=["link", "redis link", "redis client", "memcached"],
@@ -130,7 +135,7 @@ def test_a_node_without_a_name_does_not_hide_the_others(resolver: Resolver) -> N
     with socket.create_server(("127.0.0.1", 0)) as server:
         refused = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(NodeUnavailableError, match=rf"no name server.*{refused}: .*refused"):
-        fetch_slot_map([NAME, refused], StorageConfig("redis-cluster", (NAME, refused)), Deadline.after(1))
+        fetch_slot_map([NAME, refused], RedisAccess(StorageConfig("redis-cluster", (NAME, refused))), Deadline.after(1))
 
 
 def test_a_name_that_is_not_known_is_told_at_once_and_asked_for_again(resolver: Resolver) -> None:
@@ -164,3 +169,17 @@ def test_a_forked_child_looks_up_for_itself(resolver: Resolver) -> None:
         finally:
             os._exit(0 if known else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("kind", [MemcachedStore, RedisStore, RedisClusterStore])
+def test_a_store_opens_its_connections_with_what_it_was_given(kind: type[MemcachedStore | RedisStore | RedisClusterStore]) -> None:
+    asked = []
+
+    def connect(address: str, deadline: Deadline) -> Link:
+        asked.append(address)
+        raise NodeUnavailableError(f"node {address}: as told")
+
+    store = kind(StorageConfig("any", ("10.0.0.1:1",), on_lost_node="fail"), "trainer", connect)
+    with store, pytest.raises(NodeUnavailableError, match=r"node 10\.0\.0\.1:1: as told"):
+        store.open(Deadline.after(FOREVER_S))
+    assert set(asked) == {"10.0.0.1:1"}

@@ -260,6 +260,34 @@ def test_a_reply_without_an_end_is_bounded_in_memory(link_to: Callable[..., Link
         run([Conversation(link_to(say(b"$9999999\r\n", bytes(4 << 20))), [Step(memoryview(b"GET"), reply)])], Deadline.after(20))
 
 
+class Holding(Link):
+    """Takes all that has arrived off the socket and hands it out a little at a time, as a connection that decrypts does."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link.sock, link.address)
+        self._held = b""
+
+    @property
+    def pending(self) -> int:
+        return len(self._held)
+
+    def receive(self) -> int:
+        with suppress(BlockingIOError):
+            self._held += self.sock.recv(1 << 20)
+        piece, self._held = self._held[:3], self._held[3:]
+        self._make_room()
+        self._buffer[self._end : self._end + len(piece)] = np.frombuffer(piece, np.uint8)
+        self._end += len(piece)
+        return len(piece)
+
+
+def test_bytes_that_a_connection_holds_back_are_read_though_no_poll_tells_of_them(link_to: Callable[..., Link]) -> None:
+    step, reply = values(3)
+    link = Holding(link_to(say(b"$4\r\nabcd\r\n$-1\r\n$4\r\nefgh\r\n")))
+    run([Conversation(link, [step])], Deadline.after(5))
+    assert reply.found.tolist() == [True, False, True]
+
+
 def test_connecting_to_nobody_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.config import StorageConfig
 from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why_lost
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
@@ -29,6 +28,7 @@ from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.stores.repairable import LostNode
 
 _MAX_TRIES = 100
@@ -64,7 +64,7 @@ class ClusterRepair:
     """The repair half of the store of a cluster that moves its own slots; methods without a docstring are those of `Repairable`.
 
     Args:
-        config: the storage section.
+        access: how servers are reached.
         topology: who holds which slot.
         values: small values.
         whole: the list of whole primaries.
@@ -74,14 +74,14 @@ class ClusterRepair:
 
     def __init__(
         self,
-        config: StorageConfig,
+        access: RedisAccess,
         topology: ClusterTopology,
         values: ClusterValues,
         whole: WholePrimaries,
         markers: SlotMarkers,
         fence: OwnerFence,
     ) -> None:
-        self._config, self._topology, self._values = config, topology, values
+        self._access, self._topology, self._values = access, topology, values
         self._whole, self._markers, self._fence = whole, markers, fence
         self._begun: dict[str, Begun] = {}  # per address the repair that this store takes part in
 
@@ -116,7 +116,7 @@ class ClusterRepair:
             share = Deadline.after(deadline.remaining_s() / (len(slot_map.addresses) - index))
             slots = np.flatnonzero(slot_map.nodes == index)
             try:
-                process = process_of(redis_admin.info(address, self._config, share))
+                process = process_of(redis_admin.info(address, self._access, share))
                 (value,) = self._markers.at(address, slots[:1], share)
             except (NodeUnavailableError, DeadlineExceededError):
                 continue
@@ -154,10 +154,10 @@ class ClusterRepair:
         for node in np.unique(slot_map.nodes[slots]).tolist():
             address = slot_map.addresses[node]
             names = [bytes(key) for key in pages.encode()[slot_map.nodes[slots] == node]]
-            here = process or process_of(redis_admin.info(address, self._config, deadline))
+            here = process or process_of(redis_admin.info(address, self._access, deadline))
             size = keys.layout.page_bytes
             n_changed += compare_and_set.make_way(
-                address, self._config, names, size, run_id_in(here), deadline, clear=repair is not None and address == repair[0]
+                address, self._access, names, size, run_id_in(here), deadline, clear=repair is not None and address == repair[0]
             )
         return n_changed
 
@@ -199,7 +199,7 @@ class ClusterRepair:
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _state(self, address: str, slot_map: SlotMap, deadline: Deadline) -> PrimaryState:
-        process = process_of(redis_admin.info(address, self._config, deadline))
+        process = process_of(redis_admin.info(address, self._access, deadline))
         held = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address))
         found = self._markers.at(address, held, deadline)
         settled = [index for index, value in enumerate(found) if value is not False]
@@ -249,7 +249,7 @@ class ClusterRepair:
             NodeLostError, NodeSuspectError: it does not, or this store has not joined it by `begin_repair`.
         """
         begun = self.begun_as(address, nonce)
-        process = process_of(redis_admin.info(address, self._config, deadline))
+        process = process_of(redis_admin.info(address, self._access, deadline))
         for slot in np.flatnonzero(begun.slots):
             (value,) = self._markers.at(address, np.array([slot]), deadline)
             if value is False:
@@ -261,7 +261,7 @@ class ClusterRepair:
         raise NodeLostError(f"node {address}: holds none of the slots any more that repair {nonce} began with; begin again")
 
     def _swap(self, state: PrimaryState, changes: Sequence[compare_and_set.Change], deadline: Deadline) -> list[bool]:
-        return compare_and_set.swap(state.address, self._config, changes, run_id_in(state.process), deadline)
+        return compare_and_set.swap(state.address, self._access, changes, run_id_in(state.process), deadline)
 
     def _reported(self, nonce: str, n_shards: int, deadline: Deadline) -> NDArray[np.bool_] | None:
         """The slots that every shard has reported: bool [16384]; None when a shard has not reported at all."""

@@ -5,17 +5,17 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import N_SLOTS, text_slot
 from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 
 class ClusterTopology:
     """The slot map that batches go by, and what is known of slots besides. Two threads may ask at once.
 
     Args:
-        config: the storage section; its nodes are starting points.
+        access: how servers are reached; its configuration's nodes are starting points.
 
     Attributes:
         known: the map, or None when the next batch is to ask for it.
@@ -23,8 +23,8 @@ class ClusterTopology:
         vouched: int64 [16384], the number of the primary where each slot's marker was seen, -1 for none: slots may move without keys.
     """
 
-    def __init__(self, config: StorageConfig) -> None:
-        self._config = config
+    def __init__(self, access: RedisAccess) -> None:
+        self._access = access
         self.known: SlotMap | None = None
         self.on_the_way: set[int] = set()
         self.vouched = np.full(N_SLOTS, -1, dtype=np.int64)
@@ -35,7 +35,7 @@ class ClusterTopology:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The primaries; until they are known, the starting points."""
-        return self._config.nodes if self.known is None else self.known.addresses
+        return self._access.config.nodes if self.known is None else self.known.addresses
 
     def slot_map(self, deadline: Deadline) -> SlotMap:
         """Return the map, asked for if none is known."""
@@ -44,8 +44,8 @@ class ClusterTopology:
     def refreshed(self, deadline: Deadline) -> SlotMap:
         """Ask for the map and return it."""
         before = self.known
-        asked = dict.fromkeys([*self._answered, *self.addresses, *self._config.nodes])
-        after = fetch_slot_map(asked, self._config, deadline)
+        asked = dict.fromkeys([*self._answered, *self.addresses, *self._access.config.nodes])
+        after = fetch_slot_map(asked, self._access, deadline)
         self.vouched[self.vouched != self.owners(after)] = -1
         self.known = after
         self._answered = (after.source,)

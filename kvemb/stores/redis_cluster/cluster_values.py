@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
 from kvemb.schema.keys import text_slot
@@ -16,6 +15,7 @@ from kvemb.stores.redirects import REDIRECTS, redirect_target
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
@@ -27,14 +27,14 @@ class ClusterValues:
     """Reads and writes values by their names, as `Store.get_meta` and its neighbours say.
 
     Args:
-        config: the storage section.
+        access: how servers are reached.
         topology: who holds which slot.
         pool: of links to primaries in any state.
         retry: what a read does while a primary is down.
     """
 
-    def __init__(self, config: StorageConfig, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
-        self._config, self._topology, self._pool, self._retry = config, topology, pool, retry
+    def __init__(self, access: RedisAccess, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
+        self._access, self._topology, self._pool, self._retry = access, topology, pool, retry
         self._codec = RespCodec(multi_get=False)
 
     def get(self, name: str, deadline: Deadline) -> bytes | None:
@@ -60,8 +60,8 @@ class ClusterValues:
     def swap(self, name: str, old: bytes | None, new: bytes, deadline: Deadline) -> bool:
         """Replace a value if it is `old` (None: if there is none), in one step; return whether it was."""
         address = self._topology.refreshed(deadline).address_of(text_slot(name.encode()))
-        run_id = str(redis_admin.info(address, self._config, deadline)["run_id"])
-        return compare_and_set.swap(address, self._config, [(name.encode(), old, new)], run_id, deadline)[0]
+        run_id = str(redis_admin.info(address, self._access, deadline)["run_id"])
+        return compare_and_set.swap(address, self._access, [(name.encode(), old, new)], run_id, deadline)[0]
 
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         """See `Store.mend_copies`; there is one copy."""

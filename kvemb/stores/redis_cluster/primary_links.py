@@ -6,7 +6,6 @@ values and repair. Both name themselves on the server and look for a newer owner
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvemb.config import StorageConfig
 from kvemb.errors import NodeSuspectError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
@@ -15,6 +14,7 @@ from kvemb.net.pool import LinkPool
 from kvemb.stores.node_batch import NodeSteps, unexpected_value
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.wire.replies import Step, UnexpectedValueError
 
 
@@ -22,23 +22,23 @@ class PrimaryConnector:
     """Opens connections of one role, and ends those on which a write may still be in flight.
 
     Args:
-        config: the storage section.
+        access: how servers are reached.
         role: who writes, see `Store`.
         fence: the owner that the store writes as.
     """
 
-    def __init__(self, config: StorageConfig, role: str, fence: OwnerFence) -> None:
-        self._config, self._role, self._fence = config, role, fence
+    def __init__(self, access: RedisAccess, role: str, fence: OwnerFence) -> None:
+        self._access, self._role, self._fence = access, role, fence
         self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
         self._own: set[redis_admin.ConnectionId] = set()
 
     def connect(self, address: str, deadline: Deadline) -> Link:
         """Connect to a primary in any state, as long as no newer owner of our shard stands in the cluster."""
-        link = redis_admin.open_link(address, self._config, self._role, self._in_doubt.setdefault(address, set()), deadline)
+        link = redis_admin.open_link(address, self._access, self._role, self._in_doubt.setdefault(address, set()), deadline)
         try:
             self._own.add((link.run_id, link.connection_id))
             if self._fence.name:
-                copy = compare_and_set.get_following(address, self._config, self._fence.name.encode(), deadline)
+                copy = compare_and_set.get_following(address, self._access, self._fence.name.encode(), deadline)
                 self._fence.require_ours(copy, "the cluster")
         except BaseException:
             link.close()
@@ -53,7 +53,7 @@ class PrimaryConnector:
     def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
         """See `Store.kill_other_writers`."""
         own = frozenset(self._own)
-        return sum(redis_admin.kill_writers(address, self._config, self._role, own, deadline) for address in addresses)
+        return sum(redis_admin.kill_writers(address, self._access, self._role, own, deadline) for address in addresses)
 
 
 def exchange(

@@ -20,7 +20,7 @@ from kvemb.config import StorageConfig
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
 from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Link
+from kvemb.net.link import Connect, Link, connect_link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import N_SLOTS, RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
@@ -37,7 +37,7 @@ from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.key_parsing import row_keys_in
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
+from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Capabilities, NodeStats, Store
@@ -49,20 +49,21 @@ class RedisClusterStore(Store):
     It has as many methods as the port of stores: most hand on to a part.
     """
 
-    def __init__(self, config: StorageConfig, role: str) -> None:
+    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
         self.config, self.role = config, role
+        self._access = access = RedisAccess(config, connect)
         self._retry = ReadRetry(role, config.on_lost_node)
         self._fence = OwnerFence()
-        self._connector = PrimaryConnector(config, role, self._fence)
+        self._connector = PrimaryConnector(access, role, self._fence)
         doubts = Doubts()
         self._pool = LinkPool(self._checked_link, self._connector.dropped, doubts)
         self._plain_pool = LinkPool(self._connector.connect, self._connector.dropped, doubts)  # to primaries in any state
-        self._topology = ClusterTopology(config)
-        self._values = ClusterValues(config, self._topology, self._plain_pool, self._retry)
-        self._whole = WholePrimaries(config, self._values)
+        self._topology = ClusterTopology(access)
+        self._values = ClusterValues(access, self._topology, self._plain_pool, self._retry)
+        self._whole = WholePrimaries(access, self._values)
         self._markers = SlotMarkers(self._topology, self._values, self._plain_pool)
         self._rounds = ClusterRounds(self._topology, self._markers, self._pool, self._plain_pool)
-        self._repairs = ClusterRepair(config, self._topology, self._values, self._whole, self._markers, self._fence)
+        self._repairs = ClusterRepair(access, self._topology, self._values, self._whole, self._markers, self._fence)
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class RedisClusterStore(Store):
         self._whole.check_from_now_on()
         self._whole.known = self._whole.read(deadline)
         for address in self.addresses if known is None else ():
-            self._whole.require(address, redis_admin.info(address, self.config, deadline), deadline)
+            self._whole.require(address, redis_admin.info(address, self._access, deadline), deadline)
         return [self._markers.expected(slot) for slot in range(N_SLOTS)]
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
@@ -171,7 +172,7 @@ class RedisClusterStore(Store):
         return [self.stats_or_error(address, deadline) for address in self.addresses]
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        return redis_admin.node_stats(address, redis_admin.info(address, self.config, deadline))
+        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
 
     # --- repair -----------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class RedisClusterStore(Store):
         return self._repairs.keys_of(address, keys)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        for block in redis_admin.scan(address, self.config, deadline):
+        for block in redis_admin.scan(address, self._access, deadline):
             yield from row_keys_in(block)
 
     def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
@@ -244,7 +245,7 @@ class RedisClusterStore(Store):
         """Refuse unsafe primaries; return the number of keys in all, and the primaries' processes."""
         n_keys, processes = 0, set()
         for address in self._topology.refreshed(deadline).addresses:
-            fields = redis_admin.info(address, self.config, deadline)
+            fields = redis_admin.info(address, self._access, deadline)
             redis_admin.require_safe(address, fields, self.config)
             n_keys += redis_admin.number_in(address, fields, "n_keys")
             processes.add(process_of(fields))

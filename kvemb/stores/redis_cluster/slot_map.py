@@ -7,12 +7,11 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY
 from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import N_SLOTS, slot_tags
-from kvemb.stores.redis_server.redis_commands import admin, ask, shown, text_of
+from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown, text_of
 from kvemb.wire.resp.resp_value import Value
 
 _PATIENCE_S = 1.0  # with a node that does not tell the map while there are others to ask
@@ -43,7 +42,7 @@ def marker_keys() -> list[bytes]:
     return [MARKER_KEY + b":{" + tag + b"}" for tag in slot_tags()]
 
 
-def fetch_slot_map(candidates: Iterable[str], config: StorageConfig, deadline: Deadline) -> SlotMap:
+def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
     """Ask one node after the other until one answers; each may take its share of the time, so that one that hangs does not take all of it.
 
     Raises:
@@ -55,14 +54,14 @@ def fetch_slot_map(candidates: Iterable[str], config: StorageConfig, deadline: D
         try:
             n_left = len(addresses) - index - 1
             share_s = min(_PATIENCE_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
-            return _ask_one(address, config, Deadline.after(share_s))
+            return _ask_one(address, access, Deadline.after(share_s))
         except (NodeUnavailableError, ProtocolError) as error:
             failures.append(str(error))
     raise NodeUnavailableError("no node of the cluster answers: " + "; ".join(failures))
 
 
-def _ask_one(address: str, config: StorageConfig, deadline: Deadline) -> SlotMap:
-    with admin(address, config, deadline) as link:
+def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:
+    with admin(address, access, deadline) as link:
         if "cluster_enabled:1" not in text_of(link, ask(link, deadline, "INFO", "cluster"), "INFO").split():
             raise ConfigError(f"storage.kind: node {address} is a standalone server; use kind redis or valkey")
         answer = ask(link, deadline, "CLUSTER", "SLOTS")

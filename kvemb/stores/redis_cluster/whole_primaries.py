@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvemb.config import StorageConfig
 from kvemb.errors import NodeSuspectError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.stores.redis_cluster.cluster_members import MEMBERS, decode_members, encode_members, process_of
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_server import redis_admin
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 _MAX_TRIES = 100
 
@@ -18,12 +18,12 @@ class WholePrimaries:
     """Knows the whole primaries; connections for rows lead to no others.
 
     Args:
-        config: the storage section.
+        access: how servers are reached.
         values: where the list lies.
     """
 
-    def __init__(self, config: StorageConfig, values: ClusterValues) -> None:
-        self._config, self._values = config, values
+    def __init__(self, access: RedisAccess, values: ClusterValues) -> None:
+        self._access, self._values = access, values
         self._checks = False
         self.known: frozenset[str] = frozenset()
 
@@ -70,8 +70,8 @@ class WholePrimaries:
         """Look at a new connection: it may lead to a primary that was a replica a moment ago, or was restarted."""
         if not self._checks:
             return
-        fields = redis_admin.info(link.address, self._config, deadline)
+        fields = redis_admin.info(link.address, self._access, deadline)
         if fields["run_id"] != link.run_id:
             raise NodeUnavailableError(f"node {link.address}: was started again while a connection was made. Try again.")
-        redis_admin.require_safe(link.address, fields, self._config)
+        redis_admin.require_safe(link.address, fields, self._access.config)
         self.require(link.address, fields, deadline)

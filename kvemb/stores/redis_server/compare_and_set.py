@@ -6,14 +6,13 @@ each, minutes on a loaded machine. Markers are changed when a node is repaired, 
 
 from collections.abc import Sequence
 
-from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.redirects import redirect_target
 from kvemb.stores.redis_server.redis_admin import run_id_of
-from kvemb.stores.redis_server.redis_commands import Word, admin, ask_all
+from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, admin, ask_all
 from kvemb.wire.replies import FOREIGN, MAX_BLOB_BYTES, BlobReply, LineReply
 from kvemb.wire.request_arrays import chunks
 from kvemb.wire.resp.resp_codec import command
@@ -48,12 +47,12 @@ return 1
 """
 
 
-def swap(address: str, config: StorageConfig, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool]:
+def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: str, deadline: Deadline) -> list[bool]:
     """Replace values where they are the ones expected, each in one step, as long as the server is still the same process.
 
     Args:
         address: "host:port".
-        config: credentials.
+        access: credentials, and what connects.
         changes: of distinct keys.
         run_id: of the server process.
         deadline: of the call.
@@ -67,16 +66,16 @@ def swap(address: str, config: StorageConfig, changes: Sequence[Change], run_id:
     commands: list[Sequence[Word]] = [
         ("SET", key, new, "NX") if old is None else ("EVAL", _SWAP, 1, key, old, new) for key, old, new in changes
     ]
-    return [reply not in (None, 0) for reply in _run_all(address, config, commands, run_id, deadline)]
+    return [reply not in (None, 0) for reply in _run_all(address, access, commands, run_id, deadline)]
 
 
 def make_way(
-    address: str, config: StorageConfig, keys: Sequence[bytes], page_bytes: int, run_id: str, deadline: Deadline, *, clear: bool
+    address: str, access: RedisAccess, keys: Sequence[bytes], page_bytes: int, run_id: str, deadline: Deadline, *, clear: bool
 ) -> int:
     """Cut strings off that are longer than a page, and with `clear` take values of other types away; each in one step.
 
     Args:
-        address, config, run_id, deadline: as of `swap`.
+        address, access, run_id, deadline: as of `swap`.
         keys: of pages, distinct.
         page_bytes: of a page.
         clear: whether to take away what is no string.
@@ -85,14 +84,14 @@ def make_way(
         How many values were changed.
     """
     commands = [("EVAL", _MAKE_WAY, 1, key, page_bytes, int(clear)) for key in keys]
-    return sum(reply == 1 for reply in _run_all(address, config, commands, run_id, deadline))
+    return sum(reply == 1 for reply in _run_all(address, access, commands, run_id, deadline))
 
 
-def get_following(address: str, config: StorageConfig, key: bytes, deadline: Deadline) -> bytes | None:
+def get_following(address: str, access: RedisAccess, key: bytes, deadline: Deadline) -> bytes | None:
     """Read a small value, following redirections of a cluster."""
     asking = False
     for _ in range(_MAX_HOPS):
-        with admin(address, config, deadline) as link:
+        with admin(address, access, deadline) as link:
             reply = BlobReply(miss=b"$-1")
             before = command(b"ASKING") if asking else b""
             round_trip(link, before + command(b"GET", key), [LineReply(), reply] if asking else [reply], deadline)
@@ -105,11 +104,11 @@ def get_following(address: str, config: StorageConfig, key: bytes, deadline: Dea
     raise NodeUnavailableError(f"node {address}: redirected {_MAX_HOPS} times without an end")
 
 
-def _run_all(address: str, config: StorageConfig, commands: Sequence[Sequence[Word]], run_id: str, deadline: Deadline) -> list[Value]:
+def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word]], run_id: str, deadline: Deadline) -> list[Value]:
     """The replies to commands, a few round trips for all of them; 0 for each when the server is another process."""
     if not commands:
         return []
-    with admin(address, config, deadline) as link:
+    with admin(address, access, deadline) as link:
         if run_id_of(link, deadline) != run_id:
             return [0] * len(commands)
         values = [value for rows in chunks(len(commands), _PIPELINED) for value in ask_all(link, commands[rows], deadline)]

@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
-from kvemb.stores.redis_server.redis_commands import admin, ask, number_of, open_admin, shown, text_of
+from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, number_of, open_admin, shown, text_of
 from kvemb.stores.store import NodeStats
 
 log = logging.getLogger("kvemb")
@@ -21,19 +21,19 @@ ConnectionId = tuple[str, str]
 """A server process's run id and its number of a connection. The numbers start again with the process, and then mean strangers."""
 
 
-def open_link(address: str, config: StorageConfig, role: str, kill: set[ConnectionId], deadline: Deadline) -> Link:
+def open_link(address: str, access: RedisAccess, role: str, kill: set[ConnectionId], deadline: Deadline) -> Link:
     """Open an authenticated data link.
 
     Args:
         address: "host:port".
-        config: credentials.
+        access: credentials, and what connects.
         role: becomes the connection's name on the server, so that operators and a successor can tell who writes.
         kill: older connections of this process on which a write may still be in flight; each is confirmed dead before the link is
             returned, because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server
             process stay in it: they died with it, or the address leads elsewhere for a while.
         deadline: of the connection's set-up.
     """
-    link = open_admin(address, config, deadline, client_name(role))
+    link = open_admin(address, access, deadline, client_name(role))
     try:
         link.connection_id = str(number_of(link, ask(link, deadline, "CLIENT", "ID"), "CLIENT ID"))
         link.run_id = run_id_of(link, deadline)
@@ -47,12 +47,12 @@ def open_link(address: str, config: StorageConfig, role: str, kill: set[Connecti
     return link
 
 
-def kill_writers(address: str, config: StorageConfig, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
+def kill_writers(address: str, access: RedisAccess, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
     """End a role's connections on one server, and on its replicas, which a failover may have made primaries.
 
     Args:
         address: "host:port" of a primary.
-        config: credentials.
+        access: credentials, and what connects.
         role: as of `open_link`.
         spare: connections that are left alone: our own.
         deadline: of the call.
@@ -60,24 +60,24 @@ def kill_writers(address: str, config: StorageConfig, role: str, spare: Set[Conn
     Returns:
         How many were ended; none of them is left, on the primary for certain. A replica that does not answer is logged.
     """
-    killed = _kill_named(address, config, role, spare, deadline)
-    for replica in _replicas(info(address, config, deadline)):
+    killed = _kill_named(address, access, role, spare, deadline)
+    for replica in _replicas(info(address, access, deadline)):
         try:
-            killed += _kill_named(replica, config, role, spare, deadline)
+            killed += _kill_named(replica, access, role, spare, deadline)
         except NodeUnavailableError as error:
             log.warning("older connections of %s on the replica %s of %s were not ended: %s", role, replica, address, error)
     return killed
 
 
-def scan(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[list[bytes]]:
+def scan(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[list[bytes]]:
     """Yield all keys of a server in blocks; one may come twice, and one that comes or goes meanwhile may be missed.
 
     Args:
         address: "host:port".
-        config: credentials.
+        access: credentials, and what connects.
         deadline: its length is that of each block: a whole listing takes as long as there are keys.
     """
-    with admin(address, config, deadline) as link:
+    with admin(address, access, deadline) as link:
         cursor = "0"
         while True:
             answer = ask(link, Deadline.after(deadline.timeout_s), "SCAN", cursor, "COUNT", _SCAN_KEYS)
@@ -89,14 +89,14 @@ def scan(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[li
                 return
 
 
-def info(address: str, config: StorageConfig, deadline: Deadline) -> dict[str, str]:
+def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
     """Return the server's INFO, and its number of keys as "n_keys".
 
     Raises:
         ProtocolError: the answer lacks what every Redis and Valkey tells.
         KvembError: see `kvemb.stores.redis_server.redis_commands.open_admin`.
     """
-    with admin(address, config, deadline) as link:
+    with admin(address, access, deadline) as link:
         fields = _fields(text_of(link, ask(link, deadline, "INFO", "everything"), "INFO"))
         fields["n_keys"] = str(number_of(link, ask(link, deadline, "DBSIZE"), "DBSIZE"))
     for name in ("run_id", "redis_version", "used_memory"):
@@ -169,9 +169,9 @@ def _kill(link: Link, connection_id: str, deadline: Deadline) -> int:
     return number_of(link, ask(link, deadline, "CLIENT", "KILL", "ID", connection_id), "CLIENT KILL")
 
 
-def _kill_named(address: str, config: StorageConfig, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
+def _kill_named(address: str, access: RedisAccess, role: str, spare: Set[ConnectionId], deadline: Deadline) -> int:
     killed: set[str] = set()
-    with admin(address, config, deadline) as link:
+    with admin(address, access, deadline) as link:
         run_id = run_id_of(link, deadline)
         while True:
             listed = _connections(text_of(link, ask(link, deadline, "CLIENT", "LIST"), "CLIENT LIST"), client_name(role))

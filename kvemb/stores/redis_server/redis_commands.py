@@ -6,12 +6,13 @@ another than was expected. What is asked, and what the answers mean, is in `kvem
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Link, connect_link
+from kvemb.net.link import Connect, Link, connect_link
 from kvemb.stores.node_batch import server_error
 from kvemb.wire.resp.resp_codec import command
 from kvemb.wire.resp.resp_value import ErrorLine, Value, ValueReply
@@ -20,12 +21,25 @@ Word = str | bytes | int
 MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 
 
-def open_admin(address: str, config: StorageConfig, deadline: Deadline, name: str = "") -> Link:
+@dataclass(frozen=True)
+class RedisAccess:
+    """How servers are reached.
+
+    Args:
+        config: the storage section, for its credentials.
+        connect: opens connections.
+    """
+
+    config: StorageConfig
+    connect: Connect = connect_link
+
+
+def open_admin(address: str, access: RedisAccess, deadline: Deadline, name: str = "") -> Link:
     """Connect and authenticate.
 
     Args:
         address: "host:port".
-        config: credentials.
+        access: credentials, and what connects.
         deadline: of all of it.
         name: of the connection on the server, "" for none.
 
@@ -34,7 +48,7 @@ def open_admin(address: str, config: StorageConfig, deadline: Deadline, name: st
         ConfigError: the credentials were refused.
         ProtocolError: this is no Redis or Valkey server.
     """
-    link = Link(connect_link(address, deadline), address)
+    config, link = access.config, access.connect(address, deadline)
     try:
         if config.password is not None:
             ask(link, deadline, "AUTH", *([config.username] if config.username else []), config.password)
@@ -47,9 +61,9 @@ def open_admin(address: str, config: StorageConfig, deadline: Deadline, name: st
 
 
 @contextmanager
-def admin(address: str, config: StorageConfig, deadline: Deadline) -> Iterator[Link]:
+def admin(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[Link]:
     """The same for the length of a `with` block."""
-    link = open_admin(address, config, deadline)
+    link = open_admin(address, access, deadline)
     try:
         yield link
     finally:

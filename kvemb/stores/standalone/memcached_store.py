@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Link, connect_link
+from kvemb.net.link import Connect, Link, connect_link
 from kvemb.schema.keys import KEY_SIZE
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.standalone.node_store import NodeStore
@@ -27,8 +27,9 @@ SAFE_OPTIONS = "-M -o no_slab_reassign"
 class MemcachedStore(NodeStore):
     """Nodes of memcached >= 1.6."""
 
-    def __init__(self, config: StorageConfig, role: str) -> None:
+    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
         super().__init__(config, role, MetaCodec())
+        self._connect = connect
         self._item_limit: int | None = None
 
     @property
@@ -41,20 +42,20 @@ class MemcachedStore(NodeStore):
         return [self.stats_or_error(address, deadline) for address in self.addresses]
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
-        return Link(connect_link(address, deadline), address)
+        return self._connect(address, deadline)
 
     def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
-        settings = _ask(address, deadline, "settings")
+        settings = _ask(self._connect, address, deadline, "settings")
         self._item_limit = _number(address, settings, "item_size_max")
         if not self.config.allow_row_loss:
             _require_safe(address, settings)
-        return "", _number(address, _ask(address, deadline), "curr_items")
+        return "", _number(address, _ask(self._connect, address, deadline), "curr_items")
 
     def keys_on(self, address: str, deadline: Deadline) -> None:
         return None
 
     def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
-        with _connected(address, deadline) as link:
+        with _connected(self._connect, address, deadline) as link:
             condition = b"ME"
             if old is not None:
                 found = BlobReply(miss=b"EN")
@@ -70,7 +71,7 @@ class MemcachedStore(NodeStore):
         return answer.line == b"HD"
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        stats = _ask(address, deadline)
+        stats = _ask(self._connect, address, deadline)
         counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
         moved = sum(_number(address, stats, name) for name in counters if name in stats)
         return NodeStats(
@@ -99,10 +100,10 @@ def _require_safe(address: str, settings: dict[str, str]) -> None:
             )
 
 
-def _ask(address: str, deadline: Deadline, arguments: str = "") -> dict[str, str]:
+def _ask(connect: Connect, address: str, deadline: Deadline, arguments: str = "") -> dict[str, str]:
     """The server's `stats` as text."""
     reply = StatsReply()
-    with _connected(address, deadline) as link:
+    with _connected(connect, address, deadline) as link:
         round_trip(link, f"stats {arguments}".strip().encode() + b"\r\n", [reply], deadline)
     if reply.error is not None:
         raise server_error(address, reply.error)
@@ -118,9 +119,9 @@ def _number(address: str, fields: dict[str, str], name: str) -> int:
 
 
 @contextmanager
-def _connected(address: str, deadline: Deadline) -> Iterator[Link]:
+def _connected(connect: Connect, address: str, deadline: Deadline) -> Iterator[Link]:
     """A connection for a few administrative commands."""
-    link = Link(connect_link(address, deadline), address)
+    link = connect(address, deadline)
     try:
         yield link
     finally:

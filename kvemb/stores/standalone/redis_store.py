@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Link
+from kvemb.net.link import Connect, Link, connect_link
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.stores.redis_server import compare_and_set, redis_admin
 from kvemb.stores.redis_server.key_parsing import row_keys_in
-from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES
+from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities, NodeStats
 from kvemb.wire.resp.resp_codec import RespCodec
@@ -19,8 +19,9 @@ from kvemb.wire.resp.resp_codec import RespCodec
 class RedisStore(NodeStore):
     """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
 
-    def __init__(self, config: StorageConfig, role: str) -> None:
+    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
         super().__init__(config, role, RespCodec(multi_get=True))
+        self._access = RedisAccess(config, connect)
         self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
         self._own: set[redis_admin.ConnectionId] = set()
 
@@ -34,10 +35,10 @@ class RedisStore(NodeStore):
 
     def kill_other_writers(self, deadline: Deadline) -> int:
         own = frozenset(self._own)
-        return sum(redis_admin.kill_writers(address, self.config, self.role, own, deadline) for address in self.addresses)
+        return sum(redis_admin.kill_writers(address, self._access, self.role, own, deadline) for address in self.addresses)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        for block in redis_admin.scan(address, self.config, deadline):
+        for block in redis_admin.scan(address, self._access, deadline):
             yield from row_keys_in(block)
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
@@ -49,19 +50,19 @@ class RedisStore(NodeStore):
             if names:
                 run_id = self._look(address, deadline)[1] if repair is None else self._require_repair(*repair, deadline).run_id
                 size = keys.layout.page_bytes
-                n_changed += compare_and_set.make_way(address, self.config, names, size, run_id, deadline, clear=repair is not None)
+                n_changed += compare_and_set.make_way(address, self._access, names, size, run_id, deadline, clear=repair is not None)
         return n_changed
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        return redis_admin.node_stats(address, redis_admin.info(address, self.config, deadline))
+        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
 
     def _open_link(self, address: str, deadline: Deadline) -> Link:
-        link = redis_admin.open_link(address, self.config, self.role, self._in_doubt.setdefault(address, set()), deadline)
+        link = redis_admin.open_link(address, self._access, self.role, self._in_doubt.setdefault(address, set()), deadline)
         self._own.add((link.run_id, link.connection_id))
         return link
 
     def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
-        fields = redis_admin.info(address, self.config, deadline)
+        fields = redis_admin.info(address, self._access, deadline)
         if fields.get("cluster_enabled") == "1":
             raise ConfigError(f"storage.kind: node {address} is part of a Redis Cluster; use kind redis-cluster")
         redis_admin.require_safe(address, fields, self.config)
@@ -73,4 +74,4 @@ class RedisStore(NodeStore):
         self._own.discard((link.run_id, link.connection_id))
 
     def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
-        return compare_and_set.swap(address, self.config, [(key, old, new)], run_id, deadline)[0]
+        return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]
