@@ -187,7 +187,7 @@ def require_loaded(got: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
 
 def _measure(store: str, options: argparse.Namespace, versions: dict[str, str]) -> Section:
     spec = OPTIMIZERS[options.optimizer]()
-    record_bytes = 12 + 4 * (options.dim + spec.slot_size(options.dim))
+    record_bytes = 12 + 4 * (options.dim + spec.state_size(options.dim))
     memory_mb = max(1024, math.ceil(2 * options.rows * (record_bytes + _OVERHEAD_BYTES) / (1 << 20)))
     with LocalCluster(store, memory_mb=memory_mb) as cluster, kvemb.connect(cluster.url) as opened, _folder(options.folder) as folder:
         versions[f"{store} server"] = opened.status().nodes[0].server

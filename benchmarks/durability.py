@@ -80,7 +80,7 @@ def lines_of(passes: Mapping[str, Sequence[Pass]], disk: Sequence[Moved]) -> lis
 
 def _measure(store: str, cached: bool, options: argparse.Namespace, versions: dict[str, str]) -> Section:
     spec = OPTIMIZERS[options.optimizer]()
-    record_bytes = 12 + 4 * (options.dim + spec.slot_size(options.dim))
+    record_bytes = 12 + 4 * (options.dim + spec.state_size(options.dim))
     cache_mb = cache_mb_for(options.rows, record_bytes) if cached else 0
     memory_mb = max(1024, math.ceil(2 * options.rows * (record_bytes + _OVERHEAD_BYTES) / (1 << 20)))
     # Never full: a snapshot would fall into some rounds and not into others.

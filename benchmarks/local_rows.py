@@ -43,7 +43,7 @@ class LocalTable:
         self.minus_one_allowed = False
         self._optimizer, self._step = build_optimizer(definition.optimizer), 0
         self._weights = np.zeros((definition.num_ids, definition.dim), np.float32)
-        self._slots = self._optimizer.init_slots(definition.num_ids, definition.dim)
+        self._slots = self._optimizer.initial_state(definition.num_ids, definition.dim)
 
     def assign(self, ids: NDArray[Any], rows: NDArray[np.float32]) -> None:
         """Set rows [n, dim]."""

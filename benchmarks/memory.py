@@ -146,7 +146,7 @@ def _server(store: str, memory_mb: int) -> Iterator[tuple[StorageServer, Store]]
 
 def _records(definition: TableDef, start: int, stop: int) -> tuple[RowKeys, NDArray[np.uint8]]:
     ids, record = _ids(definition, start, stop), definition.record
-    values = np.random.default_rng(start).standard_normal((stop - start, definition.dim + record.slot_size), dtype=np.float32)
+    values = np.random.default_rng(start).standard_normal((stop - start, definition.dim + record.state_size), dtype=np.float32)
     records = record.encode(ids, make_version(1, 1), values[:, : definition.dim], values[:, definition.dim :])
     new = np.ones(len(ids), bool)
     return definition.keys(ids, pages=True, new=new), records

@@ -61,7 +61,7 @@ class MemoryRows:
         self._definition, self._optimizer = definition, build_optimizer(definition.optimizer)
         self._index = RowIndex()  # the number of an id is its place in the arrays, from 1 on
         self._weights = np.empty((_FIRST_ROWS, definition.dim), np.float32)
-        self._slots = np.empty((_FIRST_ROWS, definition.record.slot_size), np.float32)
+        self._slots = np.empty((_FIRST_ROWS, definition.record.state_size), np.float32)
         self._step = 0
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class MemoryRows:
             self._grow(len(self._index))
             created = slice(n_before, len(self._index))
             self._weights[created] = initial_rows(self._definition, ids[new])
-            self._slots[created] = self._optimizer.init_slots(len(new), self._definition.dim)
+            self._slots[created] = self._optimizer.initial_state(len(new), self._definition.dim)
         return places.view(np.int64) - 1
 
     def _grow(self, n_rows: int) -> None:

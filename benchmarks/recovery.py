@@ -134,7 +134,7 @@ def push_one_by_one(load: Load) -> None:
 def _target(stack: ExitStack, store: str, options: argparse.Namespace, kind: str) -> Target:
     """Start a cluster whose rows come back from its cache ("cached"), "snapshot" and journal, or the journal of "small" batches."""
     spec, n_rows = OPTIMIZERS[options.optimizer](), options.rows
-    record_bytes = 12 + 4 * (options.dim + spec.slot_size(options.dim))
+    record_bytes = 12 + 4 * (options.dim + spec.state_size(options.dim))
     memory_mb = max(1024, math.ceil(4 * n_rows * (record_bytes + _OVERHEAD_BYTES) / (1 << 20)))
     cache_mb = cache_mb_for(n_rows, record_bytes) if kind == "cached" else 0
     journal_mb = _journal_mb(options) if kind == "snapshot" else None

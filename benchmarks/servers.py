@@ -80,7 +80,7 @@ def filled(store: str, *, nodes: int, dim: int, n_rows: int, optimizer: str = "s
         paged: the table is dense (num_ids), and its ids are 0 to n_rows - 1.
     """
     spec = OPTIMIZERS[optimizer]()
-    record_bytes = 4 * (dim + spec.slot_size(dim)) + _OVERHEAD_BYTES
+    record_bytes = 4 * (dim + spec.state_size(dim)) + _OVERHEAD_BYTES
     memory_mb = max(_LEAST_MEMORY_MB, math.ceil(4 * n_rows * record_bytes / nodes / (1 << 20)))
     with LocalCluster(store, nodes, memory_mb=memory_mb) as cluster, kvemb.connect(cluster.url) as opened:
         table = opened.create_table("bench", dim=dim, optimizer=spec, id_dtype="uint64", num_ids=n_rows if paged else None)
@@ -102,7 +102,7 @@ def ids_of(definition: TableDef, positions: NDArray[np.int64]) -> NDArray[np.uin
 
 
 def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> None:
-    slots = np.zeros((_FILL_ROWS, definition.record.slot_size), np.float32)
+    slots = np.zeros((_FILL_ROWS, definition.record.state_size), np.float32)
     for start in range(0, len(weights), _FILL_ROWS):
         rows = weights[start : start + _FILL_ROWS]
         ids = ids_of(definition, np.arange(start, start + len(rows)))

@@ -124,11 +124,11 @@ class OptimizerSpec:
         there = (slot for slot in _KINDS[self.kind].slots if not slot.when or options[slot.when])
         return tuple(replace(s, initial=options[s.initial_option]) if s.initial_option else s for s in there)
 
-    def slot_size(self, dim: int) -> int:
+    def state_size(self, dim: int) -> int:
         """Return the number of float32 values of state beside one row of `dim` weights.
 
         Example:
-            >>> sgd().slot_size(16), rowwise_adagrad().slot_size(16), adam().slot_size(16)
+            >>> sgd().state_size(16), rowwise_adagrad().state_size(16), adam().state_size(16)
             (0, 1, 32)
         """
         return sum(slot.size(dim) for slot in self.slots())
@@ -236,7 +236,7 @@ def sgd(lr: float = 1e-3, momentum: float = 0.0, nesterov: bool = False, weight_
     A momentum > 0 adds state. It is lazy: a row that is not pushed neither moves on nor loses momentum.
 
     Example:
-        >>> sgd(0.1, momentum=0.9, nesterov=True).slot_size(8)
+        >>> sgd(0.1, momentum=0.9, nesterov=True).state_size(8)
         8
     """
     return _make("sgd", {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
@@ -246,7 +246,7 @@ def adagrad(lr: float = 0.01, eps: float = 1e-10, initial_accumulator_value: flo
     """Adagrad (Duchi, Hazan, Singer 2011), as torch.optim.Adagrad without lr_decay (set lr at run time instead).
 
     Example:
-        >>> adagrad().slot_size(8)
+        >>> adagrad().state_size(8)
         8
     """
     return _make("adagrad", {"lr": lr, "eps": eps, _INITIAL: initial_accumulator_value})
@@ -258,7 +258,7 @@ def rowwise_adagrad(lr: float = 0.01, eps: float = 1e-8) -> OptimizerSpec:
     Made for DLRM (Naumov et al. 2019). Its state is one float32 a row.
 
     Example:
-        >>> rowwise_adagrad().slot_size(8)
+        >>> rowwise_adagrad().state_size(8)
         1
     """
     return _make("rowwise_adagrad", {"lr": lr, "eps": eps})
@@ -302,7 +302,7 @@ def ftrl(lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 0.0, 
     given up at the row's next push. `l2` is the paper's lambda_2, twice TensorFlow's l2_regularization_strength.
 
     Example:
-        >>> ftrl(l1=1.0).slot_size(8)
+        >>> ftrl(l1=1.0).state_size(8)
         16
     """
     return _make("ftrl", {"lr": lr, "l1": l1, "l2": l2, "beta": beta, _INITIAL: initial_accumulator_value})
@@ -312,7 +312,7 @@ def rmsprop(lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, momentum: 
     """RMSprop (Hinton 2012; centered: Graves 2013), as torch.optim.RMSprop on the rows pushed.
 
     Example:
-        >>> rmsprop(momentum=0.9, centered=True).slot_size(8)
+        >>> rmsprop(momentum=0.9, centered=True).state_size(8)
         24
     """
     return _make("rmsprop", {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "centered": centered})

@@ -48,14 +48,14 @@ class RecordFormat:
         table: the table's name (part of the id check and of error messages).
         dim: weights per row.
         dtype: storage dtype of the weights: "float32", "float16" or "bfloat16".
-        slot_size: float32 slot values per row.
+        state_size: float32 slot values per row.
         schema: 8-bit digest of the table's definition.
     """
 
     table: str
     dim: int
     dtype: str
-    slot_size: int
+    state_size: int
     schema: int
 
     @cached_property
@@ -66,7 +66,7 @@ class RecordFormat:
     @cached_property
     def size_bytes(self) -> int:
         """The whole record."""
-        return self.prefix_bytes + 4 * self.slot_size
+        return self.prefix_bytes + 4 * self.state_size
 
     def header_words(self, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the first header word (schema and id check) that the records of these ids must carry: uint32 [n]."""
@@ -87,7 +87,7 @@ class RecordFormat:
             ids: uint64 [n].
             versions: uint64 [n], or one version for all.
             stored_weights: [n, dim] in the storage dtype (`kvemb.arrays.rounding`).
-            slots: float32 [n, slot_size].
+            slots: float32 [n, state_size].
             out: uint8 [n, size_bytes], contiguous, to fill instead of a new array.
 
         Returns:
@@ -98,7 +98,7 @@ class RecordFormat:
         fields["word"] = self.header_words(ids)
         fields["version"] = versions
         records[:, HEADER_SIZE : self.prefix_bytes] = np.ascontiguousarray(stored_weights).view(np.uint8)
-        if self.slot_size:
+        if self.state_size:
             records[:, self.prefix_bytes :] = np.ascontiguousarray(slots, dtype="<f4").view(np.uint8)
         return records
 
@@ -148,9 +148,9 @@ class RecordFormat:
         return to_float32(stored, self.dtype)
 
     def slots(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the slots of n whole records: float32 [n, slot_size]; may be a view of `records`."""
+        """Return the slots of n whole records: float32 [n, state_size]; may be a view of `records`."""
         raw = np.ascontiguousarray(records[:, self.prefix_bytes : self.size_bytes])
-        return raw.view("<f4").astype(np.float32, copy=False) if self.slot_size else np.empty((len(records), 0), np.float32)
+        return raw.view("<f4").astype(np.float32, copy=False) if self.state_size else np.empty((len(records), 0), np.float32)
 
     @cached_property
     def _check_key(self) -> np.uint64:

@@ -127,7 +127,7 @@ class TableDef:
     @cached_property
     def record(self) -> RecordFormat:
         """How this table's records are laid out."""
-        return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.slot_size(self.dim), self.schema)
+        return RecordFormat(self.name, self.dim, self.dtype, self.optimizer.state_size(self.dim), self.schema)
 
     @cached_property
     def pages(self) -> PageLayout | None:

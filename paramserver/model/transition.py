@@ -140,7 +140,7 @@ def new_records(
     definition, optimizer = state.definition, state.optimizer
     n, dim, dtype = len(rows.ids), definition.dim, definition.dtype
     if kind == ASSIGN:
-        definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.init_slots(n, dim), out)
+        definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.initial_state(n, dim), out)
         return
     weights, slots = first_values(state, rows.ids, records, exists)
     optimizer.update_in_place(weights, slots, rows.rows, rows.hyper, state.step + 1)
@@ -166,7 +166,7 @@ def first_values(
         first = definition.initializer.rows(ids[new], dim, table=definition.name, seed=definition.seed)
         # As the storage dtype shows it: a pull before the creation rounds the same way.
         weights[new] = to_float32(round_nearest(first, dtype), dtype)
-        slots[new] = state.optimizer.init_slots(len(first), dim)
+        slots[new] = state.optimizer.initial_state(len(first), dim)
     return weights, slots
 
 

@@ -68,25 +68,25 @@ class Optimizer:
     kernel: Kernel
     transforms: tuple[Transform, ...]
 
-    def slot_size(self, dim: int) -> int:
+    def state_size(self, dim: int) -> int:
         """Return the number of float32 slot values beside one row of `dim` weights.
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
-            >>> build_optimizer(kvemb.optim.rowwise_adagrad()).slot_size(16)
+            >>> build_optimizer(kvemb.optim.rowwise_adagrad()).state_size(16)
             1
         """
-        return self.spec.slot_size(dim)
+        return self.spec.state_size(dim)
 
-    def init_slots(self, n: int, dim: int) -> Array:
+    def initial_state(self, n: int, dim: int) -> Array:
         """Return the slots of `n` rows that were never pushed.
 
         Returns:
-            float32 [n, slot_size(dim)].
+            float32 [n, state_size(dim)].
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
-            >>> build_optimizer(kvemb.optim.ftrl()).init_slots(1, 2)
+            >>> build_optimizer(kvemb.optim.ftrl()).initial_state(1, 2)
             array([[0. , 0. , 0.1, 0.1]], dtype=float32)
         """
         slots = self.spec.slots()
@@ -98,7 +98,7 @@ class Optimizer:
 
         Args:
             weights: float32 [n, d].
-            slots: float32 [n, slot_size(d)], as `init_slots` or an earlier `update` made them.
+            slots: float32 [n, state_size(d)], as `initial_state` or an earlier `update` made them.
             grads: float32 [n, d], finite (the caller has checked); beyond +-1e15 they are cut.
             hyper: run-time values; those left out have the table's defaults.
             step: number of applies of this table in this shard, this one included: 1 for the first (docs/adr/0004).
@@ -205,14 +205,14 @@ class Optimizer:
             after[...] = values
 
     def _layout(self, dim: int) -> list[slice]:
-        """Return the columns of each slot in [n, slot_size(dim)]."""
+        """Return the columns of each slot in [n, state_size(dim)]."""
         ends = list(accumulate((slot.size(dim) for slot in self.spec.slots()), initial=0))
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def _check(self, weights: Array, slots: Array, grads: Array) -> None:
         if weights.ndim != 2 or grads.shape != weights.shape:
             raise InvalidInputError(f"weights and grads must both be [n, d], got {weights.shape} and {grads.shape}")
-        expected = (len(weights), self.slot_size(weights.shape[1]))
+        expected = (len(weights), self.state_size(weights.shape[1]))
         if slots.shape != expected:
             raise InvalidInputError(f"{self.spec.kind}: slots must be {expected}, got {slots.shape}")
         if any(a.dtype != np.float32 for a in (weights, slots, grads)):

@@ -32,7 +32,7 @@ class Replayed:
         self.weights = self.definition.initializer.rows(
             self.ids, self.definition.dim, table=self.definition.name, seed=self.definition.seed
         )
-        self.slots = self.optimizer.init_slots(self.n_rows, self.definition.dim)
+        self.slots = self.optimizer.initial_state(self.n_rows, self.definition.dim)
         self.exists = np.zeros(self.n_rows, bool)
         self.steps = [0, 0]
 

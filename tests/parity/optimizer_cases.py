@@ -51,7 +51,7 @@ def batches(touched: int, lr: float, change_lr: bool = False) -> list[Batch]:
 
 def ours(weights: Array, steps: list[Batch], spec: OptimizerSpec) -> Trajectory:
     optimizer, weights = build_optimizer(spec), weights.copy()
-    slots, out = optimizer.init_slots(len(weights), DIM), []
+    slots, out = optimizer.initial_state(len(weights), DIM), []
     for step, batch in enumerate(steps, start=1):
         rows = batch.rows
         weights[rows], slots[rows] = optimizer.update(weights[rows], slots[rows], batch.grads, {"lr": batch.lr}, step)

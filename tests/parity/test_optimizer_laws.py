@@ -15,7 +15,7 @@ def state_after(case: Case, n: int, dim: int, seed: int = 3) -> tuple[Optimizer,
     """An optimizer with rows in mid-training (slots not at their first values), and a gradient for each."""
     rng = np.random.default_rng(seed)
     optimizer = build_optimizer(case.spec)
-    weights, slots = rng.normal(size=(n, dim)).astype(np.float32), optimizer.init_slots(n, dim)
+    weights, slots = rng.normal(size=(n, dim)).astype(np.float32), optimizer.initial_state(n, dim)
     for step in (1, 2):
         grads = rng.normal(size=(n, dim)).astype(np.float32)
         weights, slots = optimizer.update(weights, slots, grads, {}, step)
@@ -74,9 +74,9 @@ def test_rows_that_differ_in_step_and_values_have_the_same_bits_as_each_by_itsel
 def test_an_empty_batch_gives_an_empty_batch(case: Case) -> None:
     optimizer = build_optimizer(case.spec)
     empty = np.empty((0, DIM), np.float32)
-    weights, slots = optimizer.update(empty, optimizer.init_slots(0, DIM), empty, {}, 1)
+    weights, slots = optimizer.update(empty, optimizer.initial_state(0, DIM), empty, {}, 1)
     assert weights.shape == (0, DIM)
-    assert slots.shape == (0, optimizer.slot_size(DIM))
+    assert slots.shape == (0, optimizer.state_size(DIM))
     assert weights.dtype == slots.dtype == np.float32
 
 
@@ -117,7 +117,7 @@ def test_non_contiguous_arguments_are_fine(case: Case) -> None:
 @every_case
 def test_huge_and_tiny_gradients_leave_finite_rows_that_still_learn(case: Case, size: float) -> None:
     optimizer = build_optimizer(case.spec)
-    weights, slots = start(case), optimizer.init_slots(ROWS, DIM)
+    weights, slots = start(case), optimizer.initial_state(ROWS, DIM)
     sign = np.where(np.arange(DIM) % 2, 1.0, -1.0)
     for step in range(1, 21):
         grads = np.broadcast_to(sign * size, weights.shape).astype(np.float32)
@@ -151,15 +151,15 @@ def test_adam_counts_the_tables_steps_not_the_rows() -> None:
     """A row first touched at step 1000 moves by lr * sqrt(c2) / c1 * 0.1 / sqrt(0.001): 2.5 lr, not lr."""
     optimizer = build_optimizer(optim.adam(lr=1e-3))
     weights, grads = np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)
-    at_1 = optimizer.update(weights, optimizer.init_slots(1, 2), grads, {}, 1)[0]
-    at_1000 = optimizer.update(weights, optimizer.init_slots(1, 2), grads, {}, 1000)[0]
+    at_1 = optimizer.update(weights, optimizer.initial_state(1, 2), grads, {}, 1)[0]
+    at_1000 = optimizer.update(weights, optimizer.initial_state(1, 2), grads, {}, 1000)[0]
     np.testing.assert_allclose(at_1, -1e-3, rtol=1e-5)
     np.testing.assert_allclose(at_1000, -1e-3 * math.sqrt(1 - 0.999**1000) * 0.1 / math.sqrt(0.001), rtol=1e-5)
 
 
 def test_centered_rmsprop_stays_finite_where_rounding_makes_the_variance_negative() -> None:
     optimizer = build_optimizer(optim.rmsprop(0.01, alpha=0.5, centered=True))
-    weights, slots = np.zeros((64, 8), np.float32), optimizer.init_slots(64, 8)
+    weights, slots = np.zeros((64, 8), np.float32), optimizer.initial_state(64, 8)
     grads = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     negative = False
     for step in range(1, 201):

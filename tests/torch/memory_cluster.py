@@ -61,7 +61,7 @@ class MemoryTable:
 
     def _read(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint64]]:
         weights = self.definition.initializer.rows(ids, self.dim, table=self.name, seed=self.definition.seed)
-        slots, versions = self.optimizer.init_slots(len(ids), self.dim), np.zeros(len(ids), np.uint64)
+        slots, versions = self.optimizer.initial_state(len(ids), self.dim), np.zeros(len(ids), np.uint64)
         for at, row_id in enumerate(ids.tolist()):
             if row_id in self.rows:
                 weights[at], slots[at], versions[at] = self.rows[row_id]

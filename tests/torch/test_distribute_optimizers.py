@@ -45,7 +45,7 @@ def test_a_row_with_a_gradient_in_every_step_goes_where_torch_takes_it_while_lr_
     theirs = MAPPED[name]([weight])
     mapped = MappedGroup(theirs, theirs.param_groups[0], "table 't'")
     ours = build_optimizer(mapped.spec)
-    rows, slots = weight.detach().numpy().copy(), ours.init_slots(5, 3)
+    rows, slots = weight.detach().numpy().copy(), ours.initial_state(5, 3)
     for step in range(1, 31):
         grads = rng.normal(size=(5, 3)).astype(np.float32)
         values = mapped.values(theirs.param_groups[0])

@@ -31,7 +31,7 @@ def block_of(definition: TableDef, ids: NDArray[np.uint64], version: int, value:
     from kvemb.arrays.rounding import round_nearest
 
     weights = (ids % np.uint64(97)).astype(np.float32)[:, None] + np.full((n, definition.dim), value, np.float32)
-    slots = np.full((n, record.slot_size), value, np.float32)
+    slots = np.full((n, record.state_size), value, np.float32)
     records = record.encode(ids, np.full(n, version, np.uint64), round_nearest(weights, definition.dtype), slots)
     return RowBlock.of_records(definition, ids, records, False)
 

@@ -62,7 +62,7 @@ def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
     assert ids.tolist() == [5, 7, 9]
     spec = adam(lr=0.01)
     optimizer = build_optimizer(spec)  # what a shard runs
-    w, slots = np.zeros((3, 1), np.float32), optimizer.init_slots(3, 1)
+    w, slots = np.zeros((3, 1), np.float32), optimizer.initial_state(3, 1)
     for step, batch in enumerate(batches, 1):
         at = np.searchsorted(ids, np.unique(batch))
         grads = np.full((len(at), 1), train_loop.GRADIENT, np.float32)

@@ -67,7 +67,7 @@ def test_weights_only_comes_back_with_the_slots_of_a_new_row(definition: TableDe
     got = read(definition, data, entry, weights_only=True)
     assert got.slots is None
     slots = definition.record.slots(got.records(definition, 1))
-    assert_array_equal(slots, build_optimizer(definition.optimizer).init_slots(len(got), definition.dim))
+    assert_array_equal(slots, build_optimizer(definition.optimizer).initial_state(len(got), definition.dim))
     assert_array_equal(slots, new_state(definition, len(got)))
 
 

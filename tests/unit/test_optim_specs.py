@@ -43,7 +43,7 @@ SPECS = [
     ],
 )
 def test_slot_size_is_the_sum_of_the_slots(spec: OptimizerSpec, size: int) -> None:
-    assert spec.slot_size(8) == size
+    assert spec.state_size(8) == size
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -100,7 +100,7 @@ def test_rows_that_an_old_snapshot_brings_back_are_erased_again(shard: Shard) ->
 
 def test_rows_of_a_half_written_batch_are_left_alone(shard: Shard) -> None:
     version = make_version(1, shard.k + 1)
-    records = ADAM.record.encode(IDS[:10], version, np.ones((10, 2), np.float32), np.ones((10, ADAM.record.slot_size), np.float32))
+    records = ADAM.record.encode(IDS[:10], version, np.ones((10, 2), np.float32), np.ones((10, ADAM.record.state_size), np.float32))
     shard.store.write([WritePart(ADAM.keys(IDS[:10], pages=False), records, _tokens(shard, IDS[:10]))], Deadline.after(5))
     for address in shard.store.addresses:
         memory_node(address).run_id = "another process"
@@ -160,7 +160,7 @@ def test_single_lost_rows_are_restored_before_a_batch_is_applied_to_them(shard: 
 
 def test_a_process_that_was_taken_over_restores_nothing_over_its_successor(shard: Shard) -> None:
     versions = np.full(5, make_version(2, 9), np.uint64)
-    later = ADAM.record.encode(IDS[:5], versions, np.ones((5, 2), np.float32), np.ones((5, ADAM.record.slot_size), np.float32))
+    later = ADAM.record.encode(IDS[:5], versions, np.ones((5, 2), np.float32), np.ones((5, ADAM.record.state_size), np.float32))
     shard.store.write([WritePart(ADAM.keys(IDS[:5], pages=False), later, _tokens(shard, IDS[:5]))], Deadline.after(5))
     shard.store.erase([WritePart(ADAM.keys(IDS[10:20], pages=False), np.empty((0, 0), np.uint8))], Deadline.after(5))
     rows = CheckedRows(ADAM, IDS[:50], np.ones((50, 2), np.float32), np.empty(0, np.uint64), ADAM.optimizer.check_hyper({}))

@@ -135,7 +135,7 @@ def test_a_row_of_a_batch_that_the_journal_lacks_is_not_set_back(shard: Shard) -
     scrub = scrub_of(shard, clock)
     version = make_version(1, shard.k + 5)
     delete(shard, ADAM, MANY[40:41])
-    records = ADAM.record.encode(MANY[40:41], version, np.ones((1, 2), np.float32), np.ones((1, ADAM.record.slot_size), np.float32))
+    records = ADAM.record.encode(MANY[40:41], version, np.ones((1, 2), np.float32), np.ones((1, ADAM.record.state_size), np.float32))
     shard.store.write([WritePart(ADAM.keys(MANY[40:41], pages=False), records)], Deadline.after(5))
     with pytest.raises(JournalBehindError, match=r"table 'adam', id 40 has version \(1, 7\) in storage"):
         a_round(scrub, clock)

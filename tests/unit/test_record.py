@@ -13,14 +13,14 @@ FOUND = np.ones(4, dtype=bool)
 GOLDEN_RECORD = "abb7aa6508070605040302010000803f000000c00000003f"
 
 
-def layout(*, table: str = "user", dim: int = 2, dtype: str = "float32", slot_size: int = 1, schema: int = 0xAB) -> RecordFormat:
-    return RecordFormat(table, dim, dtype, slot_size, schema)
+def layout(*, table: str = "user", dim: int = 2, dtype: str = "float32", state_size: int = 1, schema: int = 0xAB) -> RecordFormat:
+    return RecordFormat(table, dim, dtype, state_size, schema)
 
 
 def encode(form: RecordFormat, ids: np.ndarray = IDS) -> np.ndarray:
     weights = np.ones((len(ids), form.dim), dtype=np.float32)
     stored = (weights.view(np.uint32) >> 16).astype(np.uint16) if form.dtype == "bfloat16" else weights.astype(storage_dtype(form.dtype))
-    slots = np.full((len(ids), form.slot_size), 0.5, dtype=np.float32)
+    slots = np.full((len(ids), form.state_size), 0.5, dtype=np.float32)
     return form.encode(ids, make_version(3, 70_000), stored.view(storage_dtype(form.dtype)), slots)
 
 
@@ -34,19 +34,19 @@ def test_golden_record() -> None:
     assert record.tobytes()[4:] == bytes.fromhex("0807060504030201") + np.array([1, -2, 0.5], "<f4").tobytes()
 
 
-@pytest.mark.parametrize("slot_size", [0, 1, 5])
+@pytest.mark.parametrize("state_size", [0, 1, 5])
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
 @pytest.mark.parametrize("dim", [1, 3])
-def test_a_record_reads_back_in_every_dtype(dtype: str, itemsize: int, dim: int, slot_size: int) -> None:
-    form = layout(dtype=dtype, dim=dim, slot_size=slot_size)
+def test_a_record_reads_back_in_every_dtype(dtype: str, itemsize: int, dim: int, state_size: int) -> None:
+    form = layout(dtype=dtype, dim=dim, state_size=state_size)
     records = encode(form)
-    assert records.shape == (4, HEADER_SIZE + dim * itemsize + 4 * slot_size) == (4, form.size_bytes)
+    assert records.shape == (4, HEADER_SIZE + dim * itemsize + 4 * state_size) == (4, form.size_bytes)
     assert records.flags.c_contiguous
     assert form.prefix_bytes == HEADER_SIZE + dim * itemsize
     form.check(records, IDS, FOUND)
     np.testing.assert_array_equal(form.weights(records), np.ones((4, dim), np.float32))
     np.testing.assert_array_equal(form.weights(records[:, : form.prefix_bytes]), np.ones((4, dim), np.float32))
-    np.testing.assert_array_equal(form.slots(records), np.full((4, slot_size), 0.5, np.float32))
+    np.testing.assert_array_equal(form.slots(records), np.full((4, state_size), 0.5, np.float32))
     assert form.weights(records).dtype == form.slots(records).dtype == np.float32
     assert [split_version(int(version)) for version in form.versions(records)] == [(3, 70_000)] * 4
 

@@ -190,7 +190,7 @@ def _schema(definition: TableDef, weights_only: bool) -> Any:
     fields = [*_id_schema(definition), pa.field("version", pa.uint64(), nullable=False)]
     fields.append(pa.field("weights", _list_type(_weight_type(definition), definition.dim), nullable=False))
     if _has_slots(definition, weights_only):
-        fields.append(pa.field("slots", _list_type(pa.float32(), definition.record.slot_size), nullable=False))
+        fields.append(pa.field("slots", _list_type(pa.float32(), definition.record.state_size), nullable=False))
     return pa.schema(fields)
 
 
@@ -224,7 +224,7 @@ def _stored(definition: TableDef, weights: NDArray[Any], where: str) -> NDArray[
 
 
 def _has_slots(definition: TableDef, weights_only: bool) -> bool:
-    return definition.record.slot_size > 0 and not weights_only
+    return definition.record.state_size > 0 and not weights_only
 
 
 def _check_ascending(ids: NDArray[np.uint64], last: int, where: str) -> int:

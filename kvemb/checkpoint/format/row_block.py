@@ -20,7 +20,7 @@ class RowBlock:
         ids: uint64 [n].
         versions: uint64 [n].
         weights: [n, dim] in the storage dtype, contiguous.
-        slots: float32 [n, slot_size], contiguous; None where a checkpoint holds weights only.
+        slots: float32 [n, state_size], contiguous; None where a checkpoint holds weights only.
     """
 
     ids: NDArray[np.uint64]
@@ -71,7 +71,7 @@ class RowBlock:
 
 
 def new_state(definition: TableDef, n: int) -> NDArray[np.float32]:
-    """Return the slots of n rows that were never pushed: float32 [n, slot_size]."""
+    """Return the slots of n rows that were never pushed: float32 [n, state_size]."""
     slots = definition.optimizer.slots()
     one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(definition.dim) for s in slots])
     return np.tile(one_row, (n, 1))
@@ -80,4 +80,4 @@ def new_state(definition: TableDef, n: int) -> NDArray[np.float32]:
 def row_bytes(definition: TableDef, weights_only: bool) -> int:
     """Return how many bytes one row takes in a data file at least."""
     weights = definition.dim * (2 if definition.dtype == "float16" else 4)
-    return 16 + weights + (0 if weights_only else 4 * definition.record.slot_size)
+    return 16 + weights + (0 if weights_only else 4 * definition.record.state_size)
