@@ -29,6 +29,7 @@ from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import PASSING, ReadRetry
 from kvemb.stores.redis_server.key_parsing import row_keys_in
+from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_repair import NodeRepair
 from kvemb.stores.store import Capabilities, NodeStats, Store
@@ -87,16 +88,17 @@ def memory_node(address: str) -> MemoryNode:
     return _NODES.setdefault(address, MemoryNode())
 
 
-class MemoryStore(NodeRepair, Store):
+class MemoryStore(Store):
     """Nodes of this process. `role` is accepted as by every store and has no meaning here: there are no connections."""
 
     def __init__(self, config: StorageConfig, role: str) -> None:
-        self._map = NodeMap(config.nodes)
+        self.map = NodeMap(config.nodes)
         self._nodes = [memory_node(address) for address in config.nodes]
         self._markers: list[Marker] | None = None
         self._closed = False
         self._retry = ReadRetry(role, config.on_lost_node)
         self._fence = OwnerFence()
+        self._repair = NodeRepair(self, self._fence)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,13 +106,13 @@ class MemoryStore(NodeRepair, Store):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self._map.addresses
+        return self.map.addresses
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
-        raw = [self._look(address, deadline)[0] for address in self.addresses]
+        raw = [self.look(address, deadline)[0] for address in self.addresses]
         first = next((value for value in raw if value), None)
         if known is None and first is None:
             raise NotProvisionedError("memory storage holds no markers")
@@ -228,7 +230,7 @@ class MemoryStore(NodeRepair, Store):
         return results
 
     def node_of(self, keys: RowKeys) -> str:
-        nodes = self._map.nodes_of(keys)
+        nodes = self.map.nodes_of(keys)
         return self.addresses[0 if nodes is None else int(nodes[0])]
 
     def get_meta(self, name: str, deadline: Deadline) -> list[bytes | None]:
@@ -239,6 +241,30 @@ class MemoryStore(NodeRepair, Store):
         for index in range(len(self._nodes)):
             self._alive(index).put(name.encode(), value)
 
+    def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
+        self._repair.mend_copies(name, copies, damaged, value, deadline)
+
+    def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
+        return self._repair.lost_nodes(deadline)
+
+    def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
+        return self._repair.begin_repair(address, deadline, even_if_whole=even_if_whole)
+
+    def keys_of(self, address: str, keys: RowKeys) -> NDArray[np.bool_]:
+        return self._repair.keys_of(address, keys)
+
+    def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
+        self._repair.put_meta_in_repair(address, nonce, name, value, deadline)
+
+    def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
+        self._repair.report_repaired(address, nonce, shard, deadline)
+
+    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
+        return self._repair.finish_repair(address, nonce, n_shards, deadline)
+
+    def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
+        self._fence.require_ours(copy, f"node {address}", lambda: self.get_meta(self._fence.name, deadline))
+
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         nodes = [self._alive(index) for index in range(len(self._nodes))]
         return [NodeStats(a, "memory", len(n.values), n.used_bytes, 0, 0) for a, n in zip(self.addresses, nodes, strict=True)]
@@ -247,7 +273,7 @@ class MemoryStore(NodeRepair, Store):
         self._closed = True
 
     def _route(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._map.slot_nodes[slots]
+        return self.map.slot_nodes[slots]
 
     def _alive(self, index: int) -> MemoryNode:
         if self._closed:
@@ -259,7 +285,7 @@ class MemoryStore(NodeRepair, Store):
     # --- markers and repair -----------------------------------------------------------------------------------------------------
 
     def _marker(self, cluster_id: bytes, index: int, generation: bytes) -> Marker:
-        return Marker(cluster_id, index, generation, self._map.digest, self._map.epoch, self._nodes[index].run_id)
+        return Marker(cluster_id, index, generation, self.map.digest, self.map.epoch, self._nodes[index].run_id)
 
     def _expected_of(self, parts: Sequence[ReadPart] | Sequence[WritePart]) -> dict[int, Marker]:
         """The markers of the nodes that a batch touches, renewed as a new connection would renew them."""
@@ -267,14 +293,14 @@ class MemoryStore(NodeRepair, Store):
             return {}
         touched = sorted({int(node) for part in parts for node in self._route(part.keys.slots())})
         for index in touched:
-            got, run_id = self._look(self.addresses[index], Deadline.after(1))
+            got, run_id = self.look(self.addresses[index], Deadline.after(1))
             with suppress(StorageError):  # the check after the batch says it
                 self._markers[index] = accept(self.addresses[index], self._markers[index], got, run_id)
         return {index: self._markers[index] for index in touched}
 
     def _check(self, expected: dict[int, Marker]) -> None:
         for index, marker in expected.items():
-            got, run_id = self._look(self.addresses[index], Deadline.after(1))
+            got, run_id = self.look(self.addresses[index], Deadline.after(1))
             if got != marker.encode() or run_id != marker.run_id:
                 raise diagnose(self.addresses[index], replace(marker, run_id=run_id), got)
 
@@ -283,7 +309,7 @@ class MemoryStore(NodeRepair, Store):
     ) -> dict[int, Marker]:
         if not all(self.keys_of(address, part.keys).all() for part in parts):
             raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
-        return {self.addresses.index(address): self._require_repair(address, nonce, deadline)}
+        return {self.addresses.index(address): self._repair.require_repair(address, nonce, deadline)}
 
     def _require_not_fenced(self) -> None:
         if self._fence.name:
@@ -292,20 +318,20 @@ class MemoryStore(NodeRepair, Store):
     def _at(self, address: str) -> MemoryNode:
         return self._alive(self.addresses.index(address))
 
-    def _expected(self, address: str) -> Marker:
+    def expected(self, address: str) -> Marker:
         assert self._markers is not None, "open() comes first"
         return self._markers[self.addresses.index(address)]
 
-    def _look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
+    def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         node = self._at(address)
         found = node.values.get(MARKER_KEY)
         return (None if found is None else found[0]), node.run_id
 
-    def _peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
+    def peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
         found = [self._at(address).values.get(key) for key in keys]
         return [value and value[0] for value in found]
 
-    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+    def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         node = self._at(address)
         with node.lock:
             value, token = node.values.get(key, (None, 0))

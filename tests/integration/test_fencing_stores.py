@@ -21,7 +21,7 @@ from kvemb.coordination.shard_owners import Owner, owner_name
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer
-from kvemb.stores.standalone import node_store
+from kvemb.stores.standalone import node_rows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
@@ -147,15 +147,15 @@ def test_a_batch_that_spans_loss_and_repair_fails(start: Callable[[str, int], Se
     with opened(nodes) as store, opened(nodes, "trainer", provision=False, on_lost_node="fail") as trainer:
         write(store, ROWS, records_of(ROWS))
         require_rows(trainer, ROWS, records_of(ROWS))
-        real = node_store.run
+        real = node_rows.run
 
         def with_a_repair_before(conversations: object, deadline: object) -> None:
-            monkeypatch.setattr(node_store, "run", real)
+            monkeypatch.setattr(node_rows, "run", real)
             nodes.flush(0)
             repair(store, nodes.config.nodes[0])
             real(conversations, deadline)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(node_store, "run", with_a_repair_before)
+        monkeypatch.setattr(node_rows, "run", with_a_repair_before)
         with pytest.raises(NodeSuspectError, match="meanwhile"):
             read(trainer, ROWS)
         require_rows(trainer, ROWS, records_of(ROWS))

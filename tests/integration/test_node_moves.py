@@ -161,13 +161,13 @@ def test_a_batch_that_was_begun_before_nodes_moved_is_not_answered_by_others(
             store.follow(lambda: (second, first) if now == "swapped" else (first, "127.0.0.1:1"))
             if now == "swapped":
                 nodes.put_markers([marker.encode() for marker in markers[::-1]])
-            run = store._run
+            run = store._rows._run
 
             def moving(*args: Any) -> None:
-                store._moved(NodeUnavailableError("met by another thread"))
+                store._links.moved(NodeUnavailableError("met by another thread"))
                 run(*args)
 
-            monkeypatch.setattr(store, "_run", moving)
+            monkeypatch.setattr(store._rows, "_run", moving)
             with pytest.raises(NodeSuspectError, match="moved to other addresses"):
                 store._read([ReadPart(row_keys(100), SIZE, SIZE)], within(), None)
     finally:

@@ -70,4 +70,4 @@ def read(store: Storage, definition: TableDef, ids: list[int]) -> tuple[np.ndarr
 
 def node_of(store: Storage, definition: TableDef, row_id: int) -> tuple[object, bytes]:
     keys = RowKeys(definition.tag, np.array([row_id], np.uint64))
-    return memory_node(store.addresses[store._map.slot_nodes[keys.slots()[0]]]), bytes(keys.encode()[0])
+    return memory_node(store.addresses[store.map.slot_nodes[keys.slots()[0]]]), bytes(keys.encode()[0])

@@ -24,37 +24,39 @@ _ITEM_OVERHEAD_BYTES = 64  # item header, token, flags and line end (memcached.h
 SAFE_OPTIONS = "-M -o no_slab_reassign"
 
 
-class MemcachedStore(NodeStore):
-    """Nodes of memcached >= 1.6."""
+class MemcachedServer:
+    """What is special to memcached; see `NodeServer`.
 
-    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
-        super().__init__(config, role, MetaCodec())
-        self._connect = connect
-        self._item_limit: int | None = None
+    Args:
+        config: the storage section.
+        connect: opens connections.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        limit = None if self._item_limit is None else self._item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
-        return Capabilities(cas=True, max_record_bytes=limit)
+    Attributes:
+        item_limit: the largest item a server takes, in bytes; None before one was asked.
+    """
 
-    def stats(self, deadline: Deadline) -> list[NodeStats]:
-        self._pool.require_open()
-        return [self.stats_or_error(address, deadline) for address in self.addresses]
+    def __init__(self, config: StorageConfig, connect: Connect) -> None:
+        self._config, self._connect = config, connect
+        self.item_limit: int | None = None
 
-    def _open_link(self, address: str, deadline: Deadline) -> Link:
+    def open_link(self, address: str, deadline: Deadline) -> Link:
         return self._connect(address, deadline)
 
-    def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
+    def dropped(self, link: Link) -> None:
+        return  # every write carries a condition: one that lands late finds it false
+
+    def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
         settings = _ask(self._connect, address, deadline, "settings")
-        self._item_limit = _number(address, settings, "item_size_max")
-        if not self.config.allow_row_loss:
+        self.item_limit = _number(address, settings, "item_size_max")
+        if not self._config.allow_row_loss:
             _require_safe(address, settings)
-        return "", _number(address, _ask(self._connect, address, deadline), "curr_items")
+        return "", _number(address, self.stats_of(address, deadline), "curr_items")
 
-    def keys_on(self, address: str, deadline: Deadline) -> None:
-        return None
+    def stats_of(self, address: str, deadline: Deadline) -> dict[str, str]:
+        """Return what a server counts."""
+        return _ask(self._connect, address, deadline)
 
-    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+    def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         with _connected(self._connect, address, deadline) as link:
             condition = b"ME"
             if old is not None:
@@ -70,8 +72,25 @@ class MemcachedStore(NodeStore):
             raise server_error(address, answer.line)
         return answer.line == b"HD"
 
+
+class MemcachedStore(NodeStore):
+    """Nodes of memcached >= 1.6."""
+
+    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
+        self._memcached = MemcachedServer(config, connect)
+        super().__init__(config, role, MetaCodec(), self._memcached, cas=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        item_limit = self._memcached.item_limit
+        limit = None if item_limit is None else item_limit - KEY_SIZE - _ITEM_OVERHEAD_BYTES
+        return Capabilities(cas=True, max_record_bytes=limit)
+
+    def keys_on(self, address: str, deadline: Deadline) -> None:
+        return None
+
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        stats = _ask(self._connect, address, deadline)
+        stats = self._memcached.stats_of(address, deadline)
         counters = (f"slab_reassign_{why}" for why in ("evictions_nomem", "busy_deletes"))
         moved = sum(_number(address, stats, name) for name in counters if name in stats)
         return NodeStats(

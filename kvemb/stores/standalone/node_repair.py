@@ -1,14 +1,13 @@
 """Repair where the node map is ours: one marker per node, with a nonce while it is repaired. What stands where, and what may follow.
 
-How a value is read, or replaced on a condition, is the subclass's.
+How a value is read, or replaced on a condition, is known to the nodes (`MarkedNodes`).
 """
 
 import logging
 import os
-from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,44 +18,54 @@ from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolEr
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.repairable import LostNode, Repairable
+from kvemb.stores.repairable import LostNode
 
 _MAX_TRIES = 100
 log = logging.getLogger("kvemb")
 
 
-class NodeRepair(Repairable):
-    """The repair half of a store under a node map of ours."""
+class MarkedNodes(Protocol):
+    """What a repair needs of the nodes."""
 
-    _map: NodeMap
-    _fence: OwnerFence
+    @property
+    def map(self) -> NodeMap:
+        """Where the nodes are."""
 
-    # --- what a subclass brings -------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _expected(self, address: str) -> Marker:
+    def expected(self, address: str) -> Marker:
         """The marker that the node should have."""
 
-    @abstractmethod
-    def _look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
+    def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         """Return what stands in the place of the marker, and the run id of the server process that said so."""
 
-    @abstractmethod
-    def _peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
+    def peek(self, address: str, keys: list[bytes], deadline: Deadline) -> list[bytes | None]:
         """Read small values of one node, whatever its marker says."""
 
-    @abstractmethod
-    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+    def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
+        """Refuse to go on once another process owns the shard, by the node's copy of the owner record; see `OwnerFence.require_ours`."""
+
+    def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         """Replace a small value if it is `old` (None: if there is none) and the server process has this run id, in one step."""
+
+
+class NodeRepair:
+    """The repair half of a store under a node map of ours; methods without a docstring are those of `Repairable`.
+
+    Args:
+        nodes: what is repaired.
+        fence: the owner that the store writes as.
+    """
+
+    def __init__(self, nodes: MarkedNodes, fence: OwnerFence) -> None:
+        self._nodes, self._fence = nodes, fence
 
     # --- the state of a node ----------------------------------------------------------------------------------------------------
 
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         lost = []
-        for index, address in enumerate(self._map.addresses):
-            share_s = deadline.remaining_s() / (len(self._map.addresses) - index)  # a hung node leaves time for the others
+        for index, address in enumerate(self._nodes.map.addresses):
+            share_s = deadline.remaining_s() / (len(self._nodes.map.addresses) - index)  # a hung node leaves time for the others
             try:
-                found = self._judge(address, *self._look(address, Deadline.after(share_s)))
+                found = self._judge(address, *self._nodes.look(address, Deadline.after(share_s)))
             except (NodeUnavailableError, DeadlineExceededError):
                 continue
             if found is not None:
@@ -67,49 +76,49 @@ class NodeRepair(Repairable):
 
     def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
         for _ in range(_MAX_TRIES):
-            got, run_id = self._look(address, deadline)
+            got, run_id = self._nodes.look(address, deadline)
             found = self._judge(address, got, run_id)
             if found is None and not even_if_whole:
                 return None
             if found is not None and found[1] is not None:
                 return found[1]
             nonce = os.urandom(8).hex()
-            begun = replace(self._expected(address), run_id=run_id, repair=nonce, repairing=True)
-            if self._swap(address, MARKER_KEY, got, begun.encode(), run_id, deadline):
+            begun = replace(self._nodes.expected(address), run_id=run_id, repair=nonce, repairing=True)
+            if self._nodes.swap(address, MARKER_KEY, got, begun.encode(), run_id, deadline):
                 return nonce
         raise ProtocolError(f"node {address}: its marker changed {_MAX_TRIES} times while a repair was to begin there")
 
     def keys_of(self, address: str, keys: RowKeys) -> NDArray[np.bool_]:
-        nodes = self._map.nodes_of(keys)
+        nodes = self._nodes.map.nodes_of(keys)
         if nodes is None:
             return np.ones(len(keys), dtype=bool)
-        mine: NDArray[np.bool_] = nodes == self._map.addresses.index(address)
+        mine: NDArray[np.bool_] = nodes == self._nodes.map.addresses.index(address)
         return mine
 
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
-        run_id = self._require_repair(address, nonce, deadline).run_id
+        run_id = self.require_repair(address, nonce, deadline).run_id
         if self._fence.record:
             self._put_back_owner(address, run_id, deadline)
         self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
-        self._require_repair(address, nonce, deadline)
+        self.require_repair(address, nonce, deadline)
 
     def put_meta_in_repair(self, address: str, nonce: str, name: str, value: bytes, deadline: Deadline) -> None:
-        run_id = self._require_repair(address, nonce, deadline).run_id
+        run_id = self.require_repair(address, nonce, deadline).run_id
         self._replace(address, name.encode(), value, run_id, deadline)
-        self._require_repair(address, nonce, deadline)
+        self.require_repair(address, nonce, deadline)
 
     def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
-        got, run_id = self._look(address, deadline)
+        got, run_id = self._nodes.look(address, deadline)
         if got is not None and self._judge(address, got, run_id) is None and Marker.decode(got, address).repair == nonce:
             return True  # another shard was faster
-        repairing = self._require_repair(address, nonce, deadline)
-        reports = self._peek(address, [_report_key(shard) for shard in range(n_shards)], deadline)
+        repairing = self.require_repair(address, nonce, deadline)
+        reports = self._nodes.peek(address, [_report_key(shard) for shard in range(n_shards)], deadline)
         if any(report != nonce.encode() for report in reports):
             return False
         whole = replace(repairing, repairing=False)
-        if self._swap(address, MARKER_KEY, repairing.encode(), whole.encode(), repairing.run_id, deadline):
+        if self._nodes.swap(address, MARKER_KEY, repairing.encode(), whole.encode(), repairing.run_id, deadline):
             return True
-        got, run_id = self._look(address, deadline)
+        got, run_id = self._nodes.look(address, deadline)
         if got != whole.encode():
             raise diagnose(address, repairing, got)
         return True
@@ -117,23 +126,23 @@ class NodeRepair(Repairable):
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _judge(self, address: str, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
-        return why_lost(address, self._expected(address), got, run_id)
+        return why_lost(address, self._nodes.expected(address), got, run_id)
 
-    def _require_repair(self, address: str, nonce: str, deadline: Deadline) -> Marker:
+    def require_repair(self, address: str, nonce: str, deadline: Deadline) -> Marker:
         """The marker of a repair that goes on.
 
         Raises:
             NodeLostError, NodeSuspectError: it does not: the node has lost its data or its process again, or was finished.
         """
-        got, run_id = self._look(address, deadline)
-        wanted = replace(self._expected(address), run_id=run_id, repair=nonce, repairing=True)
+        got, run_id = self._nodes.look(address, deadline)
+        wanted = replace(self._nodes.expected(address), run_id=run_id, repair=nonce, repairing=True)
         if got != wanted.encode():
             raise diagnose(address, wanted, got)
         return wanted
 
     def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        for address, copy, wrong in zip(self._map.addresses, copies, damaged, strict=True):
-            if wrong and self._swap(address, name.encode(), copy, value, self._look(address, deadline)[1], deadline):
+        for address, copy, wrong in zip(self._nodes.map.addresses, copies, damaged, strict=True):
+            if wrong and self._nodes.swap(address, name.encode(), copy, value, self._nodes.look(address, deadline)[1], deadline):
                 log.error("node %s: the value under the key %s was damaged and has been put right", address, name)
 
     def _keep_owner(self, address: str, deadline: Deadline) -> None:
@@ -142,42 +151,28 @@ class NodeRepair(Repairable):
         if not record:
             return
         try:
-            (found,) = self._peek(address, [name.encode()], deadline)
+            (found,) = self._nodes.peek(address, [name.encode()], deadline)
             if found != record:
-                self._require_ours(address, found, deadline)
-                here = [one == address for one in self._map.addresses]
+                self._nodes.require_ours(address, found, deadline)
+                here = [one == address for one in self._nodes.map.addresses]
                 self.mend_copies(name, [found if mine else None for mine in here], here, record, deadline)
         except (NodeUnavailableError, DeadlineExceededError) as error:
             log.warning("%s", error)
 
-    def _require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
-        """Refuse to go on once another process owns the shard; see `OwnerFence.require_ours`."""
-        key = self._fence.name.encode()
-        self._fence.require_ours(copy, f"node {address}", lambda: self._copies_elsewhere(address, key, deadline))
-
-    def _copies_elsewhere(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
-        """Read a small value on all other nodes that answer."""
-        found = []
-        for other in self._map.addresses:
-            if other != address:
-                with suppress(NodeUnavailableError, DeadlineExceededError):
-                    found += self._peek(other, [key], deadline)
-        return found
-
     def _put_back_owner(self, address: str, run_id: str, deadline: Deadline) -> None:
         key, record = self._fence.name.encode(), self._fence.record
         for _ in range(_MAX_TRIES):
-            (found,) = self._peek(address, [key], deadline)
+            (found,) = self._nodes.peek(address, [key], deadline)
             self._fence.require_not_behind([found])
-            if found == record or self._swap(address, key, found, record, run_id, deadline):
+            if found == record or self._nodes.swap(address, key, found, record, run_id, deadline):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be put back")
 
     def _replace(self, address: str, key: bytes, value: bytes, run_id: str, deadline: Deadline) -> None:
         """Write a small value, whatever stands there, on that server process only."""
         for _ in range(_MAX_TRIES):
-            (found,) = self._peek(address, [key], deadline)
-            if found == value or self._swap(address, key, found, value, run_id, deadline):
+            (found,) = self._nodes.peek(address, [key], deadline)
+            if found == value or self._nodes.swap(address, key, found, value, run_id, deadline):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
 

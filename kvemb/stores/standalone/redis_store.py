@@ -1,6 +1,6 @@
 """Standalone Redis and Valkey nodes: rows by RESP on links of our own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
@@ -16,26 +16,59 @@ from kvemb.stores.store import Capabilities, NodeStats
 from kvemb.wire.resp.resp_codec import RespCodec
 
 
+class RedisServer:
+    """What is special to Redis and Valkey; see `NodeServer`.
+
+    Args:
+        access: how servers are reached.
+        role: who writes, see `Store`.
+    """
+
+    def __init__(self, access: RedisAccess, role: str) -> None:
+        self._access, self._role = access, role
+        self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
+        self._own: set[redis_admin.ConnectionId] = set()
+
+    def open_link(self, address: str, deadline: Deadline) -> Link:
+        link = redis_admin.open_link(address, self._access, self._role, self._in_doubt.setdefault(address, set()), deadline)
+        self._own.add((link.run_id, link.connection_id))
+        return link
+
+    def dropped(self, link: Link) -> None:
+        # A SET on this connection may still sit in the server's buffers; see `redis_admin.open_link`.
+        self._in_doubt.setdefault(link.address, set()).add((link.run_id, link.connection_id))
+        self._own.discard((link.run_id, link.connection_id))
+
+    def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
+        fields = redis_admin.info(address, self._access, deadline)
+        if fields.get("cluster_enabled") == "1":
+            raise ConfigError(f"storage.kind: node {address} is part of a Redis Cluster; use kind redis-cluster")
+        redis_admin.require_safe(address, fields, self._access.config)
+        return fields["run_id"], redis_admin.number_in(address, fields, "n_keys")
+
+    def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
+        return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]
+
+    def kill_other_writers(self, addresses: Iterable[str], deadline: Deadline) -> int:
+        """See `Store.kill_other_writers`."""
+        own = frozenset(self._own)
+        return sum(redis_admin.kill_writers(address, self._access, self._role, own, deadline) for address in addresses)
+
+
 class RedisStore(NodeStore):
     """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
 
     def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
-        super().__init__(config, role, RespCodec(multi_get=True))
         self._access = RedisAccess(config, connect)
-        self._in_doubt: dict[str, set[redis_admin.ConnectionId]] = {}
-        self._own: set[redis_admin.ConnectionId] = set()
+        self._redis = RedisServer(self._access, role)
+        super().__init__(config, role, RespCodec(multi_get=True), self._redis, cas=False)
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
-    def stats(self, deadline: Deadline) -> list[NodeStats]:
-        self._pool.require_open()
-        return [self.stats_or_error(address, deadline) for address in self.addresses]
-
     def kill_other_writers(self, deadline: Deadline) -> int:
-        own = frozenset(self._own)
-        return sum(redis_admin.kill_writers(address, self._access, self.role, own, deadline) for address in self.addresses)
+        return self._redis.kill_other_writers(self.addresses, deadline)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
         for block in redis_admin.scan(address, self._access, deadline):
@@ -48,30 +81,10 @@ class RedisStore(NodeStore):
         for address in self.addresses if repair is None else [repair[0]]:
             names = [bytes(key) for key in pages.encode()[self.keys_of(address, pages)]]
             if names:
-                run_id = self._look(address, deadline)[1] if repair is None else self._require_repair(*repair, deadline).run_id
+                run_id = self._links.look(address, deadline)[1] if repair is None else self._repair.require_repair(*repair, deadline).run_id
                 size = keys.layout.page_bytes
                 n_changed += compare_and_set.make_way(address, self._access, names, size, run_id, deadline, clear=repair is not None)
         return n_changed
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
-
-    def _open_link(self, address: str, deadline: Deadline) -> Link:
-        link = redis_admin.open_link(address, self._access, self.role, self._in_doubt.setdefault(address, set()), deadline)
-        self._own.add((link.run_id, link.connection_id))
-        return link
-
-    def _inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
-        fields = redis_admin.info(address, self._access, deadline)
-        if fields.get("cluster_enabled") == "1":
-            raise ConfigError(f"storage.kind: node {address} is part of a Redis Cluster; use kind redis-cluster")
-        redis_admin.require_safe(address, fields, self.config)
-        return fields["run_id"], redis_admin.number_in(address, fields, "n_keys")
-
-    def _dropped(self, link: Link) -> None:
-        # A SET on this connection may still sit in the server's buffers; see `redis_admin.open_link`.
-        self._in_doubt.setdefault(link.address, set()).add((link.run_id, link.connection_id))
-        self._own.discard((link.run_id, link.connection_id))
-
-    def _swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
-        return compare_and_set.swap(address, self._access, [(key, old, new)], run_id, deadline)[0]

@@ -1,0 +1,136 @@
+"""Batches of rows over nodes under a node map of ours: who gets which rows, and the marker last on each connection."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
+from kvemb.errors import DeadlineExceededError
+from kvemb.net.deadline import Deadline
+from kvemb.net.exchange import Conversation, run
+from kvemb.net.link import Link
+from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.standalone.node_links import NodeLinks, moved_meanwhile, value_of
+from kvemb.wire.codec import Codec, RecordsToWrite
+from kvemb.wire.replies import Step, UnexpectedValueError
+
+T = TypeVar("T", bound=np.generic)
+Plan = list[tuple[int, NodeSteps]]
+_CONFLICT = 2  # of an erase; see `Codec.erase_steps`
+
+
+class NodeRows:
+    """Runs batches.
+
+    Args:
+        links: to the nodes.
+        codec: of their protocol.
+        cas: whether writes are compare-and-swap, see `Capabilities`.
+    """
+
+    def __init__(self, links: NodeLinks, codec: Codec, *, cas: bool) -> None:
+        self._links, self._codec, self._cas = links, codec, cas
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None) -> list[ReadResult]:
+        """Read parts; `repair` is the marker that a batch in repair expects."""
+        plan: Plan = []
+        results = []
+        for part in parts:
+            kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
+            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), kinds)
+            result = self._empty_result(part, grouped)
+            results.append(result)
+            keys = grouped.keys
+            for node, rows in grouped.shares:
+                tokens = None if result.tokens is None else result.tokens[rows]
+                foreign = None if result.foreign is None else result.foreign[rows]
+                steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
+                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+        self._run(plan, deadline, repair)
+        return results
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None) -> list[WriteResult]:
+        """Write parts."""
+        plan: Plan = []
+        outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
+        for part in parts:
+            kinds = self._codec.write_kinds(part.keys, part.tokens)
+            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), kinds)
+            out = np.zeros(len(part.keys), dtype=np.uint8)
+            order = slice(None) if grouped.order is None else grouped.order
+            keys, records = grouped.keys, RecordsToWrite(part.records, grouped.order)
+            tokens = part.tokens[order].copy() if part.tokens is not None and self._cas else None
+            outs.append((grouped, out, tokens))
+            for node, rows in grouped.shares:
+                steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
+                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+        self._run(plan, deadline, repair)
+        return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None) -> list[NDArray[np.bool_]]:
+        """Delete the rows of parts."""
+        plan: Plan = []
+        outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
+        for part in parts:
+            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
+            out = np.zeros(len(part.keys), dtype=np.uint8)
+            outs.append((grouped, out))
+            order = slice(None) if grouped.order is None else grouped.order
+            tokens = part.tokens[order] if part.tokens is not None and self._cas else None
+            for node, rows in grouped.shares:
+                steps = self._codec.erase_steps(grouped.keys[rows], out[rows], None if tokens is None else tokens[rows])
+                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+        self._run(plan, deadline, repair)
+        return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
+
+    def _empty_result(self, part: ReadPart, grouped: Grouped) -> ReadResult:
+        n = len(part.keys)
+        tokens = np.zeros(n, dtype=np.uint64) if part.tokens and self._cas else None
+        records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
+        return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens, np.zeros(n, dtype=bool) if part.foreign else None)
+
+    def _run(self, plan: Plan, deadline: Deadline, repair: Marker | None) -> None:
+        """Run a batch's steps at its nodes, the marker last on each connection."""
+        by_node: dict[str, list[Step]] = {}
+        for _, share in plan:
+            by_node.setdefault(share.address, []).extend(share.steps)
+        markers = {}
+        with (self._links.pool if repair is None else self._links.plain_pool).lease(by_node, deadline) as links:
+            # Connecting may have renewed what is expected; from here on a node that is repaired meanwhile fails the batch.
+            expected = {address: repair or self._links.expected(address) for address in by_node}
+            for node, share in plan:
+                if expected[share.address].node != node:
+                    raise moved_meanwhile(share.address)
+            for address, steps in by_node.items():
+                _require_process(links[address], expected[address])
+                step, markers[address] = self._codec.get_step(MARKER_KEY)
+                steps.append(step)
+            try:
+                run([Conversation(links[address], steps) for address, steps in by_node.items()], deadline)
+            except UnexpectedValueError as error:
+                raise unexpected_value([share for _, share in plan], error) from error
+            except DeadlineExceededError:
+                raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes its time: why says more than how long
+                raise
+            for address, reply in markers.items():
+                if value_of(address, reply) != expected[address].encode():
+                    raise diagnose(address, expected[address], reply.value)
+        raise_row_errors([share for _, share in plan])
+
+
+def _require_process(link: Link, marker: Marker) -> None:
+    """A connection made before the server was started again would be dead; one made after must not serve a marker from before."""
+    if link.run_id != marker.run_id:
+        raise diagnose(link.address, replace(marker, run_id=link.run_id), marker.encode())
+
+
+def _ungroup(grouped: Grouped, values: NDArray[T]) -> NDArray[T]:
+    if grouped.order is None:
+        return values
+    out = np.empty_like(values)
+    out[grouped.order] = values
+    return out
