@@ -60,6 +60,9 @@ class NodeStats:
 class Store(Repairable, ABC):
     """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
 
+    It has more methods than a class should: they are the whole of what a kind of storage can do, and a store is one of one kind. A store
+    hands on to parts (docs/adr/0041).
+
     Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
     so that no later call can read an older call's reply.
     """
