@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError, WrongNodeError
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
 WAIT = "wait"
@@ -32,9 +33,8 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
     Raises:
         StorageError: the last of those errors, once the deadline leaves no time for another try; others at once.
     """
-    pause_s = _FIRST_PAUSE_S
     last: StorageError | None = None
-    while True:
+    for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
         try:
             return call()
         except errors as error:
@@ -46,7 +46,7 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
                 raise
             raise last from None  # what was waited for says more than that the last try had too little time
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    raise AssertionError("unreachable")
 
 
 class ReadRetry:
