@@ -17,26 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import ForeignPageError, LostRowError, NodeLostError, NodeSuspectError, RecordError, StorageError
-from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..model.transition import Replay, new_records, records_to_write
+from ..model.transition import Replay, new_records, records_to_write, rows_to_erase
 from .arena import RecordArena
 from .batch_boundary import BatchBoundary
 from .batch_pieces import Pace, cut, size_bytes
-from .conditional_erase import erase_as_read, not_newer
 from .engine_ports import ALONE, EnginePorts
 from .fetched_rows import Fetched, FetchedRecords
 from .repair_port import AheadOfIndex, Pause
-from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
+from .row_access import RowAccess, until_none_is_left
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, RETRYABLE, retry_pauses
 from .write_behind import WriteBehind
 
 _MAX_MENDED = 8  # times in a row that rows of one piece may be found lost
@@ -97,7 +95,7 @@ class Engine:
     ) -> None:
         self._store = store
         self._tables = tables
-        self._timeout_s = timeout_s
+        self._access = RowAccess(store, timeout_s)
         self._pace = Pace(timeout_s)
         self._scratch = RecordArena()
         self._prepared: list[PreparedRows] = []  # in the last round
@@ -240,12 +238,7 @@ class Engine:
             self._rounds(kind, todo, version, version if replay is None else replay.newest, behind)
 
     def _rounds(self, kind: str, todo: list[CheckedRows], version: int, newest: int, behind: WriteBehind | None) -> None:
-        for _ in range(MAX_CONFLICT_ROUNDS):
-            if not todo:
-                return
-            todo = self._round(kind, todo, version, newest, behind)
-        rows = todo[0]
-        raise StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
+        until_none_is_left(todo, lambda left: self._round(kind, left, version, newest, behind), _many_changes)
 
     def _round(self, kind: str, todo: Sequence[CheckedRows], version: int, newest: int, behind: WriteBehind | None) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
@@ -254,7 +247,7 @@ class Engine:
         prepared = [self._prepare(kind, rows, got, version, newest) for rows, got in zip(todo, fetched, strict=True)]
         self._tell_computed(todo, prepared)
         now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
-        written = self._store.write([one.part for one in now], Deadline.after(self._timeout_s)) if now else []
+        written = self._access.write([one.part for one in now])
         conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
         if newest != version:
             self._keep_done(todo, fetched, version)
@@ -279,15 +272,8 @@ class Engine:
         places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]
         lacking = [at < 0 for at in places]
         missing = [rows if none.all() else rows.take(none) for rows, none in zip(todo, lacking, strict=True) if none.any()]
-        reads = [self._read_part(rows) for rows in missing]
-        results = self._store.read(reads, Deadline.after(self._timeout_s)) if reads else []
-        read = iter([self._checked(rows, result) for rows, result in zip(missing, results, strict=True)])
+        read = iter(self._access.read([(rows.definition, rows.ids) for rows in missing]))
         return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
-
-    def _checked(self, rows: CheckedRows, read: ReadResult) -> FetchedRecords:
-        got, record = read.in_key_order(), rows.definition.record
-        record.check(got.records, rows.ids, got.found, self._store.whereabouts(self._keys(rows)))
-        return FetchedRecords(got.records, got.found, got.tokens)
 
     def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
         """Keep what was stored; return the rows that met a conflict."""
@@ -335,7 +321,7 @@ class Engine:
         at = got.at
         if stop < len(write):
             rows, at = rows.take(write), at[write]
-        return PreparedRows(rows, WritePart(self._keys(rows, new[:stop]), records[:stop], tokens[:stop]), at)
+        return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
 
     def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
         """Let the observer hear of rows about to change, those that exist."""
@@ -354,30 +340,14 @@ class Engine:
             self._tables.state(rows.definition).cache.forget(rows.ids)
         if self._store.capabilities.cas:
             for rows in todo:
-                self._erase_as_read(rows, version, newest)
+                may = partial(rows_to_erase, rows.definition, version=version, newest=newest, epoch=self.epoch)
+                self._access.erase(rows.definition, rows.ids, may)
             return
         if self._store.capabilities.pages:  # where a row lies in a page, erasing one that does not exist would make its page
             todo = [rows.take(self._tables.state(rows.definition).versions(rows.ids) != 0) for rows in todo]
             todo = [rows for rows in todo if len(rows.ids)]
         if todo:
-            self._store.erase([WritePart(self._keys(rows), empty) for rows in todo], Deadline.after(self._timeout_s))
-
-    def _erase_as_read(self, rows: CheckedRows, version: int, newest: int) -> None:
-        ids, may = rows.ids, partial(not_newer, rows.definition, version=version, newest=newest, epoch=self.epoch)
-        store, pages = self._store, self._store.capabilities.pages
-        for _ in range(MAX_CONFLICT_ROUNDS):
-            deadline = Deadline.after(self._timeout_s)
-            ids = erase_as_read(rows.definition, ids, deadline, read=store.read, erase=store.erase, pages=pages, may=may)
-            if not len(ids):
-                return
-        raise StorageError(f"table {rows.definition.name!r}: {len(ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
-
-    def _keys(self, rows: CheckedRows, new: NDArray[np.bool_] | None = None) -> RowKeys:
-        return rows.definition.keys(rows.ids, pages=self._store.capabilities.pages, new=new)
-
-    def _read_part(self, rows: CheckedRows) -> ReadPart:
-        size = rows.definition.record.size_bytes
-        return ReadPart(self._keys(rows), size, size, tokens=True)
+            self._store.erase([WritePart(self._access.keys(rows.definition, rows.ids), empty) for rows in todo], self._access.deadline())
 
     def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
         """The rows that an erase may still take away: those created again behind it have a version above its own."""
@@ -394,3 +364,8 @@ class Engine:
         n_rows = state.n_rows
         state.applied(rows.ids, version)
         return len(rows.ids) - (state.n_rows - n_rows)
+
+
+def _many_changes(left: Sequence[CheckedRows]) -> StorageError:
+    rows = left[0]
+    return StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {CHANGED_BY_ANOTHER_WRITER}")

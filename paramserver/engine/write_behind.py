@@ -20,20 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import FencedError, ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
+from kvemb.errors import ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
 from kvemb.index.record_cache import RecordCache
-from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys
-from kvemb.schema.record import HEADER_SIZE, split_version
-from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
+from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
+from ..model.transition import refuse_later_epoch
 from .arena import RecordArena
-from .batch_pieces import Pace
 from .repair_port import NO_BATCH, NO_REPAIR, Pause, RepairPort
+from .row_access import RowAccess
 from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
 
 Ids = NDArray[np.uint64]
@@ -100,8 +97,8 @@ class WriteBehind:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound
-        self._epoch, self._timeout_s, self._repair, self._wake, self._clock_s = epoch, timeout_s, repair, wake, clock_s
-        self._scratch, self._pace = RecordArena(), Pace(timeout_s)
+        self._epoch, self._repair, self._wake, self._clock_s = epoch, repair, wake, clock_s
+        self._scratch, self._access = RecordArena(), RowAccess(store, timeout_s)
         self._held: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
         self._asked = False
@@ -210,20 +207,20 @@ class WriteBehind:
             self._repair.nodes(NO_BATCH, pause, suspects=[error.address])
         self._scratch.reset()
         for one in self._some():
-            self._store.make_way(one.part.keys, self._deadline())
+            self._store.make_way(one.part.keys, self._access.deadline())
 
     def _write_some(self) -> bool:
         """Write as many rows as one write takes; return whether some of them met a conflict."""
         self._scratch.reset()
         dirty = self._some()
-        with self._pace.exchange(sum(one.part.records.nbytes for one in dirty)):
-            results = self._store.write([one.part for one in dirty], self._deadline())
+        with self._access.pace.exchange(sum(one.part.records.nbytes for one in dirty)):
+            results = self._access.write([one.part for one in dirty])
         return any([self._settle(one, result) for one, result in zip(dirty, results, strict=True)])
 
     def _some(self) -> list[_Dirty]:
         """Copy what one write takes out of the caches."""
         found: list[_Dirty] = []
-        room = min(_WRITE_BYTES, self._pace.n_bytes)
+        room = min(_WRITE_BYTES, self._access.pace.n_bytes)
         for state in self._tables.all():
             cache, size = state.cache, state.definition.record.size_bytes
             if (room < size and found) or not cache.n_pinned:
@@ -233,7 +230,8 @@ class WriteBehind:
             records = self._scratch.take(len(at), size)
             whole = f"V{size}"  # records as items, which are copied at once
             np.take(cache.records.view(whole)[:, 0], at, out=records.view(whole)[:, 0], mode="clip")
-            found.append(_Dirty(state, at, ids, WritePart(self._keys(state.definition, ids), records, cache.tokens[at])))
+            keys = self._access.keys(state.definition, ids, np.zeros(len(ids), bool))  # they exist in storage, so their pages do
+            found.append(_Dirty(state, at, ids, WritePart(keys, records, cache.tokens[at])))
             room -= len(at) * size
         return found
 
@@ -250,26 +248,9 @@ class WriteBehind:
 
     def _look_again(self, dirty: _Dirty, which: NDArray[np.bool_]) -> None:
         """Read what stands where writes met a conflict: our own record, whose write was not answered, or one to be written over."""
-        definition, at, ids = dirty.state.definition, dirty.at[which], dirty.ids[which]
-        record, cache = definition.record, dirty.state.cache
-        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True, foreign=True)
-        read = self._store.read([part], self._deadline())[0].in_key_order()
-        stored = np.where(read.found & record.belong(read.records, ids), record.versions(read.records), np.uint64(0))
-        later = stored >> np.uint64(48) > np.uint64(self._epoch)
-        if later.any():
-            first = int(np.argmax(later))
-            raise FencedError(
-                f"table {definition.name!r}, id {definition.shown_id(int(ids[first]))}: version {split_version(int(stored[first]))} in "
-                f"storage is of a later epoch than ours ({self._epoch}): another process owns this shard now"
-            )
-        if read.tokens is not None:
-            there = read.found if read.foreign is None else read.found | read.foreign
-            cache.tokens[at] = np.where(there, read.tokens, np.uint64(0))
-        cache.unpin(at[stored == record.versions(dirty.part.records)[which]])
-
-    def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:
-        """Of rows that exist in storage, so that their pages do."""
-        return definition.keys(ids, pages=self._store.capabilities.pages, new=np.zeros(len(ids), bool))
-
-    def _deadline(self) -> Deadline:
-        return Deadline.after(self._timeout_s)
+        definition, cache, at, ids = dirty.state.definition, dirty.state.cache, dirty.at[which], dirty.ids[which]
+        seen = self._access.look(definition, ids)
+        refuse_later_epoch(definition, ids, seen.versions, self._epoch)
+        if seen.tokens is not None:
+            cache.tokens[at] = seen.tokens
+        cache.unpin(at[seen.versions == definition.record.versions(dirty.part.records)[which]])

@@ -22,6 +22,7 @@ from .batch import ASSIGN, CheckedRows
 from .tables import TableState
 from .timeline import Timeline
 
+Ids = NDArray[np.uint64]
 _BEHIND = "A node lost writes, or another program wrote rows: bring the node's data back."
 
 
@@ -102,18 +103,59 @@ def records_to_write(
     wrong &= todo
     if not wrong.any():
         return todo
-    later = wrong & (stored >> np.uint64(48) > np.uint64(timeline.epoch))
-    if not later.any():
-        timeline.refuse_lost(definition, ids[wrong], stored[wrong], known[wrong])
-    at = int(np.argmax(later if later.any() else wrong))
+    refuse_later_epoch(definition, ids[wrong], stored[wrong], timeline.epoch)
+    timeline.refuse_lost(definition, ids[wrong], stored[wrong], known[wrong])
+    at = int(np.argmax(wrong))
     row = f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}"
     got, expected = (f"version {split_version(int(v))}" if v else "no row" for v in (stored[at], known[at]))
-    if later.any():
-        raise FencedError(f"{row}: {got} in storage is of a later epoch than ours ({timeline.epoch}): another process owns this shard now")
     raise LostRowError(
         f"{row}: {got} in storage, expected {expected} by the shard's index ({int(wrong.sum())} such rows or more in the batch; versions "
         f"are (epoch, k)). Nothing was written over it. {_BEHIND}"
     )
+
+
+def refuse_later_epoch(definition: TableDef, ids: Ids, stored: Ids, epoch: int, known: Ids | None = None) -> None:
+    """Look for rows that a process which owns the shard after this one has written: the fence of every write that looks before.
+
+    Args:
+        definition: the table.
+        ids: uint64 [n].
+        stored: uint64 [n], versions in storage (0 = not found).
+        epoch: of this process.
+        known: uint64 [n], versions that rows are to have; theirs may be of a later epoch (a load's) than this process's.
+
+    Raises:
+        FencedError: there are such rows.
+    """
+    ours = np.uint64(epoch) if known is None else np.maximum(known >> np.uint64(48), np.uint64(epoch))
+    later = stored >> np.uint64(48) > ours
+    if later.any():
+        at = int(np.argmax(later))
+        row = f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}: version {split_version(int(stored[at]))}"
+        raise FencedError(f"{row} in storage is of a later epoch than ours ({epoch}): another process owns this shard now")
+
+
+def rows_to_erase(
+    definition: TableDef, ids: Ids, stored: Ids, found: NDArray[np.bool_], *, version: int, newest: int, epoch: int
+) -> NDArray[np.bool_]:
+    """Return which rows an erase of this version may take away: bool [n]. Those created again behind it have a version above its own.
+
+    Args:
+        definition: the table.
+        ids: uint64 [n].
+        stored: uint64 [n], versions in storage; without meaning where `found` is False.
+        found: bool [n].
+        version: the erase's own.
+        newest: in a replay that of the last batch in the journal; otherwise the erase's own.
+        epoch: of this process.
+
+    Raises:
+        FencedError: a row was written in a later epoch: this shard has another owner now.
+    """
+    behind = found & (stored > np.uint64(newest))
+    refuse_later_epoch(definition, ids[behind], stored[behind], epoch)
+    may: NDArray[np.bool_] = found & (stored < np.uint64(version))
+    return may
 
 
 def new_records(

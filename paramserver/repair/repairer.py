@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import shard_of
 from kvemb.errors import (
-    FencedError,
     LostRowError,
     NodeLostError,
     NodeSuspectError,
@@ -25,19 +25,17 @@ from kvemb.errors import (
     StorageError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys
-from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..engine.batch_pieces import Pace
-from ..engine.conditional_erase import Erase, Read, erase_as_read
 from ..engine.repair_port import NO_BATCH, AheadOfIndex, Pause
-from ..engine.storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, RETRYABLE
+from ..engine.row_access import RowAccess
+from ..engine.storage_retry import RETRYABLE
 from ..model.batch import Batch
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
+from ..model.transition import refuse_later_epoch
 from ..snapshot import WantedVersions
 
 Ids = NDArray[np.uint64]
@@ -70,13 +68,41 @@ class RepairFigures:
     now: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class _Port:
-    """Reads and writes of rows, either at one node in repair, or as every batch does."""
+class _RowCallsInRepair:
+    """Reads and writes at one node in repair; takes away what another program has put under keys of pages, where that is in the way.
 
-    read: Read
-    write: Callable[[list[WritePart], Deadline], list[WriteResult]]
-    erase: Erase
+    Args:
+        store: open.
+        address, nonce: the node and its repair.
+        deadline: makes the deadline of one call.
+    """
+
+    def __init__(self, store: Store, address: str, nonce: str, deadline: Callable[[], Deadline]) -> None:
+        self._store, self._address, self._nonce, self._deadline = store, address, nonce, deadline
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """See `RowCalls`."""
+        return self._store.read_in_repair(self._address, self._nonce, parts, deadline)
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """See `RowCalls`."""
+        return self._making_way(self._store.write_in_repair, parts, deadline)
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """See `RowCalls`."""
+        return self._making_way(self._store.erase_in_repair, parts, deadline)
+
+    def _making_way(
+        self, call: Callable[[str, str, Sequence[WritePart], Deadline], T], parts: Sequence[WritePart], deadline: Deadline
+    ) -> T:
+        try:
+            return call(self._address, self._nonce, parts, deadline)
+        except RecordError as error:
+            repair = self._address, self._nonce
+            n_changed = sum(self._store.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
+            if n_changed:  # else another shard was faster
+                log.error("%s; %d such pages made anew", error, n_changed)
+            return call(*repair, parts, self._deadline())
 
 
 class Repairer:
@@ -112,7 +138,7 @@ class Repairer:
         self.epoch = epoch
         self._timeline = timeline or Timeline(epoch)
         self._reconstruct, self._timeout_s, self._metas = reconstruct, max(timeout_s, _LEAST_TIMEOUT_S), metas
-        self._pace = Pace(self._timeout_s)
+        self._access = RowAccess(store, self._timeout_s, error=LostRowError)
         self.figures = RepairFigures()
         self._own_s = 0.0  # of the repair under way, without waiting
 
@@ -167,11 +193,10 @@ class Repairer:
             LostRowError: a row cannot be reconstructed.
             StorageError: as every read and write.
         """
-        port = _Port(self._store.read, self._store.write, self._store.erase)
         found: list[tuple[TableState, Ids, Ids, NDArray[np.bool_]]] = []  # all are looked at before any is written
         for rows in batch.tables:
             state = self._tables.state(rows.definition)
-            n_long = self._store.make_way(self._keys(rows.definition, rows.ids), self._deadline())
+            n_long = self._store.make_way(self._access.keys(rows.definition, rows.ids), self._access.deadline())
             if n_long:
                 log.error("table %r: %d pages had bytes of another program behind their end; cut off", rows.definition.name, n_long)
             for block in self._blocks(rows.definition, len(rows.ids)):
@@ -181,8 +206,8 @@ class Repairer:
                 if ahead.tail is not None:
                     wanted = ahead.tail.wanted(rows.definition, ids, wanted)
                     ids, wanted = ids[wanted != 0], wanted[wanted != 0]  # others are erased later on
-                found.append((state, ids, wanted, self._differs(state, ids, wanted, ahead, port)))
-        self._bring_back([(state, ids[wrong], wanted[wrong]) for state, ids, wanted, wrong in found], port)
+                found.append((state, ids, wanted, self._differs(state, ids, wanted, ahead, self._access)))
+        self._bring_back([(state, ids[wrong], wanted[wrong]) for state, ids, wanted, wrong in found], self._access)
         n_rows = sum(int(wrong.sum()) for *_, wrong in found)
         if n_rows:
             log.error("%d rows of a batch were missing, old or overwritten in storage and have been restored", n_rows)
@@ -201,17 +226,16 @@ class Repairer:
             JournalBehindError: a row was written by a batch that the journal does not have.
             StorageError: as every read and write.
         """
-        port = _Port(self._store.read, self._store.write, self._store.erase)
         ids = ids[~state.cache.is_pinned(ids)]
         wanted = state.versions(ids)
         ids, wanted = ids[wanted != 0], wanted[wanted != 0]
         if not len(ids):
             return 0
-        wrong = self._differs(state, ids, wanted, NO_BATCH, port, Deadline.after(timeout_s))
+        wrong = self._differs(state, ids, wanted, NO_BATCH, self._access, Deadline.after(timeout_s))
         n_rows = int(np.count_nonzero(wrong))
         if n_rows:
-            self._store.make_way(self._keys(state.definition, ids[wrong]), self._deadline())
-            self._bring_back([(state, ids[wrong], wanted[wrong])], port)
+            self._store.make_way(self._access.keys(state.definition, ids[wrong]), self._access.deadline())
+            self._bring_back([(state, ids[wrong], wanted[wrong])], self._access)
             name, first = state.definition.name, state.definition.shown_id(int(ids[np.argmax(wrong)]))
             log.error("table %r: %d rows were missing, old or overwritten in storage, the first was id %s; they have been restored",
                       name, n_rows, first)  # fmt: skip
@@ -219,10 +243,10 @@ class Repairer:
 
     def _restore_all(self, asked: set[str], restored: dict[str, str], ahead: AheadOfIndex) -> list[str]:
         """Restore this shard's rows on every lost node and try to finish; return the nodes that still wait for other shards."""
-        lost = {node.address for node in self._store.lost_nodes(self._deadline())}
+        lost = {node.address for node in self._store.lost_nodes(self._access.deadline())}
         still_open = []
         for address in sorted(lost | asked):
-            nonce = self._store.begin_repair(address, self._deadline(), even_if_whole=address in asked)
+            nonce = self._store.begin_repair(address, self._access.deadline(), even_if_whole=address in asked)
             asked.discard(address)
             if nonce is None:
                 continue
@@ -232,76 +256,56 @@ class Repairer:
                 self._restore_node(address, nonce, ahead)
                 self._own_s += time.monotonic() - begun_s
                 restored[address] = nonce
-            if self._store.finish_repair(address, nonce, self._n_shards, self._deadline()):
+            if self._store.finish_repair(address, nonce, self._n_shards, self._access.deadline()):
                 continue
             if not reported:  # another program may have written over our report
-                self._store.report_repaired(address, nonce, self._shard, self._deadline())
+                self._store.report_repaired(address, nonce, self._shard, self._access.deadline())
             still_open.append(address)
         return still_open
 
     def _restore_node(self, address: str, nonce: str, ahead: AheadOfIndex) -> None:
         store = self._store
-        port = _Port(
-            lambda parts, deadline: store.read_in_repair(address, nonce, parts, deadline),
-            self._making_way(lambda parts, deadline: store.write_in_repair(address, nonce, parts, deadline), (address, nonce)),
-            self._making_way(lambda parts, deadline: store.erase_in_repair(address, nonce, parts, deadline), (address, nonce)),
-        )
+        access = self._access.by(_RowCallsInRepair(store, address, nonce, self._access.deadline))
         log.warning("node %s: restoring this shard's rows (repair %s)", address, nonce)
         self.figures.now = f"node {address}: this shard's rows are being compared and restored"
         for definition, _ in ahead.tail.written() if ahead.tail is not None else ():
             self._tables.state(definition)  # of tables that only the journal knows so far
         for name, value in self._metas():
-            store.put_meta_in_repair(address, nonce, name, value, self._deadline())
-        self._restore_tables(address, ahead, port)
-        self._erase_strangers(address, port, ahead)
+            store.put_meta_in_repair(address, nonce, name, value, self._access.deadline())
+        self._restore_tables(address, ahead, access)
+        self._erase_strangers(address, access, ahead)
         self._still_ours()
-        store.report_repaired(address, nonce, self._shard, self._deadline())
+        store.report_repaired(address, nonce, self._shard, self._access.deadline())
 
-    def _making_way(
-        self, call: Callable[[Sequence[WritePart], Deadline], T], repair: tuple[str, str]
-    ) -> Callable[[Sequence[WritePart], Deadline], T]:
-        """The same call, which takes away what another program has put under keys of pages, where that is in the way."""
-
-        def once_more(parts: Sequence[WritePart], deadline: Deadline) -> T:
-            try:
-                return call(parts, deadline)
-            except RecordError as error:
-                n_changed = sum(self._store.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
-                if n_changed:  # else another shard was faster
-                    log.error("%s; %d such pages made anew", error, n_changed)
-                return call(parts, self._deadline())
-
-        return once_more
-
-    def _restore_tables(self, address: str, ahead: AheadOfIndex, port: _Port) -> None:
+    def _restore_tables(self, address: str, ahead: AheadOfIndex, access: RowAccess) -> None:
         """Find the rows of this node that differ, then restore them in as few passes over the journal as memory allows."""
         wrong, n_bytes = [], 0
         for state, ids, versions in self._on_node(address, ahead):
-            differ = self._differs(state, ids, versions, ahead, port)
+            differ = self._differs(state, ids, versions, ahead, access)
             wrong.append(WantedVersions(state, ids[differ], versions[differ]))
             n_bytes += len(wrong[-1].ids) * state.definition.record.size_bytes
             if n_bytes >= _RECONSTRUCT_BYTES:
-                self._rewrite(wrong, port)
+                self._rewrite(wrong, access)
                 wrong, n_bytes = [], 0
-        self._rewrite(wrong, port)
+        self._rewrite(wrong, access)
 
     def _on_node(self, address: str, ahead: AheadOfIndex) -> Iterator[tuple[TableState, Ids, Ids]]:
         """Yield the rows that are to be on a node, and their versions, block by block."""
         for state in self._tables.all():
             ids, versions = _existing(state, ahead)
             for block in self._blocks(state.definition, len(ids)):
-                here = self._store.keys_of(address, self._keys(state.definition, ids[block]))
+                here = self._store.keys_of(address, self._access.keys(state.definition, ids[block]))
                 if here.any():
                     yield state, ids[block][here], versions[block][here]
 
-    def _bring_back(self, rows: Sequence[tuple[TableState, Ids, Ids]], port: _Port) -> None:
+    def _bring_back(self, rows: Sequence[tuple[TableState, Ids, Ids]], access: RowAccess) -> None:
         """Rewrite rows at the versions that they should have; erase those that should not exist."""
         for state, ids, wanted in rows:
-            self._erase(state, ids[wanted == 0], port)
-        self._rewrite([WantedVersions(state, ids[wanted != 0], wanted[wanted != 0]) for state, ids, wanted in rows], port)
+            self._erase(state, ids[wanted == 0], access)
+        self._rewrite([WantedVersions(state, ids[wanted != 0], wanted[wanted != 0]) for state, ids, wanted in rows], access)
 
     def _differs(
-        self, state: TableState, ids: Ids, known: Ids, ahead: AheadOfIndex, port: _Port, deadline: Deadline | None = None
+        self, state: TableState, ids: Ids, known: Ids, ahead: AheadOfIndex, access: RowAccess, deadline: Deadline | None = None
     ) -> NDArray[np.bool_]:
         """Return which rows storage does not hold at the version that it should: bool [n].
 
@@ -309,36 +313,26 @@ class Repairer:
             FencedError: a row was written by a process that owns the shard after this one.
             JournalBehindError: a row was written by a batch that the journal does not have; it must not be set back.
         """
-        stored, foreign, _ = self._look(state.definition, ids, port, tokens=False, deadline=deadline)
-        self._refuse_if_later(state.definition, ids, stored, known)
+        with access.pace.exchange(len(ids) * state.definition.record.size_bytes):
+            seen = access.look(state.definition, ids, tokens=False, deadline=deadline)
+        stored, foreign = seen.versions, seen.foreign
+        refuse_later_epoch(state.definition, ids, stored, self.epoch, known)
         if foreign.any():
-            where = self._store.whereabouts(self._keys(state.definition, ids))(int(np.argmax(foreign)))
+            where = self._store.whereabouts(self._access.keys(state.definition, ids))(int(np.argmax(foreign)))
             log.error("%d values of another program lie under keys of rows; they are written over; the first: %s", foreign.sum(), where)
         written_ahead = (stored >= np.uint64(ahead.first)) & (stored <= np.uint64(ahead.newest)) & (ahead.tail is None)
         self._timeline.refuse_lost(state.definition, ids, np.where(written_ahead, np.uint64(0), stored), known)
         differs: NDArray[np.bool_] = ((stored != known) | foreign) & ~written_ahead
         return differs
 
-    def _look(
-        self, definition: TableDef, ids: Ids, port: _Port, *, tokens: bool, deadline: Deadline | None = None
-    ) -> tuple[Ids, NDArray[np.bool_], Ids | None]:
-        """Return what stands under the keys of n rows: their versions (0: no row of ours), what is foreign, and tokens."""
-        record = definition.record
-        part = ReadPart(self._keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=tokens, foreign=True)
-        with self._pace.exchange(len(ids) * record.size_bytes):
-            read = port.read([part], deadline or self._deadline())[0].in_key_order()
-        assert read.foreign is not None
-        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))
-        stored = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
-        return stored, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0))
-
-    def _rewrite(self, wanted: Sequence[WantedVersions], port: _Port) -> None:
+    def _rewrite(self, wanted: Sequence[WantedVersions], access: RowAccess) -> None:
         wanted = _by_table(wanted)
         for one, records in zip(wanted, self._records(wanted), strict=True):
             cache = one.table.cache
             for block in self._blocks(one.table.definition, len(one.ids)):
                 self._still_ours()
-                self._write(one.table.definition, one.ids[block], records[block], port)
+                judge = partial(self._refuse_if_later, one.table.definition)
+                access.write_over(one.table.definition, one.ids[block], records[block], judge)
             # Dirty rows among them are written with this, ahead of their time. Memcached's tokens have changed.
             n_dirty = int(np.count_nonzero(cache.is_pinned(one.ids)))
             cache.forget(one.ids)
@@ -354,26 +348,9 @@ class Repairer:
                 records[which] = rows
         return [records for records, _ in found]
 
-    def _write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], port: _Port) -> None:
-        """Write whatever stands there now. On stores with compare-and-swap that takes the tokens of the rows as they are."""
-        for _ in range(MAX_CONFLICT_ROUNDS):
-            tokens = None
-            if self._store.capabilities.cas:
-                stored, _, tokens = self._look(definition, ids, port, tokens=True)
-                self._refuse_if_later(definition, ids, stored, definition.record.versions(records))
-            part = WritePart(self._keys(definition, ids), np.ascontiguousarray(records), tokens)
-            with self._pace.exchange(records.nbytes):
-                result = port.write([part], self._deadline())[0]
-            if result.stored.all():
-                return
-            ids, records = ids[~result.stored], records[~result.stored]
-        raise LostRowError(
-            f"table {definition.name!r}: {len(ids)} rows were changed during their repair; is another program writing there?"
-        )
-
-    def _erase_strangers(self, address: str, port: _Port, ahead: AheadOfIndex) -> None:
+    def _erase_strangers(self, address: str, access: RowAccess, ahead: AheadOfIndex) -> None:
         """Delete rows that an old snapshot brought back: they stand on the node, are this shard's, and the index does not know them."""
-        found = self._store.keys_on(address, self._deadline())
+        found = self._store.keys_on(address, self._access.deadline())
         by_tag = {state.definition.tag: state for state in self._tables.all()}
         for keys in found if found is not None else ():
             state = by_tag.get(keys.tag)
@@ -385,38 +362,23 @@ class Repairer:
             ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
             for block in self._blocks(state.definition, len(ids)):
                 none = np.zeros(len(ids[block]), np.uint64)
-                wrong = self._differs(state, ids[block], none, ahead, port)
-                self._erase(state, ids[block][wrong], port)
+                wrong = self._differs(state, ids[block], none, ahead, access)
+                self._erase(state, ids[block][wrong], access)
 
-    def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, known: Ids) -> None:
-        later = stored >> np.uint64(48) > np.maximum(known >> np.uint64(48), np.uint64(self.epoch))
-        if later.any():
-            row = f"table {definition.name!r}, id {definition.shown_id(int(ids[np.argmax(later)]))}"
-            raise FencedError(f"{row}: was written by a process of a later epoch than ours ({self.epoch}), which owns this shard now")
+    def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, to_write: Ids) -> None:
+        refuse_later_epoch(definition, ids, stored, self.epoch, to_write)
 
-    def _erase(self, state: TableState, ids: Ids, port: _Port) -> None:
+    def _erase(self, state: TableState, ids: Ids, access: RowAccess) -> None:
         if len(ids):
             state.cache.forget(ids)
-        pages = self._store.capabilities.pages
         for block in self._blocks(state.definition, len(ids)):
-            left, n_tries = ids[block], 0
-            while len(left):
-                left = erase_as_read(state.definition, left, self._deadline(), read=port.read, erase=port.erase, pages=pages)
-                n_tries += 1
-                if n_tries == MAX_CONFLICT_ROUNDS and len(left):
-                    raise LostRowError(f"table {state.definition.name!r}: {len(left)} rows {CHANGED_BY_ANOTHER_WRITER}")
+            access.erase(state.definition, ids[block])
         self.figures.erased += len(ids)
 
     def _blocks(self, definition: TableDef, n: int) -> Iterator[slice]:
         """Cut n rows into what one read or write takes."""
-        step = max(1, min(_BLOCK_ROWS, min(_BLOCK_BYTES, self._pace.n_bytes) // definition.record.size_bytes))
+        step = max(1, min(_BLOCK_ROWS, min(_BLOCK_BYTES, self._access.pace.n_bytes) // definition.record.size_bytes))
         return (slice(start, min(start + step, n)) for start in range(0, n, step))
-
-    def _keys(self, definition: TableDef, ids: Ids) -> RowKeys:
-        return definition.keys(ids, pages=self._store.capabilities.pages)
-
-    def _deadline(self) -> Deadline:
-        return Deadline.after(self._timeout_s)
 
 
 def _existing(state: TableState, ahead: AheadOfIndex) -> tuple[Ids, Ids]:

@@ -135,7 +135,7 @@ def install(shard: str) -> None:
     _patch(loader.Loader, "_switch", before("before the switch of a load"))
     _patch(loader, "save", before("in the middle of the switch of a load"))
     _patch(loader.Loader, "_switch", after("after the switch of a load"))
-    _patch(UnconditionalWriter, "_write_once", before("before writing rows of a load to storage"))
+    _patch(UnconditionalWriter, "_write_some", before("before writing rows of a load to storage"))
     _patch(UnconditionalWriter, "erase", before("before the erases of a load"))
 
     _patch(RunWriter, "add", before("in a local snapshot"))

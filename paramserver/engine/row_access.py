@@ -1,0 +1,231 @@
+"""The one way to rows in storage for whoever writes them: look at the versions there, judge, and write or erase under tokens.
+
+A row may change between look and write: a late write of our own whose answer was lost, a process that was shut out, another program. On
+storage with compare-and-swap that is a conflict, and whoever met one looks again. On other storage nothing of ours can arrive late (the old
+connection is confirmed dead first), and a look says nothing that a write needs.
+
+What must not live here: what a row may become (`paramserver.model.transition`), caches and the index, and waiting for nodes that are away.
+"""
+
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.store import Store
+
+from .batch_pieces import Pace
+from .fetched_rows import FetchedRecords
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS
+
+Ids = NDArray[np.uint64]
+Mask = NDArray[np.bool_]
+Judge = Callable[[Ids, Ids, Mask], Mask]
+"""(ids, versions without meaning where not found, found) -> which of these rows may be erased: bool [n]. May raise."""
+T = TypeVar("T", bound=Sized)
+
+
+class RowCalls(Protocol):
+    """Reads and writes of rows: a `Store`, or what stands for it at one node in repair."""
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """See `Store.read`."""
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """See `Store.write`."""
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[Mask]:
+        """See `Store.erase`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeenRows:
+    """What stood under the keys of n rows.
+
+    Args:
+        versions: uint64 [n], 0 where there was no row of ours.
+        foreign: bool [n], where another program's value was.
+        tokens: uint64 [n] to write under, 0 where nothing was; None on storage without them.
+    """
+
+    versions: Ids
+    foreign: Mask
+    tokens: Ids | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Unwritten:
+    """Rows and their records that are still to be written."""
+
+    ids: Ids
+    records: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class RowAccess:
+    """Rows of one shard. One thread.
+
+    Args:
+        store: open.
+        timeout_s: deadline of one call.
+        calls: other reads and writes than those of every batch.
+        error: what is raised where rows change between every look and write.
+        pace: how much one call is to carry; unless given, one of its own. Whoever calls cuts rows into as much.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        timeout_s: float,
+        *,
+        calls: RowCalls | None = None,
+        error: type[StorageError] = StorageError,
+        pace: Pace | None = None,
+    ) -> None:
+        self._store, self._timeout_s, self._error = store, timeout_s, error
+        self._calls: RowCalls = calls or store
+        self.pace = pace or Pace(timeout_s)
+
+    def by(self, calls: RowCalls) -> "RowAccess":
+        """Return the same access by other reads and writes, at the same pace."""
+        return RowAccess(self._store, self._timeout_s, calls=calls, error=self._error, pace=self.pace)
+
+    def keys(self, definition: TableDef, ids: Ids, new: Mask | None = None) -> RowKeys:
+        """Return the keys of rows; `new` (bool [n]) says which do not exist, where that is known."""
+        return definition.keys(ids, pages=self._store.capabilities.pages, new=new)
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of one call that begins now."""
+        return Deadline.after(self._timeout_s)
+
+    def read(self, tables: Sequence[tuple[TableDef, Ids]]) -> list[FetchedRecords]:
+        """Read whole records of several tables at once, with tokens.
+
+        Raises:
+            RecordError: a value is no record of its row.
+            StorageError: as every read.
+        """
+        if not tables:
+            return []
+        sizes = [definition.record.size_bytes for definition, _ in tables]
+        parts = [ReadPart(self.keys(*table), size, size, tokens=True) for table, size in zip(tables, sizes, strict=True)]
+        found = []
+        for (definition, ids), part, result in zip(tables, parts, self._calls.read(parts, self.deadline()), strict=True):
+            got = result.in_key_order()
+            definition.record.check(got.records, ids, got.found, self._store.whereabouts(part.keys))
+            found.append(FetchedRecords(got.records, got.found, got.tokens))
+        return found
+
+    def write(self, parts: Sequence[WritePart]) -> list[WriteResult]:
+        """Write records under the tokens that they carry; conflicts are in the results."""
+        return self._calls.write(parts, self.deadline()) if parts else []
+
+    def look(self, definition: TableDef, ids: Ids, *, tokens: bool = True, deadline: Deadline | None = None) -> SeenRows:
+        """Look at what stands under the keys of n rows."""
+        record = definition.record
+        part = ReadPart(self.keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=tokens, foreign=True)
+        read = self._calls.read([part], deadline or self.deadline())[0].in_key_order()
+        assert read.foreign is not None
+        foreign = read.foreign | (read.found & ~record.belong(read.records, ids))
+        versions = np.where(read.found & ~foreign, record.versions(read.records), np.uint64(0))
+        return SeenRows(versions, foreign, None if read.tokens is None else np.where(read.found | foreign, read.tokens, np.uint64(0)))
+
+    def write_over(
+        self, definition: TableDef, ids: Ids, records: NDArray[np.uint8], judge: Callable[[Ids, Ids, Ids], None] | None = None
+    ) -> None:
+        """Write records over whatever is there.
+
+        Args:
+            definition: the table.
+            ids: uint64 [n], distinct.
+            records: uint8 [n, record bytes].
+            judge: told (ids, versions there, versions to be written) before each write on storage with compare-and-swap; raises to refuse.
+
+        Raises:
+            StorageError: some may have been written.
+        """
+
+        def one_round(left: _Unwritten) -> _Unwritten:
+            tokens = None
+            if self._store.capabilities.cas:
+                seen = self.look(definition, left.ids)
+                tokens = seen.tokens
+                if judge is not None:
+                    judge(left.ids, seen.versions, definition.record.versions(left.records))
+            part = WritePart(self.keys(definition, left.ids), np.ascontiguousarray(left.records), tokens)
+            stored = self.write([part])[0].stored
+            return _Unwritten(left.ids[:0], left.records[:0]) if stored.all() else _Unwritten(left.ids[~stored], left.records[~stored])
+
+        self._until_none_is_left(definition, _Unwritten(ids, records), one_round, len(ids) * records.shape[1])
+
+    def erase(self, definition: TableDef, ids: Ids, may: Judge | None = None) -> None:
+        """Erase rows that are there; one that does not exist is left alone, since erasing it would make its page.
+
+        On storage with compare-and-swap a late erase cannot delete a newer row: what changed since it was looked at is looked at again.
+
+        Args:
+            definition: the table.
+            ids: uint64 [n], distinct.
+            may: which rows are to go; without it all that is there, also what another program wrote.
+
+        Raises:
+            RecordError: `may` is to judge a value that another program wrote; nothing was erased.
+            StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
+        """
+        n_bytes = len(ids) * definition.record.size_bytes
+        self._until_none_is_left(definition, ids, lambda left: self._erase_once(definition, left, may), n_bytes)
+
+    def _erase_once(self, definition: TableDef, ids: Ids, may: Judge | None) -> Ids:
+        """Look at rows once, and erase those that are there; return those that changed in between."""
+        record, deadline = definition.record, self.deadline()
+        part = ReadPart(self.keys(definition, ids), record.size_bytes, HEADER_SIZE, tokens=True, foreign=may is None)
+        rows = self._calls.read([part], deadline)[0].in_key_order()
+        here = rows.found if rows.foreign is None else rows.found | rows.foreign
+        if may is not None:
+            record.check(rows.records, ids, rows.found)  # or its version would be taken for a row's
+            here = may(ids, record.versions(rows.records), rows.found)
+        ids = ids[here]
+        if not len(ids):
+            return ids
+        tokens = None if rows.tokens is None else rows.tokens[here]
+        gone = self._calls.erase([WritePart(self.keys(definition, ids), np.empty((0, 0), np.uint8), tokens)], deadline)[0]
+        return ids[~gone]
+
+    def _until_none_is_left(self, definition: TableDef, left: T, one_round: Callable[[T], T], n_bytes: int) -> None:
+        def paced(left: T) -> T:
+            with self.pace.exchange(n_bytes):
+                return one_round(left)
+
+        def error(left: T) -> StorageError:
+            return self._error(f"table {definition.name!r}: {len(left)} rows {CHANGED_BY_ANOTHER_WRITER}")
+
+        until_none_is_left(left, paced, error)
+
+
+def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:
+    """Call again with what met a conflict until nothing did.
+
+    Args:
+        left: what to begin with.
+        one_round: takes what is left, returns what met a conflict.
+        error: made of what is left after too many rounds.
+
+    Example:
+        >>> until_none_is_left([3, 1, 2], lambda left: [n - 1 for n in left if n > 1], lambda left: StorageError("too many"))
+    """
+    for _ in range(MAX_CONFLICT_ROUNDS):
+        if not len(left):
+            return
+        left = one_round(left)
+    if len(left):
+        raise error(left)
