@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvemb.errors import JournalFullError, KvembError
+from kvemb.net.backoff import pauses
 from kvemb.schema.record import make_version
 
 from ..ingest.aggregate import merge_pushes
@@ -195,8 +196,7 @@ class Committer:
         return self._steps[key]
 
     def _until_there_is_room(self, write: Callable[[], T]) -> T:
-        pause_s = _FIRST_PAUSE_S
-        while True:
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 done = write()
                 self._intake.trouble.journal_works()
@@ -207,7 +207,7 @@ class Committer:
                     log.warning("nothing is acknowledged because %s", text)
                 if self._abandon.wait(pause_s):
                     raise AbandonedError from error
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("unreachable")
 
 
 def _watermarks(work: Work) -> Iterator[Watermark]:
