@@ -178,7 +178,7 @@ class Ingest:
             if self.sessions.is_live(part.trainer, part.incarnation):
                 session = self.sessions.find(part.trainer, part.incarnation)
                 if session.held and session.held_step == part.step and part.sequence == session.last_sequence + 1:
-                    session.give_up_held(to_wire(error))
+                    session.give_up_incomplete(to_wire(error))
 
     def submit_rows(self, work: RowsWork, deadline: Deadline) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
@@ -338,7 +338,7 @@ class Ingest:
             for item in self._pending.all():
                 cause = to_wire(error if id(item) in in_step else self._failure)
                 self._forget(item, lambda ticket, cause=cause: PushReply(ticket.sequence, "failed", error=cause))  # type: ignore[misc]
-            self.sessions.drop_all_held(to_wire(self._failure))
+            self.sessions.drop_all_incomplete(to_wire(self._failure))
             self._queue.clear()
             self._changed.notify_all()
 

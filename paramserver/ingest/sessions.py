@@ -85,7 +85,9 @@ class Session:
     def accept(self, part: ReceivedPart, step: int) -> None:
         """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
         if step != self.held_step:
-            self.drop_held({"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"})
+            self.drop_incomplete(
+                {"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"}
+            )
         self.held_step = step
         self.last_sequence = part.ticket.sequence
         self.answers[part.ticket.sequence] = part.ticket
@@ -105,14 +107,14 @@ class Session:
         """Record that the last hello is in the journal."""
         self.recorded = True
 
-    def give_up_held(self, reason: dict[str, str]) -> None:
+    def give_up_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push whose trainer will number its next parts anew."""
         self.last_sequence -= len(self.held)
         for part in self.held:
             self.answers.pop(part.ticket.sequence, None)
-        self.drop_held(reason)
+        self.drop_incomplete(reason)
 
-    def drop_held(self, reason: dict[str, str]) -> None:
+    def drop_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push: nothing of it is applied."""
         held, self.held = self.held, []
         for part in held:
@@ -184,7 +186,7 @@ class Sessions:
         self._make_room(trainer)
         session = self._sessions[trainer] = Session(trainer, incarnation)
         if old is not None:
-            old.drop_held(to_wire(_fenced(old.incarnation, session)))
+            old.drop_incomplete(to_wire(_fenced(old.incarnation, session)))
         return session
 
     def fence(self, trainer: str, why: str) -> int:
@@ -199,7 +201,7 @@ class Sessions:
         if self._issues:  # the other shards need not care: what is issued to the trainer later is above its last incarnation
             number, self.next_incarnation = self.next_incarnation, self.next_incarnation + 1
         session = self._sessions[trainer] = Session(trainer, number, live=False, dropped=why)
-        old.drop_held(to_wire(_fenced(old.incarnation, session)))
+        old.drop_incomplete(to_wire(_fenced(old.incarnation, session)))
         return number
 
     def fenced(self, trainer: str, incarnation: int) -> FencedError:
@@ -243,7 +245,9 @@ class Sessions:
         """End a session; what it completed is still applied, an incomplete push is given up."""
         session = self.find(trainer, incarnation)
         # The numbers of the given-up parts are free again: nothing of them was applied, so the same trainer may come back and send them.
-        session.give_up_held({"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"})
+        session.give_up_incomplete(
+            {"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"}
+        )
         session.answers = OrderedDict((number, ticket) for number, ticket in session.answers.items() if ticket.final is None)
         session.live = session.restored = session.recorded = False
 
@@ -260,10 +264,10 @@ class Sessions:
             session.n_waiting -= 1
             session.bytes_waiting -= push.size_bytes
 
-    def drop_all_held(self, reason: dict[str, str]) -> None:
+    def drop_all_incomplete(self, reason: dict[str, str]) -> None:
         """Give up every incomplete push (the shard failed)."""
         for session in self._sessions.values():
-            session.drop_held(reason)
+            session.drop_incomplete(reason)
 
 
 def _fenced(incarnation: int, newer: Session) -> FencedError:
