@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matrix import one_of
 
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
@@ -22,14 +21,14 @@ import sync_job
 import kvemb
 
 # One test of each storage kind runs the whole job: half a minute on two busy cores.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.matrix]
 
 ROOT = Path(__file__).resolve().parents[2]
 N_TRAINERS = 2
 SERVER = {"redis": "redis-server", "redis-cluster": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture(scope="module", params=one_of("memcached", "valkey", "redis", "redis-cluster"))
+@pytest.fixture(scope="module", params=["valkey", "redis", "redis-cluster", "memcached"])
 def sync_losses(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]
 ) -> dict[str, np.ndarray]:
