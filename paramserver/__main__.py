@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, _CONFIG)
     except KvembError as error:
         return _say(error, _START)
+    finally:  # Python gives signals their default action back as it ends: a second one would take the exit code away
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _run(args: argparse.Namespace, config: Config, stop: threading.Event) -> int:

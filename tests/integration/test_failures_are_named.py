@@ -113,8 +113,9 @@ def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> No
         other.open(Deadline.after(5))
         foreign = Marker(b"f" * 16, 0, marker.generation, marker.map_digest, marker.topology_epoch, marker.run_id)
         other.put_meta(MARKER_KEY.decode(), foreign.encode(), Deadline.after(5))
-        mine._pool.close()  # type: ignore[attr-defined]
-        mine._pool._closed = False  # type: ignore[attr-defined]  # the next batch opens a link of its own
+        pool = mine._links.pool  # type: ignore[attr-defined]
+        pool.close()
+        pool._closed = False  # the next batch opens a link of its own
         keys = RowKeys(b"tab", np.arange(10, dtype=np.uint64))
         with pytest.raises(WrongNodeError, match="belongs to cluster"):
             mine.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))

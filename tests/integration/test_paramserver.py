@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,6 +214,15 @@ def test_sigterm_drains_saves_and_a_restart_goes_on(cluster: Cluster) -> None:
     assert pushes.applied(part(hello, 6, [100])).k == status.k + 1
     np.testing.assert_allclose(cluster.weights([100]), first_rows([100]) - np.float32(3.0), rtol=1e-6)  # six pushes, however merged
     assert again.hello("b").incarnation == 2
+
+
+def test_sigterm_again_and_again_until_the_end_does_not_change_the_exit_code(cluster: Cluster) -> None:
+    shard = cluster.start()
+    until = time.monotonic() + 30
+    while shard.process.child.poll() is None and time.monotonic() < until:
+        shard.process.child.send_signal(signal.SIGTERM)
+        time.sleep(0.0005)
+    assert shard.process.wait() == 0, shard.process.text()
 
 
 def test_what_was_accepted_before_a_sigterm_is_applied(cluster: Cluster, server: Server) -> None:
