@@ -337,7 +337,7 @@ def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(runni
         mover.migrate(source, to, encoded(written))
         require_rows(store, written, records_of(written))  # a row that is found is a row
         # Which of them is told depends on where the time runs out; none of them is an answer.
-        with pytest.raises(DeadlineExceededError, match="marker of a slot has not moved|redirected rows|no complete answer"):
+        with pytest.raises(DeadlineExceededError, match=r"marker of a slot has not moved|redirected rows|no complete answer"):
             read(store, inside, deadline=within(0.5))
         mover.migrate(source, to, [marker_keys()[SLOT]])
         np.testing.assert_array_equal(read(store, inside).found, np.arange(len(inside)) > 0)
