@@ -18,6 +18,7 @@ from pathlib import Path
 from kvemb.atomic_file import replace_atomically
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
+from kvemb.interrupts.stop_flag import StopFlag
 
 from .disk.disk_errors import named
 from .lifecycle.shard import Shard
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one shard until SIGTERM or SIGINT; return the exit code."""
     args = _options().parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname)s shard {args.shard}: %(message)s")
-    stop = threading.Event()
+    stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _run(args: argparse.Namespace, config: Config, stop: threading.Event) -> int:
+def _run(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
     if not 0 <= args.shard < len(config.servers.shards):
         raise ConfigError(f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
 
@@ -67,7 +68,7 @@ def _run(args: argparse.Namespace, config: Config, stop: threading.Event) -> int
         raise
 
 
-def _serve(args: argparse.Namespace, config: Config, stop: threading.Event) -> int:
+def _serve(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
     def wait(pause_s: float) -> None:
         if stop.wait(pause_s):
             raise _StoppedError

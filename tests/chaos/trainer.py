@@ -5,6 +5,8 @@ acknowledged stays as it is. What must not live here: what a push consists of (l
 """
 
 import argparse
+import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -16,10 +18,13 @@ import kvemb
 from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, Plan, Record, torn
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
+from kvemb.interrupts.stop_flag import StopFlag
 
 _CREATE_S = 30.0
 _TRY_S = 1.0
 _PAUSE_S = 0.2
+_END_S = 15.0
+_STUCK = 3  # exit code: it hung, and has told where
 
 
 class LedgerTrainer:
@@ -45,7 +50,7 @@ class LedgerTrainer:
         self._file = LedgerFile(path)
         self._waiting: deque[tuple[int, Ack]] = deque()
         self._late = threading.Event()
-        self.stop = threading.Event()
+        self.stop = StopFlag()
 
     def run(self, grace_s: float) -> None:
         """Push until `stop` is set, then wait so long for what is on its way."""
@@ -61,9 +66,14 @@ class LedgerTrainer:
         self._file.close()
 
     def _give_up_late(self, grace_s: float) -> None:
-        self.stop.wait()
+        while not self.stop.wait(_TRY_S):
+            pass
         time.sleep(grace_s)
         self._late.set()
+        time.sleep(_END_S)
+        print(f"does not come to its end; pushes on their way: {[n for n, _ in self._waiting]}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(_STUCK)
 
     def _push_all(self, table: kvemb.Table) -> None:
         while not self.stop.is_set():

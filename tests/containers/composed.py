@@ -150,7 +150,7 @@ class Ledger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            print(*(docker("logs", "--tail", "50", name, check=False).stderr for name in self._names), sep="\n")
+            print(*(docker("logs", "--tail", "100", name, check=False).stderr for name in self._names), sep="\n")
         self._remove()
 
     def start(self) -> None:
@@ -176,7 +176,7 @@ class Ledger:
         """Let the trainers end in order."""
         docker("stop", "--time", "90", *self._names)
         for name in self._names:
-            assert docker("wait", name).stdout.strip() == "0", docker("logs", "--tail", "50", name).stderr
+            assert docker("wait", name).stdout.strip() == "0", docker("logs", "--tail", "100", name).stderr
 
     def verdict(self) -> dict[str, object]:
         """Judge every row; see `chaos.ledger.Verdict`."""
