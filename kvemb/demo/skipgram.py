@@ -30,7 +30,8 @@ class Settings:
         n_negatives: weight of the negative samples: so many per positive pair.
         block: words per block.
         block_negatives: negatives drawn for a block; their loss is scaled to n_negatives per pair.
-        batch_blocks: blocks per batch.
+        batch_blocks: blocks per batch, at most.
+        least_batches: of a pass; batches are smaller where the text is short. Trainers that learn from rows a few batches old need many.
     """
 
     window: int = 5
@@ -39,6 +40,7 @@ class Settings:
     block: int = 64
     block_negatives: int = 64
     batch_blocks: int = 256
+    least_batches: int = 90
 
 
 DEFAULTS = Settings()
@@ -75,7 +77,7 @@ class PassText:
 
     Example:
         >>> from kvemb.demo.corpus import build
-        >>> text = PassText(build([["a", "b"] * 10]), seed=0, settings=Settings(block=8, subsample=1.0, batch_blocks=2))
+        >>> text = PassText(build([["a", "b"] * 10]), seed=0, settings=Settings(block=8, subsample=1.0, batch_blocks=2, least_batches=1))
         >>> [array.shape for array in text.batch(0)], int((text.runs >= 0).sum())
         ([(2, 8), (2, 64), (2, 8, 8)], 20)
     """
@@ -98,16 +100,17 @@ class PassText:
         self.tokens: NDArray[np.int64] = tokens.reshape(n_blocks, settings.block)[order]
         self.runs: NDArray[np.int32] = runs.reshape(n_blocks, settings.block)[order]
         weights = corpus.counts.astype(np.float64) ** 0.75
+        self._batch_blocks = max(1, min(settings.batch_blocks, n_blocks // settings.least_batches))
         self._negative_ids, self._negative_share = corpus.ids, weights / max(weights.sum(), 1.0)
 
     @property
     def n_batches(self) -> int:
         """Of all trainers together."""
-        return -(-len(self.tokens) // self.settings.batch_blocks)
+        return -(-len(self.tokens) // self._batch_blocks)
 
     def batch(self, number: int) -> TrainingBatch:
         """Draw the windows and negatives of one batch; 0 <= number < n_batches."""
-        some = slice(number * self.settings.batch_blocks, (number + 1) * self.settings.batch_blocks)
+        some = slice(number * self._batch_blocks, (number + 1) * self._batch_blocks)
         rng = np.random.default_rng([*self._seed, number])
         tokens = self.tokens[some]
         reach = rng.integers(1, self.settings.window + 1, tokens.shape)

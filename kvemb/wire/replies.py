@@ -123,7 +123,7 @@ class CodeReply(RowsReader):
     Args:
         codes: the accepted replies, all of one length.
         out: uint8 [n]; the index in `codes` of each reply is stored here.
-        row_prefix: as in `StrideReply`.
+        row_prefix: as in `FixedSizeValuesReply`.
     """
 
     codes: tuple[bytes, ...]

@@ -64,12 +64,3 @@ def write_all(descriptor: int, pieces: Sequence[bytes | memoryview], offset: int
 def sync(descriptor: int) -> None:
     """Return when the file's data are on the disk."""
     os.fdatasync(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in the folder are on the disk."""
-    descriptor = open_to_read(folder)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

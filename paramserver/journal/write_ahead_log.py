@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvemb.atomic_file import sync_folder
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalFullError, ParameterServerError
 
 from ..disk.disk_errors import mend
@@ -155,7 +156,7 @@ class Journal:
                     self._past[0].path.unlink(missing_ok=True)
                     if self._fsync:
                         # One after another: a later segment must never be gone before an earlier one.
-                        segment_files.sync_folder(self._folder)
+                        sync_folder(self._folder)
                 except OSError as error:
                     raise ParameterServerError(f"{self._past[0].path}: cannot be deleted: {error.strerror}") from error
                 self._past.pop(0)
@@ -255,7 +256,7 @@ class Journal:
             segment_files.write_all(descriptor, [header.pack()], 0)
             if self._fsync:
                 segment_files.sync(descriptor)
-                segment_files.sync_folder(self._folder)
+                sync_folder(self._folder)
         except OSError as error:
             self._drop(descriptor, path)
             raise _full(path, error) from error

@@ -24,6 +24,7 @@ from kvemb.errors import (
     RecordError,
     StorageError,
 )
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -161,8 +162,7 @@ class Repairer:
         """
         started_s, before, self._own_s = time.monotonic(), self.figures.rows, 0.0
         asked, restored = set(suspects), dict[str, str]()
-        pause_s = _PAUSE_S
-        while True:
+        for pause_s in pauses(_PAUSE_S, _LONGEST_PAUSE_S):
             looked_s = time.monotonic() - self._own_s
             try:
                 open_ = self._restore_all(asked, restored, ahead)
@@ -176,7 +176,6 @@ class Repairer:
             self.figures.now = str(waiting)
             looked_s = time.monotonic() - self._own_s - looked_s  # at thousands of markers, perhaps, while others need the time
             pause(waiting, min(max(pause_s, looked_s), _LONGEST_LOOK_S))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         took_s, n_rows = time.monotonic() - started_s, self.figures.rows - before
         self.figures.seconds += took_s
         self.figures.nodes += len(restored)

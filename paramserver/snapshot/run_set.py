@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.atomic_file import sync_folder
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef
 
@@ -198,7 +199,7 @@ class Runs:
             raise full(path, error) from error
         self._manifest = manifest
         try:
-            segment_files.sync_folder(self._folder)
+            sync_folder(self._folder)
         except OSError as error:  # after a power failure it may be the old one again, so its files stay until a later manifest is durable
             raise full(path, error) from error
         self._sweep()

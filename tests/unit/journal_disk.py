@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvemb import atomic_file
 from paramserver.journal import START, Journal, Position, segment_files
 
 
@@ -43,7 +44,8 @@ class FaultyOs:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> FaultyOs:
     faulty = FaultyOs()
-    monkeypatch.setattr(segment_files, "os", faulty)
+    for module in (segment_files, atomic_file):
+        monkeypatch.setattr(module, "os", faulty)
     return faulty
 
 

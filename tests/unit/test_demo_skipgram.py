@@ -12,7 +12,7 @@ from kvemb.demo.job import neighbours
 from kvemb.demo.skipgram import PassText, Settings, TrainingBatch, TrainingProgress, held_out_loss, loss_and_grads, train_pass, windows
 from kvemb.demo.training_rows import OPTIMIZER, WORD_IN, WORD_OUT, LocalRows
 
-SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3)
+SMALL = Settings(window=2, subsample=1.0, block=8, block_negatives=6, batch_blocks=3, least_batches=1)
 N_GROUPS = 8
 
 
@@ -143,7 +143,7 @@ def test_batches_repeat_for_one_seed_and_differ_between_passes_and_seeds(planted
 
 def test_negatives_follow_the_three_quarter_power_of_trained_counts() -> None:
     corpus = build([["a"] * 160 + ["b"] * 10])
-    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=2, block_negatives=300, batch_blocks=100))
+    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=2, block_negatives=300, batch_blocks=100, least_batches=1))
     drawn = text.batch(0).negatives
     assert drawn.shape == (len(text.tokens), 300)
     share_of_b = float((drawn == hash_ids(["b"])[0]).mean())
@@ -192,7 +192,7 @@ def test_local_rows_apply_rowwise_adagrad() -> None:
 
 
 def test_two_trainers_on_shared_rows_learn_the_planted_groups(planted: Corpus) -> None:
-    settings = Settings(window=2, subsample=1.0, block=16, block_negatives=16, batch_blocks=16)
+    settings = Settings(window=2, subsample=1.0, block=16, block_negatives=16, batch_blocks=16, least_batches=1)
     rows = LocalRows(planted.ids, seed=0)
     text, held_out = (PassText(planted, seed=0, held_out=which, settings=settings) for which in (False, True))
     losses = [held_out_loss(rows, held_out)]
@@ -228,3 +228,11 @@ def test_measuring_pushes_nothing_and_is_the_same_for_every_caller(planted: Corp
 def test_a_text_without_held_out_words_has_no_loss() -> None:
     corpus = build([["a", "b"]])
     assert np.isnan(held_out_loss(LocalRows(corpus.ids, seed=0), PassText(corpus, seed=0, held_out=True)))
+
+
+def test_a_short_text_is_cut_into_many_batches_that_are_smaller_then() -> None:
+    corpus = build([["a", "b", "c", "d"] * 200])
+    text = PassText(corpus, seed=0, settings=Settings(subsample=1.0, block=4, batch_blocks=256, least_batches=20))
+    assert 20 <= text.n_batches <= 25
+    words = sum(int(text.batch(number).tokens.size) for number in range(text.n_batches))
+    assert words == text.tokens.size

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvemb import atomic_file
 from kvemb.errors import JournalFullError
 from paramserver.journal import START, Journal, Position, segment_files
 from tests.unit.journal_disk import FaultyOs
@@ -22,7 +23,8 @@ class JournalMachine(RuleBasedStateMachine):
     def begin(self, durability: str) -> None:
         self.system = FaultyOs()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(segment_files, "os", self.system)
+        for module in (segment_files, atomic_file):
+            self.patch.setattr(module, "os", self.system)
         self.folder = Path(tempfile.mkdtemp(prefix="kvemb-journal-"))
         self.durability = durability
         self.committed: list[tuple[Position, bytes]] = []

@@ -20,7 +20,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
-from paramserver.journal import BatchEntry, Journal, Position, encode_entry, segment_files
+from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.optim import Optimizer
@@ -392,9 +392,9 @@ def test_a_full_disk_leaves_the_snapshot_before_it(shard: Shard, monkeypatch: py
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("write_all", "sync", "sync_folder"):
+    for name in ("journal.segment_files.write_all", "journal.segment_files.sync", "snapshot.run_set.sync_folder"):
         with monkeypatch.context() as patch:
-            patch.setattr(segment_files, name, full)
+            patch.setattr(f"paramserver.{name}", full)
             with pytest.raises(JournalFullError, match="No space left"):
                 shard.snapshot()
         shard.check()

@@ -14,7 +14,6 @@ import kvemb.optim
 from kvemb.errors import JournalDamagedError, RecordError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.journal import segment_files
 from paramserver.snapshot import Runs
 from paramserver.snapshot.run_merge import merge_from, merged
 from paramserver.snapshot.sorted_run import ERASED, ROWS, SortedRunEncoder
@@ -194,7 +193,7 @@ def test_a_manifest_that_may_not_be_durable_keeps_both_snapshots_files(tmp_path:
 
     old = (tmp_path / "manifest").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(segment_files, "sync_folder", fail)
+        patch.setattr("paramserver.snapshot.run_set.sync_folder", fail)
         with pytest.raises(Exception, match="Input/output error"):
             list(runs.merge(TABLE))
     check(runs, {1: (7, True)})

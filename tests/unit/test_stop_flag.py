@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 
-
 from kvemb.interrupts.stop_flag import StopFlag
 
 ROUNDS = 200
