@@ -54,7 +54,7 @@ ROOMS = {
         {"kvemb.cli"},
     ),
     "paramserver": (
-        {"paramserver"},
+        {"paramserver", "paramserver.owned_thread"},
         {"paramserver.optim", "paramserver.disk"},
         {"paramserver.model"},
         {"paramserver.journal", "paramserver.engine"},

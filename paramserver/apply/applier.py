@@ -1,7 +1,6 @@
 """The apply thread: takes committed batches, has the engine apply them, and answers. The only thread that changes rows."""
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -18,10 +17,11 @@ from ..journal import START, Position
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
+from ..owned_thread import OwnedThread
 from .changed_rows import ChangedRowsFinder
 from .committer import AbandonedError, Committed, Handover
 from .returned_rows import OthersCount, returned_rows
-from .staleness import staleness
+from .staleness import part_staleness
 
 log = logging.getLogger("paramserver")
 
@@ -38,6 +38,8 @@ class Background(Protocol):
 
 class Applier:
     """Owns the thread that applies committed batches, one after the other, and answers.
+
+    Told to end, it gives up the batch that waits for storage, if any.
 
     Args:
         intake: which hears of the outcomes.
@@ -65,22 +67,8 @@ class Applier:
         self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self._others = OthersCount()
-        self._abandon = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvemb-apply", daemon=True)
+        self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(intake.stop, handover.close))
         self.applied = applied
-
-    def start(self) -> None:
-        """Start applying."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Give up the batch that waits for storage, if any, and end the thread; return whether it ended in time."""
-        self._intake.stop()
-        self._handover.close()
-        self._abandon.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         busy = False
@@ -125,7 +113,7 @@ class Applier:
             return {}
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]
-        stale = [self._staleness(part) for _, part in parts]
+        stale = [part_staleness(part, self._tables) for _, part in parts]
         keep_rows = any(part.ticket.return_rows for _, part in parts)
         k_and_epoch = split_version(batch.version)[::-1]
         holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
@@ -152,14 +140,10 @@ class Applier:
         """Those of a part's prefetched rows that this batch changed."""
         return [] if not part.held else self._finder.answer(part.held, batch)
 
-    def _staleness(self, part: ReceivedPart) -> tuple[float, int]:
-        seen = [rows for rows in part.tables if len(rows.versions)]
-        return staleness((rows.versions, self._tables.state(rows.definition).versions(rows.ids, keep=True)) for rows in seen)
-
     def _between(self) -> None:
         """Look up between two pieces of a batch: what was tried again is done, and the shard may have been told to stop."""
         self._intake.written()
-        if self._abandon.is_set():
+        if self.thread.told_to_end:
             raise AbandonedError
 
     def pause(self, error: StorageError, pause_s: float) -> None:
@@ -171,7 +155,7 @@ class Applier:
         text = f"{type(error).__name__}: {error}"
         if self._intake.trouble.storage_waits(text):
             log.warning("retrying because %s", text)
-        if self._abandon.wait(pause_s):
+        if self.thread.wait(pause_s):
             raise AbandonedError from error
 
 

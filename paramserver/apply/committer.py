@@ -23,6 +23,7 @@ from ..journal import BatchEntry, Position, Watermark
 from ..journal.fenced_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
 from ..model.tables import Tables
+from ..owned_thread import OwnedThread
 
 DEPTH = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
@@ -129,26 +130,12 @@ class Committer:
         self._intake, self._tables, self._ledger, self._handover = intake, tables, ledger, handover
         self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
-        self._abandon = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvemb-journal", daemon=True)
+        self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(intake.stop, handover.close))
 
     @property
     def k(self) -> int:
         """Of the last batch numbered: what was acknowledged before is in it or before it."""
         return self._k
-
-    def start(self) -> None:
-        """Start taking work."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Take nothing more and end the thread; return whether it ended in time."""
-        self._intake.stop()
-        self._handover.close()
-        self._abandon.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -205,7 +192,7 @@ class Committer:
                 text = f"{type(error).__name__}: {error}"
                 if self._intake.trouble.journal_waits(text):
                     log.warning("nothing is acknowledged because %s", text)
-                if self._abandon.wait(pause_s):
+                if self.thread.wait(pause_s):
                     raise AbandonedError from error
         raise AssertionError("unreachable")
 

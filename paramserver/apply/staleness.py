@@ -1,4 +1,4 @@
-"""How stale the rows were that a push was computed from. Pure."""
+"""How stale the rows were that a push was computed from. Pure but for the index, which is the apply thread's."""
 
 from collections.abc import Iterable
 
@@ -6,6 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.schema.record import MAX_K
+
+from ..model.batch import ReceivedPart
+from ..model.tables import Tables
+
+
+def part_staleness(part: ReceivedPart, tables: Tables) -> tuple[float, int]:
+    """Return the `staleness` of a part that is to be applied next. Apply thread only."""
+    seen = [rows for rows in part.tables if len(rows.versions)]
+    return staleness((rows.versions, tables.state(rows.definition).versions(rows.ids, keep=True)) for rows in seen)
 
 
 def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) -> tuple[float, int]:

@@ -28,6 +28,7 @@ from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
 from ..engine.storage_retry import RETRYABLE
+from ..owned_thread import OwnedThread
 from .copy_on_write import CopyOnWriteRecords
 
 Ids = NDArray[np.uint64]
@@ -80,7 +81,7 @@ class SaveOrder:
 
 
 class SaveJob:
-    """Owns the thread of one save.
+    """Owns the thread of one save; told to end, it gives the save up.
 
     Args:
         order: what to save.
@@ -101,10 +102,9 @@ class SaveJob:
         self._kept = {table.definition.key: CopyOnWriteRecords(folder, table.definition.record.size_bytes) for table in tables}
         self._reached = {table.definition.key: -1 for table in tables}  # the last id that needs no record kept any more
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
         self.n_rows = sum(int((table.versions > np.uint64(order.base_version)).sum()) for table in tables)
         self.rows_done = self.bytes_done = 0
-        self._thread = threading.Thread(target=self._run, name="kvemb-save", daemon=True)
+        self.thread = OwnedThread(self._run, name="kvemb-save")
 
     @property
     def running(self) -> bool:
@@ -115,16 +115,6 @@ class SaveJob:
     def n_kept(self) -> int:
         """Records kept because their rows were written over."""
         return sum(map(len, self._kept.values()))
-
-    def start(self) -> None:
-        """Start streaming."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Give the save up."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
 
     def keep(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that are about to be written over or erased; apply thread. Never raises: training goes on, the save fails."""
@@ -183,7 +173,7 @@ class SaveJob:
                 self._reached[definition.key] = int(ids[some[-1]])
             self.rows_done += len(some)
             self.bytes_done = writer.n_bytes
-            if self.error or self._stopping.is_set():
+            if self.error or self.thread.told_to_end:
                 raise CheckpointError(self.error or "the shard was stopped")
         parts.close()
         with self._lock:
@@ -204,7 +194,7 @@ class SaveJob:
                 self._restore(definition, lost)  # in vain while they are still to be written: they were dirty at the cut
             except _PASSING as error:
                 waiting = error
-            if time.monotonic() > until or self._stopping.wait(_PAUSE_S):
+            if time.monotonic() > until or self.thread.wait(_PAUSE_S):
                 raise waiting
 
     def _read(self, definition: TableDef, ids: Ids, versions: Ids) -> tuple[NDArray[np.uint8], Ids]:

@@ -97,7 +97,7 @@ class Saver:
             self._observer.follow(job)
         if self._engine.behind is not None:
             self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
-        job.start()
+        job.thread.start()
 
     def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
         """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""
@@ -114,7 +114,7 @@ class Saver:
         """Give up the save under way, if any."""
         job = self._observer.job
         if job is not None:
-            job.stop(timeout_s)
+            job.thread.stop(timeout_s)
 
     def _wait_applied(self, deadline: Deadline) -> None:
         """Wait until everything that was acknowledged before this call is applied."""

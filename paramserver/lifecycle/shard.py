@@ -115,8 +115,8 @@ class Shard:
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
-        self._applier.start()
-        self._committer.start()
+        self._applier.thread.start()
+        self._committer.thread.start()
         self._server.start()
         self._watch.look_for_lost_nodes()
         self._watch.start()
@@ -124,10 +124,10 @@ class Shard:
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
         self._server.set_serving(False)
-        self._watch.stop(_JOIN_S)
+        self._watch.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
         drained = self._parts.intake.drain(Deadline.after(drain_timeout_s))
-        ended = [thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for thread in (self._committer, self._applier)]
+        ended = [one.thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for one in (self._committer, self._applier)]
         trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
             trouble = self._save()

@@ -8,7 +8,6 @@ by its next batch; one without batches would stay, hold its port and answer ques
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,8 @@ from contextlib import suppress
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
+
+from ..owned_thread import OwnedThread
 
 INTERVAL_S = 5.0
 MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
@@ -65,21 +66,14 @@ class NodeWatch:
         self._evicted, self._moves_only, self._lost, self._fenced = evicted, moves_only, lost, fenced
         self._copies = copies
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvemb-node-watch", daemon=True)
+        self.thread = OwnedThread(self._run, name="kvemb-node-watch")
         self._before: dict[str, int] = {}
         self._trouble = ""  # of asking whose the shard is
 
     def start(self) -> None:
         """Take the counters as they are now, and begin to watch."""
         self.look_for_evictions()
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        self.thread.start()
 
     def look_for_evictions(self) -> None:
         """Compare the counters with those seen before. A node that does not answer is looked at next time."""
@@ -148,13 +142,13 @@ class NodeWatch:
     def _wait(self, pause_s: float) -> bool:
         """Wait before the next look, less where a glance gives reason for it; return whether the watch is to end."""
         while pause_s > MARKERS_INTERVAL_S:
-            if self._stop.wait(MARKERS_INTERVAL_S):
+            if self.thread.wait(MARKERS_INTERVAL_S):
                 return True
             pause_s -= MARKERS_INTERVAL_S
             with suppress(KvembError):  # the look says it
                 if self._store.looks_lost(Deadline.after(self._timeout_s)):
                     return False
-        return self._stop.wait(pause_s)
+        return self.thread.wait(pause_s)
 
     def _look_now_and_then(self) -> None:
         pause_s, waited_s = MARKERS_INTERVAL_S, 0.0

@@ -100,8 +100,8 @@ class Rig:
             self.intake, self.engine, self.tables, self.handover, finder=finder, background=background(self), failed=failed
         )
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
-        self.applier.start()
-        self.committer.start()
+        self.applier.thread.start()
+        self.committer.thread.start()
         self.sequences: dict[int, int] = {}
         self.open_steps: dict[int, int] = {}
 
@@ -154,8 +154,8 @@ class Rig:
 
     def close(self) -> None:
         self.store.gate.set()
-        assert self.committer.stop(30)
-        assert self.applier.stop(30)
+        assert self.committer.thread.stop(30)
+        assert self.applier.thread.stop(30)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class Rig:
         self.committer = Committer(
             self.intake, self.tables, self.ledger, self.handover, sync=bool(trainers), epoch=5, k=k, failed=self._fail
         )
-        self.committer.start()
+        self.committer.thread.start()
         self.sequences: dict[str, int] = {}
 
     def _fail(self, error: BaseException) -> None:
@@ -120,7 +120,7 @@ def make() -> Iterator[Callable[..., Rig]]:
 
     yield build
     for rig in rigs:
-        assert rig.committer.stop(WAIT_S)
+        assert rig.committer.thread.stop(WAIT_S)
 
 
 class Gate:
@@ -273,7 +273,7 @@ def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:
     rig.ledger.on_append = full
     heard = rig.push("a", [1])
     assert gate.wait(WAIT_S)
-    assert rig.committer.stop(WAIT_S)
+    assert rig.committer.thread.stop(WAIT_S)
     assert heard == []
 
 

@@ -244,7 +244,7 @@ def test_a_stopped_shard_gives_up_the_batch_that_waits_for_storage(make: Callabl
     rig.push(rig.hello(), {1: 1.0})
     assert rig.store.reached.wait(30)
     assert not rig.intake.drain(Deadline.after(0))
-    assert rig.applier.stop(30)
+    assert rig.applier.thread.stop(30)
     assert rig.intake.pending()[0] == 1
 
 

@@ -8,13 +8,12 @@ import pytest
 from kvemb.errors import StorageError
 from kvemb.index.row_index import Places, RowIndex
 from kvemb.schema.record import make_version
-from paramserver.apply.applier import Applier
+from paramserver.apply.staleness import part_staleness
 from paramserver.engine.engine import Engine
 from paramserver.ingest.aggregate import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import TableState
 from tests.unit.engine_storage import SGD, engine_on, make_store, rows
-from tests.unit.idle_background import IdleBackground
 
 
 def u64(ids: Sequence[int]) -> np.ndarray:
@@ -39,8 +38,7 @@ def apply(engine: Engine, *pushed: CheckedRows) -> tuple[float, int]:
     """Do what the apply thread does with one push."""
     part = ReceivedPart(pushed, PartTicket(1, 0, 0))
     push = Push("a", 1, 1, (part,))
-    idle = Applier(None, engine, engine._tables, None, finder=None, background=IdleBackground())  # type: ignore[arg-type]  # it is not started
-    stale = idle._staleness(part)
+    stale = part_staleness(part, engine._tables)
     engine.run(merge_pushes([push], sync=False), make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
     return stale
 

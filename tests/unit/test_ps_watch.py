@@ -52,7 +52,7 @@ class Pauses:
 
 def watched(store: SlowStore, lost: Callable[[], object] = lambda: None) -> list[float]:
     watch = NodeWatch(store, 1.0, lost=lost, clock=lambda: store.now_s)
-    watch._stop = store.pauses  # type: ignore[assignment]
+    watch.thread = store.pauses  # type: ignore[assignment]
     watch._run()
     return store.pauses.said
 
@@ -104,7 +104,7 @@ def test_a_watch_that_is_fenced_ends() -> None:
             raise FencedError("shard 0 has epoch 4 now")
 
     watch = NodeWatch(Fenced([]), 1.0, lost=lambda: None, fenced=said.append)
-    watch._stop = Pauses()  # type: ignore[assignment]
+    watch.thread = Pauses()  # type: ignore[assignment]
     watch._run()
     assert [str(error) for error in said] == ["shard 0 has epoch 4 now"]
 
@@ -118,7 +118,7 @@ def test_a_shard_without_batches_learns_that_another_process_has_taken_it_over(c
         raise answers.pop(0)
 
     watch = NodeWatch(SlowStore([]), 1.0, still_ours=still_ours, fenced=said.append)
-    watch._stop = Pauses()  # type: ignore[assignment]
+    watch.thread = Pauses()  # type: ignore[assignment]
     watch._run()
     assert (len(said), answers) == (1, [])
     assert len(caplog.records) == 2, "the same trouble is told once"

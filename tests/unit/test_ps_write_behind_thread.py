@@ -38,8 +38,8 @@ class Rig(Shard):
         )
         self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=False, epoch=1, k=0)
         self.incarnation, self.sequence = self.intake.hello("a", 0)
-        self.applier.start()
-        self.committer.start()
+        self.applier.thread.start()
+        self.committer.thread.start()
 
     def push(self, ids: Ids) -> PushReply:
         self.sequence += 1
@@ -56,8 +56,8 @@ class Rig(Shard):
         return replies[-1]
 
     def close(self) -> None:
-        self.committer.stop(30)
-        assert self.applier.stop(30)
+        self.committer.thread.stop(30)
+        assert self.applier.thread.stop(30)
 
 
 @pytest.fixture
