@@ -11,7 +11,7 @@ from kvemb.errors import (
     ShardFailedError,
 )
 from kvemb.net.deadline import Deadline
-from tests.unit.intake_rig import MEAN, TABLE, Rig, make
+from tests.unit.ingest_rig import MEAN, TABLE, Rig, make
 
 __all__ = ["make"]  # the fixture
 

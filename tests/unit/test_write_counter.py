@@ -1,4 +1,4 @@
-"""ChangeCount: what has changed rows is counted when it begins and when it is over, without servers."""
+"""The write counter: what has changed rows is counted when it begins and when it is over, without servers."""
 
 import pytest
 

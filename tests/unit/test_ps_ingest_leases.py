@@ -15,7 +15,7 @@ from kvemb.protocol.messages import PushPart, PushReply
 from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
-from tests.unit.intake_rig import Outcome
+from tests.unit.ingest_rig import Outcome
 
 
 class SyncRig:

@@ -25,7 +25,7 @@ from paramserver.engine.repair_port import Pause
 from paramserver.ingest.unapplied_parts import Limits
 from paramserver.journal import Position
 from paramserver.model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
-from tests.unit.intake_rig import MEAN, TABLE, Outcome, Rig, make
+from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
 __all__ = ["make"]  # the fixture
 
