@@ -1,15 +1,13 @@
-"""Connect to a cluster: read kvemb.yaml, open storage and shards, hand out tables.
+"""An open cluster: what users call it with.
 
-What must not live here: what a verb does (kvemb.table, kvemb.datapath.pull, kvemb.datapath.push). Thread-safe; forks as kvemb.table says.
+What must not live here: what a verb does (kvemb.datapath, kvemb.client, kvemb.checkpoint), how a cluster is opened
+(kvemb.cluster.connector). Thread-safe; forks as kvemb.table says.
 """
 
 from __future__ import annotations  # help() shows types as they are written here
 
-import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,21 +16,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb import init
-from kvemb.config import Config, load
+from kvemb.cluster.open_tables import OpenTables
+from kvemb.cluster.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
+from kvemb.config import Config
 from kvemb.connection.access import Access
-from kvemb.connection.moved_nodes import NodesInFile
-from kvemb.coordination.registry_format import META_NAME, newest_registry
-from kvemb.datapath.prefetched_rows import PrefetchedRows, prepare_prefetched
-from kvemb.datapath.pull import Pulled, prepare_pull
-from kvemb.datapath.push import prepare_push
-from kvemb.datapath.row_cache import RowCache, RowCacheStats, check_options
-from kvemb.errors import ClosedError, InvalidInputError, KvembError, UnknownTableError
+from kvemb.datapath.row_cache import RowCacheStats
+from kvemb.errors import ClosedError, InvalidInputError, KvembError
 from kvemb.init import Initializer
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef, check_table_name
-from kvemb.status.cluster_status import ClusterStatus, ShardStatus, read_status
-from kvemb.stores.storage_kinds import open_store
+from kvemb.status.cluster_status import ClusterStatus, read_status
 from kvemb.stores.store import Store
 from kvemb.table import Table
 
@@ -42,73 +36,18 @@ if TYPE_CHECKING:
     from kvemb.client.ack import Ack
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
-__all__ = ["Cluster", "ClusterStatus", "ShardStatus", "connect"]
-
-
-def connect(
-    source: str | os.PathLike[str] | Mapping[str, Any],
-    *,
-    read_only: bool = False,
-    trainer: str | None = None,
-    timeout_s: float | None = None,
-    max_staleness: int = 0,
-    row_cache_mb: int | None = None,
-) -> Cluster:
-    """Open a cluster.
-
-    Args:
-        source: path or file:// URL of its kvemb.yaml, or a dict of what that holds. Passwords are read from the environment variables
-            it names. From a file, nodes that are replaced at other addresses later are found by reading it again.
-        read_only: only pull; needs no parameter server.
-        trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
-            from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
-        timeout_s: of connecting; storage.timeout_s unless given.
-        max_staleness: 0: every pull reads storage. Above 0, acks of pushes bring the updated rows back, and pulls may take them from
-            this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
-            since; `kvemb.datapath.row_cache` has the exact terms.
-        row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
-
-    Raises:
-        InvalidInputError: an option is out of range, or would have no effect.
-        ConfigError: kvemb.yaml is wrong, or the servers were started with another one.
-        ShardUnavailableError, StorageError: naming the shard or node, within the timeout.
-
-    Example: see `kvemb`.
-    """
-    config = load(source, os.environ)
-    if trainer is not None and (read_only or not trainer or len(trainer) > 255):
-        raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
-    cache_bytes = check_options(max_staleness, row_cache_mb)
-    if cache_bytes and read_only:
-        raise InvalidInputError("max_staleness has no effect with read_only=True: what is kept are the rows of own pushes")
-    deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
-    store = open_store(config.storage, role="trainer")
-    if not isinstance(source, Mapping):
-        store.follow(NodesInFile(source, config))
-    try:
-        if read_only:
-            store.open(deadline)
-            return Cluster(config, Access(store, None, config.storage.timeout_s), partial(connect, source, read_only=True))
-        from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
-
-        row_cache = RowCache(cache_bytes, max_staleness, len(config.servers.shards)) if cache_bytes else None
-        shards = open_shards(config, trainer, store, deadline, row_cache)
-        again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
-        return Cluster(config, Access(store, shards, config.storage.timeout_s), again)
-    except BaseException:
-        store.close()
-        raise
 
 
 class Cluster:
     """An open cluster: its tables, and the verbs that concern several of them.
 
-    Made by `connect`. Close it, or use it as a context manager. Thread-safe.
+    Made by `connect`. Close it, or use it as a context manager. Thread-safe. One class of many methods, because it is the one object that
+    programs hold: each method hands its arguments to the room that does the work.
     """
 
     def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
         self._config, self._access, self._again = config, access, again
-        self._tables: dict[str, Table] = {}
+        self._tables = OpenTables(config, access, self)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -192,25 +131,13 @@ class Cluster:
             TableMismatchError: it exists with another identity; both are shown.
             ShardUnavailableError: shard 0 did not answer; the table may have been created.
         """
-        shards = self._access.require_shards("create_table")
+        self._access.require_shards("create_table")
         first = init.uniform() if initializer is None else initializer
         for given, kind, at in ((optimizer, OptimizerSpec, "kvemb.optim"), (first, Initializer, "kvemb.init")):
             if not isinstance(given, kind):
                 raise InvalidInputError(f"table {name!r}: got {given!r} where one of {at}'s functions is expected to be called")
         definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce, num_ids=num_ids)
-        self._check_size(definition)
-        if start_over:
-            if exist_ok:
-                raise InvalidInputError(
-                    f"table {name!r}: give one of exist_ok=True, to keep it where it exists, and start_over=True, to drop it"
-                )
-            with suppress(UnknownTableError):  # there is none
-                self.drop_table(name)
-        table = self._remember(shards.create_table(definition, exist_ok, None))
-        asked = optimizer.defaults()
-        if asked != table.definition.optimizer.defaults():  # it existed: what the caller asks for holds for its own pushes
-            table.set_hyper(**asked)
-        return table
+        return self._tables.create(definition, exist_ok=exist_ok, start_over=start_over)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
         """Delete a table with all its rows, for good, and free its name. Return how many rows were erased.
@@ -233,11 +160,7 @@ class Cluster:
             ShardUnavailableError, StorageError: it may have begun, and goes on when called again.
         """
         check_table_name(name)
-        shards = self._access.require_shards("drop_table")
-        with self._access.changes.change():
-            n_rows = shards.drop_table(name, timeout_s)
-        self._forget(name)
-        return n_rows
+        return self._tables.drop(name, timeout_s)
 
     def table(self, name: str) -> Table:
         """Open an existing table; asking twice gives the same object.
@@ -247,20 +170,12 @@ class Cluster:
         """
         check_table_name(name)
         self._check_open()
-        known = self._tables.get(name)  # no lock: a forked child must never meet one that another thread held
-        if known is not None:
-            return known
-        if self._access.shards is not None:
-            return self._remember(self._access.shards.get_table(name))
-        definitions = self._stored_tables()
-        if name not in definitions:
-            raise UnknownTableError(f"no table {name!r} in cluster {self._config.cluster!r}; it has: {_listed(definitions)}")
-        return self._remember(definitions[name])
+        return self._tables.get(name)
 
     def tables(self) -> list[str]:
         """Return the names of the tables that exist, sorted."""
         self._check_open()
-        return sorted(self._stored_tables())
+        return sorted(self._tables.definitions())
 
     def pull(self, ids: Mapping[str, ArrayLike], *, timeout_s: float | None = None) -> dict[str, NDArray[np.float32]]:
         """Pull several tables in one round trip per node; arguments and errors as `Table.pull`.
@@ -271,7 +186,8 @@ class Cluster:
         Returns:
             float32 [*ids.shape, dim] by table name.
         """
-        return {name: got.rows for name, got in self._pull(ids, None, timeout_s, versions=False).items()}
+        requests = prepare_pulls(self.table, ids)
+        return {name: got.rows for name, got in zip(ids, self._access.pull(requests, timeout_s, versions=False), strict=True)}
 
     def pull_versions(
         self,
@@ -289,8 +205,9 @@ class Cluster:
             stored: wait first until storage has the steps that were released to this connection ahead of it (`Ack.wait_released`).
                 Otherwise rows may lack the last of them: their versions tell, and `push(prefetched=...)` brings what they lack.
         """
-        pulled = self._pull(ids, out, timeout_s, versions=True, stored=stored)
-        return {name: (got.rows, got.versions) for name, got in pulled.items()}
+        requests = prepare_pulls(self.table, ids, out)
+        pulled = self._access.pull(requests, timeout_s, versions=True, stored=stored)
+        return {name: (got.rows, got.versions) for name, got in zip(ids, pulled, strict=True)}
 
     def push(
         self,
@@ -313,18 +230,8 @@ class Cluster:
                 and safe in the journals; see `Ack.wait_released`.
         """
         self._access.require_shards("push")
-        _check_names("versions", versions, tables)
-        _check_names("hyper", hyper, tables)
-        rows = []
-        for name, batch in tables.items():
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise InvalidInputError(f"table {name!r}: got {type(batch).__name__}, expected a pair (ids, grads)")
-            ids, grads = batch
-            table = self.table(name)
-            values = table.pushed_hyper((hyper or {}).get(name, {}))
-            seen, minus_one = (versions or {}).get(name), table.minus_one_allowed
-            rows.append(prepare_push(table.definition, ids, grads, seen, values, table.wire_dtype, minus_one=minus_one))
-        return self._access.push(rows, timeout_s, self._prefetched(prefetched or {}))
+        rows = prepare_pushes(self.table, tables, versions, hyper)
+        return self._access.push(rows, timeout_s, prepare_all_prefetched(self.table, prefetched or {}, self.mode))
 
     def progress(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
         """Return how far each shard has come, in order: (epoch, k), where every batch up to k of this epoch is in storage.
@@ -406,7 +313,7 @@ class Cluster:
         from kvemb.checkpoint.load import Loading, load
 
         servers = self._access.require_shards("load").servers
-        loading = Loading(servers, self._access.store, self._stored_tables(), self._config.storage.timeout_s)
+        loading = Loading(servers, self._access.store, self._tables.definitions(), self._config.storage.timeout_s)
         with self._access.changes.change():
             return load(loading, url, stall_timeout_s=stall_timeout_s, progress=progress)
 
@@ -453,36 +360,6 @@ class Cluster:
         how = "closed" if self._closed else "read-only" if self.read_only else "open"
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
 
-    def _pull(
-        self,
-        ids: Mapping[str, ArrayLike],
-        out: Mapping[str, NDArray[np.float32]] | None,
-        timeout_s: float | None,
-        *,
-        versions: bool,
-        stored: bool = True,
-    ) -> dict[str, Pulled]:
-        tables = {name: self.table(name) for name in ids}
-        _check_names("out", out, ids)
-        requests = [
-            prepare_pull(table.definition, ids[name], (out or {}).get(name), minus_one=table.minus_one_allowed)
-            for name, table in tables.items()
-        ]
-        return dict(zip(ids, self._access.pull(requests, timeout_s, versions=versions, stored=stored), strict=True))
-
-    def _prefetched(self, prefetched: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> list[PrefetchedRows]:
-        if prefetched and self.mode != "sync":
-            raise InvalidInputError(
-                "prefetched goes with sync mode only: in async mode others' pushes are applied at any time, so no answer would stay true. "
-                "Leave it out, or set parameter_servers.mode to sync."
-            )
-        prepared = []
-        for name, rows in prefetched.items():
-            if not isinstance(rows, tuple | list) or len(rows) != 2:
-                raise InvalidInputError(f"table {name!r}: prefetched is {type(rows).__name__}, expected a pair (ids, versions)")
-            prepared.append(prepare_prefetched(self.table(name).definition, *rows))
-        return prepared
-
     def _close(self, timeout_s: float | None) -> None:
         with self._lock:
             if self._closed:
@@ -503,42 +380,3 @@ class Cluster:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this cluster was closed")
-
-    def _remember(self, definition: TableDef) -> Table:
-        known = self._tables.get(definition.name)
-        if known is not None and known.definition.key != definition.key:  # somebody has dropped that
-            self._forget(definition.name)
-        if self._access.row_cache is not None:
-            self._access.row_cache.add_table(definition)
-        with self._lock:
-            return self._tables.setdefault(definition.name, Table(definition, self._access, self))
-
-    def _forget(self, name: str) -> None:
-        if self._access.row_cache is not None:
-            self._access.row_cache.forget_table(name)
-        with self._lock:
-            self._tables.pop(name, None)
-
-    def _stored_tables(self) -> dict[str, TableDef]:
-        """The registry's copy in storage: complete before shard 0 answers a creation."""
-        store = self._access.store
-        return newest_registry(store.get_meta(META_NAME, self._access.pull_deadline(None)), store.copies_on(META_NAME)).tables
-
-    def _check_size(self, definition: TableDef) -> None:
-        limit = self._access.store.capabilities.max_record_bytes
-        if limit is not None and definition.record.size_bytes > limit:
-            raise InvalidInputError(
-                f"table {definition.name!r}: a record of dim {definition.dim} with the slots of {definition.optimizer.kind} takes "
-                f"{definition.record.size_bytes} bytes; a {self._config.storage.kind} node takes at most {limit}. Use a smaller dim, "
-                "a 16-bit dtype or an optimizer with fewer slots."
-            )
-
-
-def _check_names(what: str, given: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> None:
-    unknown = sorted(set(given or {}) - set(wanted))
-    if unknown:
-        raise InvalidInputError(f"{what} names tables that are not in this call: {_listed(unknown)}")
-
-
-def _listed(names: Mapping[str, Any] | list[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names)) or "none"

@@ -1,0 +1,75 @@
+"""Opens a cluster: reads kvemb.yaml, opens storage and shards.
+
+What must not live here: what is done with an open cluster (kvemb.cluster.cluster).
+"""
+
+from __future__ import annotations  # help() shows types as they are written here
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from kvemb.cluster.cluster import Cluster
+from kvemb.config import load
+from kvemb.connection.access import Access
+from kvemb.connection.moved_nodes import NodesInFile
+from kvemb.datapath.row_cache import RowCache, check_options
+from kvemb.errors import InvalidInputError
+from kvemb.net.deadline import Deadline
+from kvemb.stores.storage_kinds import open_store
+
+
+def connect(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    read_only: bool = False,
+    trainer: str | None = None,
+    timeout_s: float | None = None,
+    max_staleness: int = 0,
+    row_cache_mb: int | None = None,
+) -> Cluster:
+    """Open a cluster.
+
+    Args:
+        source: path or file:// URL of its kvemb.yaml, or a dict of what that holds. Passwords are read from the environment variables
+            it names. From a file, nodes that are replaced at other addresses later are found by reading it again.
+        read_only: only pull; needs no parameter server.
+        trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
+            from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
+        timeout_s: of connecting; storage.timeout_s unless given.
+        max_staleness: 0: every pull reads storage. Above 0, acks of pushes bring the updated rows back, and pulls may take them from
+            this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
+            since; `kvemb.datapath.row_cache` has the exact terms.
+        row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
+
+    Raises:
+        InvalidInputError: an option is out of range, or would have no effect.
+        ConfigError: kvemb.yaml is wrong, or the servers were started with another one.
+        ShardUnavailableError, StorageError: naming the shard or node, within the timeout.
+
+    Example: see `kvemb`.
+    """
+    config = load(source, os.environ)
+    if trainer is not None and (read_only or not trainer or len(trainer) > 255):
+        raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
+    cache_bytes = check_options(max_staleness, row_cache_mb)
+    if cache_bytes and read_only:
+        raise InvalidInputError("max_staleness has no effect with read_only=True: what is kept are the rows of own pushes")
+    deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
+    store = open_store(config.storage, role="trainer")
+    if not isinstance(source, Mapping):
+        store.follow(NodesInFile(source, config))
+    try:
+        if read_only:
+            store.open(deadline)
+            return Cluster(config, Access(store, None, config.storage.timeout_s), partial(connect, source, read_only=True))
+        from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
+
+        row_cache = RowCache(cache_bytes, max_staleness, len(config.servers.shards)) if cache_bytes else None
+        shards = open_shards(config, trainer, store, deadline, row_cache)
+        again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
+        return Cluster(config, Access(store, shards, config.storage.timeout_s), again)
+    except BaseException:
+        store.close()
+        raise

@@ -1,0 +1,97 @@
+"""The tables of one connection: which exist, and the object of each that was opened. Created and dropped here, too.
+
+What must not live here: batches (kvemb.cluster.several_tables), what a table does (kvemb.table). Thread-safe.
+"""
+
+import threading
+from contextlib import suppress
+
+from kvemb.config import Config
+from kvemb.connection.access import Access
+from kvemb.connection.open_cluster import OpenCluster
+from kvemb.coordination.registry_format import META_NAME, newest_registry
+from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.schema.table_def import TableDef
+from kvemb.table import Table
+
+
+class OpenTables:
+    """The tables of one connection, by name; asking twice gives the same object.
+
+    Args:
+        config: of the cluster.
+        access: the connection.
+        cluster: what the tables call their cluster.
+    """
+
+    def __init__(self, config: Config, access: Access, cluster: OpenCluster) -> None:
+        self._config, self._access, self._cluster = config, access, cluster
+        self._tables: dict[str, Table] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Table:
+        """Return a table that exists; raises as `Cluster.table`."""
+        known = self._tables.get(name)  # no lock: a forked child must never meet one that another thread held
+        if known is not None:
+            return known
+        if self._access.shards is not None:
+            return self._remember(self._access.shards.get_table(name))
+        definitions = self.definitions()
+        if name not in definitions:
+            listed = ", ".join(repr(other) for other in sorted(definitions)) or "none"
+            raise UnknownTableError(f"no table {name!r} in cluster {self._config.cluster!r}; it has: {listed}")
+        return self._remember(definitions[name])
+
+    def create(self, definition: TableDef, *, exist_ok: bool, start_over: bool) -> Table:
+        """Create a table, or return the one that is there; raises as `Cluster.create_table`."""
+        shards = self._access.require_shards("create_table")
+        self._check_size(definition)
+        if start_over:
+            if exist_ok:
+                raise InvalidInputError(
+                    f"table {definition.name!r}: give one of exist_ok=True, to keep it where it exists, and start_over=True, to drop it"
+                )
+            with suppress(UnknownTableError):  # there is none
+                self.drop(definition.name, None)
+        table = self._remember(shards.create_table(definition, exist_ok, None))
+        asked = definition.optimizer.defaults()
+        if asked != table.definition.optimizer.defaults():  # it existed: what the caller asks for holds for its own pushes
+            table.set_hyper(**asked)
+        return table
+
+    def drop(self, name: str, timeout_s: float | None) -> int:
+        """Delete a table with all its rows; raises as `Cluster.drop_table`."""
+        shards = self._access.require_shards("drop_table")
+        with self._access.changes.change():
+            n_rows = shards.drop_table(name, timeout_s)
+        self._forget(name)
+        return n_rows
+
+    def definitions(self) -> dict[str, TableDef]:
+        """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
+        store = self._access.store
+        return newest_registry(store.get_meta(META_NAME, self._access.pull_deadline(None)), store.copies_on(META_NAME)).tables
+
+    def _remember(self, definition: TableDef) -> Table:
+        known = self._tables.get(definition.name)
+        if known is not None and known.definition.key != definition.key:  # somebody has dropped that
+            self._forget(definition.name)
+        if self._access.row_cache is not None:
+            self._access.row_cache.add_table(definition)
+        with self._lock:
+            return self._tables.setdefault(definition.name, Table(definition, self._access, self._cluster))
+
+    def _forget(self, name: str) -> None:
+        if self._access.row_cache is not None:
+            self._access.row_cache.forget_table(name)
+        with self._lock:
+            self._tables.pop(name, None)
+
+    def _check_size(self, definition: TableDef) -> None:
+        limit = self._access.store.capabilities.max_record_bytes
+        if limit is not None and definition.record.size_bytes > limit:
+            raise InvalidInputError(
+                f"table {definition.name!r}: a record of dim {definition.dim} with the slots of {definition.optimizer.kind} takes "
+                f"{definition.record.size_bytes} bytes; a {self._config.storage.kind} node takes at most {limit}. Use a smaller dim, "
+                "a 16-bit dtype or an optimizer with fewer slots."
+            )
