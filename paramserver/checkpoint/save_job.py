@@ -21,13 +21,13 @@ from kvemb.checkpoint.format.file_names import ERASED, IDS
 from kvemb.checkpoint.format.row_block import RowBlock
 from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import ShardWriter
-from kvemb.errors import CheckpointError, LostRowError, NodeLostError, NodeSuspectError, StorageError
+from kvemb.errors import CheckpointError, LostRowError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
-from ..engine.storage_retry import RETRYABLE
+from ..engine.storage_retry import PASSING
 from ..owned_thread import OwnedThread
 from .copy_on_write import CopyOnWriteRecords
 
@@ -35,7 +35,6 @@ Ids = NDArray[np.uint64]
 _SLICE_BYTES = 8 << 20
 _PATIENCE_S = 300.0
 _PAUSE_S = 0.5
-_PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
 Restore = Callable[[TableDef, Ids], None]
 """Has rows compared with the index and restored. Returns when that is done, or takes longer; raises LostRowError where it cannot be."""
 log = logging.getLogger("paramserver")
@@ -192,7 +191,7 @@ class SaveJob:
                     f"{definition.shown_id(int(lost[0]))}, and they were not restored in time"
                 )
                 self._restore(definition, lost)  # in vain while they are still to be written: they were dirty at the cut
-            except _PASSING as error:
+            except PASSING as error:
                 waiting = error
             if time.monotonic() > until or self.thread.wait(_PAUSE_S):
                 raise waiting

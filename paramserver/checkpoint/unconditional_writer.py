@@ -6,13 +6,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import ForeignPageError, NodeLostError, NodeSuspectError, RecordError
+from kvemb.errors import StorageError
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..engine.repair_port import NO_BATCH, Pause, RepairPort
+from ..engine.repair_port import Pause, RepairPort
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
+from ..engine.storage_retry import until_stored
 
 BLOCK_BYTES = 8 << 20
 log = logging.getLogger("paramserver")
@@ -35,34 +35,28 @@ class UnconditionalWriter:
 
     def write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
         """Write whole records (uint8 [n, record bytes]) of distinct ids over whatever is there."""
-        self._patiently(lambda some: self._write_some(definition, ids[some], records[some]), definition, ids)
-
-    def _write_some(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
-        self._access.write_over(definition, ids, records)
+        self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
 
     def erase(self, definition: TableDef, ids: Ids) -> None:
         """Erase rows, also where they do not exist."""
-        self._patiently(lambda some: self._access.erase(definition, ids[some]), definition, ids)
+        self._in_pieces(lambda some: self._access.erase(definition, ids[some]), definition, ids)
 
-    def _patiently(self, call: Callable[[slice], None], definition: TableDef, ids: Ids) -> None:
+    def _in_pieces(self, call: Callable[[slice], None], definition: TableDef, ids: Ids) -> None:
         """Call for these rows, one at least, as many at a time as storage takes before the deadline."""
-        row_bytes = definition.record.size_bytes
-        start, waits, n_repaired = 0, retry_pauses(), 0
+        start = 0
+
+        def piece() -> slice:
+            return slice(start, start + max(1, min(BLOCK_BYTES, self._access.pace.n_bytes) // definition.record.size_bytes))
+
+        def one_piece() -> int:
+            stop: int = (some := piece()).stop
+            call(some)
+            return stop
+
+        def make_way(error: StorageError) -> None:
+            if not self._store.make_way(self._access.keys(definition, ids[piece()]), self._access.deadline()):
+                raise error
+            log.error("%s", error)
+
         while start < len(ids):
-            stop = min(len(ids), start + max(1, min(BLOCK_BYTES, self._access.pace.n_bytes) // row_bytes))
-            try:
-                call(slice(start, stop))
-                start, waits, n_repaired = stop, retry_pauses(), 0
-            except RETRYABLE as error:
-                self._pause(error, next(waits))
-            except (NodeLostError, NodeSuspectError, ForeignPageError) as error:
-                n_repaired += 1
-                if n_repaired > MAX_CONFLICT_ROUNDS:
-                    raise
-                suspects = [error.address] if isinstance(error, ForeignPageError) else []
-                if not self._repair.nodes(NO_BATCH, self._pause, suspects=suspects):
-                    self._pause(error, next(waits))
-            except RecordError as error:
-                if not self._store.make_way(self._access.keys(definition, ids[start:stop]), self._access.deadline()):
-                    raise
-                log.error("%s", error)
+            start = until_stored(one_piece, self._pause, self._repair, make_way)

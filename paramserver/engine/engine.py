@@ -7,7 +7,6 @@ batch counts, as one step of its tables, when its last piece is stored. Replay a
 and the rules of `transition.Replay`.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import ForeignPageError, LostRowError, NodeLostError, NodeSuspectError, RecordError, StorageError
+from kvemb.errors import ForeignPageError, StorageError
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart, WriteResult
@@ -34,15 +33,12 @@ from .engine_ports import ALONE, EnginePorts
 from .fetched_rows import Fetched, FetchedRecords
 from .repair_port import AheadOfIndex, Pause
 from .row_access import RowAccess, until_none_is_left
-from .storage_retry import CHANGED_BY_ANOTHER_WRITER, RETRYABLE, retry_pauses
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, PASSING, until_stored
 from .write_behind import WriteBehind
 
-_MAX_MENDED = 8  # times in a row that rows of one piece may be found lost
 # Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
 # optimizers take blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
-
-log = logging.getLogger("paramserver")
 
 Computed = Callable[[Sequence[PreparedRows]], None]
 """Takes a whole batch's rows and new records, none of which is stored yet; good until the next batch."""
@@ -186,39 +182,24 @@ class Engine:
 
         What is found lost meanwhile is restored first.
         """
-        waits, ahead = retry_pauses(), AheadOfIndex(version, version) if replay is None else AheadOfIndex(version, replay.newest, replay)
-        rows_lost, n_lost = False, 0
-        while True:
+        ahead = AheadOfIndex(version, version) if replay is None else AheadOfIndex(version, replay.newest, replay)
+
+        def store() -> tuple[list[CheckedRows], list[CheckedRows]]:
             piece, rest = cut(left, self._pace.n_bytes)
             if rest:
                 self._computed = None
             try:
-                if rows_lost:
-                    self._repair.rows(Batch(kind, tuple(piece)), ahead)
-                    rows_lost = False
                 with self._pace.exchange(size_bytes(piece)):
                     self._store_all(kind, piece, version, replay)
-                return piece, rest
-            except RETRYABLE as error:
-                n_lost = 0
+            except (*PASSING, ForeignPageError):
                 self._forget(piece)
-                pause(error, next(waits))
-            except (NodeLostError, NodeSuspectError) as error:
-                self._forget(piece)
-                if not self._repair.nodes(ahead, pause):
-                    pause(error, next(waits))
-            except ForeignPageError as error:
-                n_lost += 1
-                if n_lost > _MAX_MENDED:
-                    raise
-                log.error("%s: every row of the node is compared", error)
-                self._forget(piece)
-                self._repair.nodes(ahead, pause, suspects=[error.address])
-            except (LostRowError, RecordError):  # missing, old, or written over by another program
-                n_lost += 1
-                if rows_lost or n_lost > _MAX_MENDED:  # rows_lost: it is the repair that found no way
-                    raise
-                rows_lost = True
+                raise
+            return piece, rest
+
+        def mend(error: StorageError) -> None:
+            self._repair.rows(Batch(kind, tuple(cut(left, self._pace.n_bytes)[0])), ahead)
+
+        return until_stored(store, pause, self._repair, mend, ahead)
 
     def _forget(self, piece: Sequence[CheckedRows]) -> None:
         """Which rows were written is not known now: fetch them all, and let their versions tell. Dirty rows were not to be written."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import ForeignPageError, NodeLostError, NodeSuspectError, RecordError, StorageError
+from kvemb.errors import StorageError
 from kvemb.index.record_cache import RecordCache
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
@@ -29,9 +29,9 @@ from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
 from ..model.transition import refuse_later_epoch
 from .arena import RecordArena
-from .repair_port import NO_BATCH, NO_REPAIR, Pause, RepairPort
+from .repair_port import NO_REPAIR, Pause, RepairPort
 from .row_access import RowAccess
-from .storage_retry import MAX_CONFLICT_ROUNDS, RETRYABLE, retry_pauses
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, until_stored
 
 Ids = NDArray[np.uint64]
 _WRITE_BYTES = 64 << 20  # of one write, at most
@@ -181,30 +181,17 @@ class WriteBehind:
             FencedError: another process owns the shard by now.
             StorageError: not retryable, or `pause` raised; what is not written is still dirty.
         """
-        waits, n_conflicts = retry_pauses(), 0
+        n_conflicts = 0
         while self.n_rows:
-            try:
-                n_conflicts = n_conflicts + 1 if self._write_some() else 0
-            except RETRYABLE as error:
-                pause(error, next(waits))
-            except (NodeLostError, NodeSuspectError) as error:
-                if not self._repair.nodes(NO_BATCH, pause):
-                    pause(error, next(waits))
-            except RecordError as error:
-                n_conflicts += 1
-                log.error("%s", error)
-                self._make_way(error, pause)
+            conflict = until_stored(self._write_some, pause, self._repair, self._make_way)
+            n_conflicts = n_conflicts + 1 if conflict else 0
             if n_conflicts > MAX_CONFLICT_ROUNDS:
-                raise StorageError(
-                    f"{self.n_rows} rows were changed between every read and write of {MAX_CONFLICT_ROUNDS} tries; is another program "
-                    "writing to these nodes?"
-                )
+                raise StorageError(f"{self.n_rows} rows {CHANGED_BY_ANOTHER_WRITER}")
         self._asked, self._oldest_k = False, 0
 
-    def _make_way(self, error: RecordError, pause: Pause) -> None:
+    def _make_way(self, error: StorageError) -> None:
         """Pages are in the way that another program has written: only its rows can be, since no other write fails on what is there."""
-        if isinstance(error, ForeignPageError):
-            self._repair.nodes(NO_BATCH, pause, suspects=[error.address])
+        log.error("%s", error)
         self._scratch.reset()
         for one in self._some():
             self._store.make_way(one.part.keys, self._access.deadline())

@@ -20,7 +20,6 @@ from kvemb.arrays.hashing import shard_of
 from kvemb.errors import (
     LostRowError,
     NodeLostError,
-    NodeSuspectError,
     RecordError,
     StorageError,
 )
@@ -32,7 +31,7 @@ from kvemb.stores.store import Store
 
 from ..engine.repair_port import NO_BATCH, AheadOfIndex, Pause
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import RETRYABLE
+from ..engine.storage_retry import PASSING
 from ..model.batch import Batch
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
@@ -50,7 +49,6 @@ class Reconstruct(Protocol):
         """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
 
 
-_PASSING = (NodeLostError, NodeSuspectError, *RETRYABLE)
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 32 << 20  # of one read or write, at most
 _LEAST_TIMEOUT_S = 20.0  # of one call: nothing else can be done meanwhile, and markers of a Redis Cluster come by the thousand
 _RECONSTRUCT_BYTES = 256 << 20  # of records in one pass over the journal
@@ -171,7 +169,7 @@ class Repairer:
                 waiting: StorageError = NodeLostError(
                     f"node {', '.join(open_)}: in repair; other shards have not restored their rows there yet"
                 )
-            except _PASSING as error:
+            except PASSING as error:
                 waiting = error
             self.figures.now = str(waiting)
             looked_s = time.monotonic() - self._own_s - looked_s  # at thousands of markers, perhaps, while others need the time

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvemb.config import StorageConfig
-from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, RecordError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
@@ -238,3 +239,25 @@ def test_rows_of_a_load_are_written_and_erased_in_smaller_pieces_too(monkeypatch
     found, versions, _ = read(store, ADAM, IDS)
     assert found.tolist() == [False] * 900 + [True] * 100
     assert set(versions[900:].tolist()) == {make_version(2, 0)}
+
+
+def test_a_load_waits_for_a_node_that_goes_away_while_another_programs_value_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, waited = make_store(), []
+    ids = np.array(IDS, np.uint64)
+    records = ADAM.record.encode(ids, make_version(2, 0), np.ones((len(ids), 2), np.float32), np.zeros((len(ids), 4), np.float32))
+    answers = [NodeUnavailableError("node x: connection reset"), 1]
+
+    def spoil(parts: Sequence[WritePart]) -> None:
+        raise RecordError("node x: a list lies under a page's key")
+
+    def make_way(keys: RowKeys, deadline: Deadline) -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, NodeUnavailableError):
+            raise answer
+        return answer
+
+    store.spoil = spoil
+    monkeypatch.setattr(store, "make_way", make_way)
+    UnconditionalWriter(store, 5.0, lambda error, pause_s: waited.append(error), NO_REPAIR).write(ADAM, ids, records)
+    assert (len(waited), answers) == (1, [])
+    assert versions_of(store, IDS) == [make_version(2, 0)]
