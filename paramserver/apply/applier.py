@@ -20,7 +20,7 @@ from ..model.tables import Tables
 from ..owned_thread import OwnedThread
 from .changed_rows import ChangedRowsFinder
 from .committer import AbandonedError, Committed, Handover
-from .returned_rows import OthersCount, returned_rows
+from .returned_rows import OthersCount, returned_rows, weights_at_hand
 from .staleness import part_staleness
 
 log = logging.getLogger("paramserver")
@@ -114,7 +114,6 @@ class Applier:
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]
         stale = [part_staleness(part, self._tables) for _, part in parts]
-        keep_rows = any(part.ticket.return_rows for _, part in parts)
         k_and_epoch = split_version(batch.version)[::-1]
         holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
@@ -124,13 +123,15 @@ class Applier:
             self._intake.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
         computed, between = release if asked else None, self._between
-        applied = self._engine.run(batch.batch, batch.version, self.pause, keep_rows=keep_rows, computed=computed, between=between)
+        applied = self._engine.run(batch.batch, batch.version, self.pause, computed=computed, between=between)
         self._others.add(pushes)
         if isinstance(work, RefusedStep):
             return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
+        wanted = any(part.ticket.return_rows for _, part in parts)
+        weights = weights_at_hand(batch.batch, applied.written) if wanted else {}
         replies = {}
         for (push, part), of in zip(parts, stale, strict=True):
-            rows = returned_rows(part, batch.batch, applied.rows) if part.ticket.return_rows else []
+            rows = returned_rows(part, batch.batch, weights) if part.ticket.return_rows else []
             fresh = [] if part.ticket.released else self._fresh(part, applied.written)
             reply = _reply(part, "applied", of, k_and_epoch, fresh)
             replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..model.batch import Batch, Push, ReceivedPart
+from ..model.prepared_rows import PreparedRows
 
 MAX_TRAINERS = 65536
 
@@ -43,6 +44,12 @@ class OthersCount:
     def of(self, push: Push) -> int:
         """Return how many batches so far were not this trainer's alone."""
         return self._n_batches - self._alone.get((push.trainer, push.incarnation), 0)
+
+
+def weights_at_hand(batch: Batch, written: Sequence[PreparedRows]) -> dict[str, NDArray[np.uint8]]:
+    """Return the updated weights of the tables that the batch's last round wrote whole: copies, uint8 [n, row bytes], in its ids' order."""
+    n_rows = {rows.definition.name: len(rows.ids) for rows in batch.tables}
+    return {one.rows.definition.name: one.weights for one in written if len(one.rows.ids) == n_rows[one.rows.definition.name] > 0}
 
 
 def returned_rows(part: ReceivedPart, batch: Batch, weights: Mapping[str, NDArray[np.uint8]]) -> list[bytes]:

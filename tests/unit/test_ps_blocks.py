@@ -17,7 +17,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
 from paramserver.engine import arena as scratch_module
-from paramserver.engine import engine as engine_module
+from paramserver.engine import piece_writer
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, Batch, CheckedRows
 from paramserver.model.tables import Tables
@@ -74,7 +74,7 @@ def test_blocks_of_any_size_and_any_cache_write_the_same_bytes(
 ) -> None:
     engine, expected, tables = make_engine(0)
     train(engine, tables)
-    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", block_weights)
+    monkeypatch.setattr(piece_writer, "_BLOCK_WEIGHTS", block_weights)
     engine, store, tables = make_engine(cache_bytes)
     train(engine, tables)
     for definition in (WIDE, HALF):
@@ -104,7 +104,7 @@ def test_what_the_cache_keeps_outlives_the_memory_in_which_it_was_made() -> None
 
 
 def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", 12)
+    monkeypatch.setattr(piece_writer, "_BLOCK_WEIGHTS", 12)
     whole, expected, _ = make_engine(CACHE_BYTES)
     engine, store, _ = make_engine(CACHE_BYTES)
     before, batch = Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), Batch(APPLY, (rows(WIDE, np.arange(45), 2),))
@@ -127,7 +127,7 @@ def test_a_half_written_batch_is_completed_across_blocks(monkeypatch: pytest.Mon
 
 
 def test_a_row_lost_in_a_late_block_stops_the_batch_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_BLOCK_WEIGHTS", 12)
+    monkeypatch.setattr(piece_writer, "_BLOCK_WEIGHTS", 12)
     engine, store, _ = make_engine(0)
     run(engine, Batch(APPLY, (rows(WIDE, np.arange(30), 1),)), never)
     key = bytes(RowKeys(WIDE.tag, np.array([29], np.uint64)).encode()[0])

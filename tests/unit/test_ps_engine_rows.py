@@ -1,4 +1,4 @@
-"""The updated weights that the engine hands out with a batch are what storage holds, or are left out."""
+"""The updated weights that are at hand behind a batch are what storage holds, or are left out."""
 
 from collections.abc import Sequence
 from uuid import uuid4
@@ -12,7 +12,8 @@ from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import WritePart, WriteResult
-from paramserver.engine.engine import Applied, Engine
+from paramserver.apply.returned_rows import weights_at_hand
+from paramserver.engine.engine import Engine
 from paramserver.model.batch import APPLY, Batch
 from tests.unit.engine_storage import ADAM, HALF, SGD, Storage, engine_on, read, rows
 
@@ -26,8 +27,9 @@ def make_store() -> Storage:
     return store
 
 
-def run(engine: Engine, batch: Batch, *, keep_rows: bool = True) -> Applied:
-    return engine.run(batch, make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None, keep_rows=keep_rows)
+def run(engine: Engine, batch: Batch) -> dict[str, np.ndarray]:
+    applied = engine.run(batch, make_version(engine.epoch, engine.k + 1), lambda error, pause_s: None)
+    return weights_at_hand(batch, applied.written)
 
 
 def test_the_rows_of_every_table_are_those_in_storage() -> None:
@@ -35,7 +37,7 @@ def test_the_rows_of_every_table_are_those_in_storage() -> None:
     engine = engine_on(store)
     batch = Batch(APPLY, (rows(ADAM, IDS, 0.25), rows(HALF, [7, 9], 0.5), rows(SGD, [])))
     for _ in range(3):
-        got = run(engine, batch).rows
+        got = run(engine, batch)
         assert sorted(got) == ["adam", "half"]
         for table, ids in ((ADAM, IDS), (HALF, [7, 9])):
             stored = read(store, table, ids)[2]
@@ -45,14 +47,10 @@ def test_the_rows_of_every_table_are_those_in_storage() -> None:
 
 def test_rows_outlive_the_next_batch() -> None:
     engine = engine_on(make_store())
-    first = run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows["adam"]
+    first = run(engine, Batch(APPLY, (rows(ADAM, IDS),)))["adam"]
     before = first.copy()
     run(engine, Batch(APPLY, (rows(ADAM, IDS),)))
     assert np.array_equal(first, before)
-
-
-def test_rows_that_nobody_wants_are_not_copied() -> None:
-    assert run(engine_on(make_store()), Batch(APPLY, (rows(ADAM, IDS),)), keep_rows=False).rows == {}
 
 
 def half_written(store: Storage) -> None:
@@ -82,6 +80,6 @@ def test_a_table_that_took_several_tries_is_left_out_and_only_then(trouble: obje
     engine = engine_on(store)
     run(engine, Batch(APPLY, (rows(ADAM, IDS),)))
     trouble(store)  # type: ignore[operator]
-    assert run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows == {}
-    assert run(engine, Batch(APPLY, (rows(SGD, []),))).rows == {}
-    assert sorted(run(engine, Batch(APPLY, (rows(ADAM, IDS),))).rows) == ["adam"]
+    assert run(engine, Batch(APPLY, (rows(ADAM, IDS),))) == {}
+    assert run(engine, Batch(APPLY, (rows(SGD, []),))) == {}
+    assert sorted(run(engine, Batch(APPLY, (rows(ADAM, IDS),)))) == ["adam"]

@@ -65,9 +65,10 @@ def test_rows_that_came_or_went_since_they_were_looked_up_are_noticed() -> None:
 
 
 def test_rows_kept_of_a_batch_that_failed_are_not_taken_for_those_of_the_next() -> None:
-    engine = engine_on(make_store())
+    store = make_store()
+    engine = engine_on(store)
     failed = rows(SGD, [1, 2])
-    engine._store.spoil = lambda parts: (_ for _ in ()).throw(StorageError("full"))  # type: ignore[attr-defined]
+    store.spoil = lambda parts: (_ for _ in ()).throw(StorageError("full"))
     with pytest.raises(StorageError):
         engine.run(Batch(APPLY, (failed,)), make_version(1, 1), lambda error, pause_s: None)
     apply(engine, rows(SGD, [2, 3]))

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
-from paramserver.engine.engine import Engine
+from paramserver.engine.engine import Applied, Engine
 from paramserver.engine.engine_ports import NO_OBSERVER, EnginePorts
 from paramserver.engine.repair_port import NO_REPAIR, RepairPort
 from paramserver.engine.write_behind import Bound, WriteBehind
@@ -130,8 +129,8 @@ class Shard:
         ports = EnginePorts(repair, observer, self.behind if bound else None)
         self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5, ports=ports)
 
-    def run(self, ids: Ids, kind: str = APPLY, value: float = 1.0, *, keep_rows: bool = False) -> Any:
-        return self.engine.run(batch(kind, ids, value), make_version(1, self.engine.k + 1), never, keep_rows=keep_rows)
+    def run(self, ids: Ids, kind: str = APPLY, value: float = 1.0) -> Applied:
+        return self.engine.run(batch(kind, ids, value), make_version(1, self.engine.k + 1), never)
 
     def records(self, ids: Ids) -> np.ndarray:
         """What a row is now, wherever it is: from the cache, or storage."""

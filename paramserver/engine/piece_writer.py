@@ -1,0 +1,229 @@
+"""One piece of a batch on its way to storage: its rows are looked up, compared with the index, computed and written, or erased.
+
+A row that meets a conflict goes the same way again. What must not live here: what a row may become (`paramserver.model.transition`), which
+rows make a piece, what is done when storage does not take it, and when the index learns of it (`paramserver.engine.engine`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import StorageError
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import WritePart, WriteResult
+from kvemb.stores.store import Store
+
+from ..model.batch import APPLY, ERASE, CheckedRows
+from ..model.prepared_rows import PreparedRows
+from ..model.tables import Tables
+from ..model.timeline import Timeline
+from ..model.transition import Replay, new_records, records_to_write, rows_to_erase
+from .arena import RecordArena
+from .engine_ports import EnginePorts
+from .fetched_rows import Fetched, FetchedRecords
+from .repair_port import AheadOfIndex
+from .row_access import RowAccess, until_none_is_left
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER
+from .write_behind import WriteBehind
+
+# Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
+# optimizers take blocks of the same size (measured there).
+_BLOCK_WEIGHTS = 1 << 17
+
+Computed = Callable[[Sequence[PreparedRows]], None]
+"""Takes a whole batch's rows and new records, none of which is stored yet; good until the next batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a batch does to its rows.
+
+    Args:
+        kind: APPLY, ASSIGN or ERASE.
+        version: (epoch, k), packed, that the rows get.
+        replay: where an earlier process journaled the batch, and may have stored it and others behind it.
+    """
+
+    kind: str
+    version: int
+    replay: Replay | None = None
+
+    @property
+    def newest(self) -> int:
+        """The highest version that storage may hold by now."""
+        return self.version if self.replay is None else self.replay.newest
+
+    @property
+    def ahead(self) -> AheadOfIndex:
+        """What storage may hold that the index does not know."""
+        return AheadOfIndex(self.version, self.newest, self.replay)
+
+
+class PieceWriter:
+    """Writes one shard's rows. One thread.
+
+    Args:
+        store: open.
+        tables: whose indexes and caches are asked; the caches learn of what is stored.
+        timeline: what is known of versions.
+        timeout_s: deadline of one storage call.
+        ports: what it tells, and what holds rows back.
+    """
+
+    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, ports: EnginePorts) -> None:
+        self._store, self._tables, self._timeline = store, tables, timeline
+        self._observer, self._behind = ports.observer, ports.behind
+        self._access, self._scratch = RowAccess(store, timeout_s), RecordArena()
+        self._computed: Computed | None = None  # still to be called for the batch at work
+        self.prepared: list[PreparedRows] = []  # in the last round
+
+    def begin(self, computed: Computed | None) -> None:
+        """Begin a batch; `computed` is called once before anything is written, unless that is too late, or the batch has several pieces."""
+        self.prepared, self._computed = [], computed
+
+    def store(self, change: Change, piece: Sequence[CheckedRows], *, whole: bool) -> None:
+        """Bring the rows of a piece to storage; a row that already has this version is left alone.
+
+        Args:
+            change: what the batch does.
+            piece: rows of it, each table once.
+            whole: whether that is all of the batch.
+
+        Raises:
+            StorageError: rows may have been written.
+        """
+        if not whole:
+            self._computed = None
+        tables = piece if change.replay is None else [change.replay.still_wanted(rows, change.version) for rows in piece]
+        todo = [rows for rows in tables if len(rows.ids)]
+        if change.kind == ERASE:
+            todo = todo if change.replay is None else [self._not_newer(rows, change.version) for rows in todo]
+            self._erase([rows for rows in todo if len(rows.ids)], change)
+            return
+        self._scratch.reset()
+        behind = self._behind if change.kind == APPLY and change.replay is None else None
+        with nullcontext() if behind is None else behind.batch(split_version(change.version)[1]):
+            until_none_is_left(todo, lambda left: self._round(change, left, behind), _many_changes)
+
+    def forget(self, piece: Sequence[CheckedRows]) -> None:
+        """Which rows were written is not known now: they are fetched, and their versions tell. Dirty rows were not to be written."""
+        for rows in piece:
+            self._tables.state(rows.definition).cache.forget(rows.ids, pinned=False)
+
+    def _round(self, change: Change, todo: Sequence[CheckedRows], behind: WriteBehind | None) -> list[CheckedRows]:
+        """Read, compute, write once; return the rows that met a conflict."""
+        self.prepared = []
+        fetched = self._fetch(todo)
+        prepared = [self._prepare(change, rows, got) for rows, got in zip(todo, fetched, strict=True)]
+        computed, self._computed = self._computed, None  # only the first round begins with all rows
+        if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
+            computed(prepared)
+        now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
+        written = self._access.write([one.part for one in now])
+        conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
+        if change.newest != change.version:
+            self._keep_done(todo, fetched, change.version)
+        self.prepared = prepared
+        return [rows for rows in conflicts if len(rows.ids)]
+
+    def _fetch(self, todo: Sequence[CheckedRows]) -> list[Fetched]:
+        """Take rows from the cache, and those that it lacks from storage, all tables in one read."""
+        caches = [self._tables.state(rows.definition).cache for rows in todo]
+        places = [cache.find(rows.ids) for cache, rows in zip(caches, todo, strict=True)]
+        lacking = [at < 0 for at in places]
+        missing = [rows if none.all() else rows.take(none) for rows, none in zip(todo, lacking, strict=True) if none.any()]
+        read = iter(self._access.read([(rows.definition, rows.ids) for rows in missing]))
+        return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
+
+    def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
+        """Keep what was stored; return the rows that met a conflict."""
+        rows, part = prepared.rows, prepared.part
+        cache = self._tables.state(rows.definition).cache
+        if result.stored.all():
+            cache.put(rows.ids, part.records, result.tokens, prepared.at)
+            return rows.take(slice(0, 0))
+        conflict = rows.take(~result.stored)
+        cache.forget(conflict.ids)
+        tokens = None if result.tokens is None else result.tokens[result.stored]
+        cache.put(rows.ids[result.stored], part.records[result.stored], tokens)
+        return conflict
+
+    def _keep_done(self, todo: Sequence[CheckedRows], fetched: Sequence[Fetched], version: int) -> None:
+        """In a replay: keep the rows that were read and are stored already, so that the batches to come need not read them again."""
+        for rows, got in zip(todo, fetched, strict=True):
+            if got.read is None:
+                continue
+            ids, read = rows.ids[got.at < 0], got.read
+            done = read.found & (rows.definition.record.versions(read.records) >= np.uint64(version))
+            tokens = None if read.tokens is None else read.tokens[done]
+            self._tables.state(rows.definition).cache.put(ids[done], read.records[done], tokens)
+
+    def _prepare(self, change: Change, rows: CheckedRows, got: Fetched) -> PreparedRows:
+        """Compare versions with the index; return the rows still to write and their new records."""
+        definition, state, n = rows.definition, self._tables.state(rows.definition), len(rows.ids)
+        records = self._scratch.take(n, definition.record.size_bytes)
+        tokens, write, new = np.zeros(n, np.uint64), np.ones(n, bool), np.ones(n, bool)
+        known = state.versions(rows.ids, keep=True)
+        stop = 0
+        for block, old in got.blocks(max(1, _BLOCK_WEIGHTS // definition.dim)):
+            these = rows if len(old.found) == n else rows.take(block)
+            stored = np.where(old.found, definition.record.versions(old.records), np.uint64(0))
+            todo = records_to_write(
+                definition, these.ids, known[block], stored, version=change.version, newest=change.newest, timeline=self._timeline
+            )
+            if not todo.all():
+                write[block] = todo
+                these, old = these.take(todo), old.take(todo)
+            self._tell(definition, these.ids, old)
+            start, stop = stop, stop + len(these.ids)
+            new_records(state, change.kind, these, old.records, old.found, version=change.version, out=records[start:stop])
+            new[start:stop] = ~old.found
+            if old.tokens is not None:
+                tokens[start:stop] = np.where(old.found, old.tokens, np.uint64(0))
+        at = got.at
+        if stop < len(write):
+            rows, at = rows.take(write), at[write]
+        return PreparedRows(rows, WritePart(self._access.keys(definition, rows.ids, new[:stop]), records[:stop], tokens[:stop]), at)
+
+    def _tell(self, definition: TableDef, ids: NDArray[np.uint64], old: FetchedRecords) -> None:
+        """Let the observer hear of rows about to change, those that exist."""
+        if not old.found.all():
+            ids, old = ids[old.found], old.take(old.found)
+        if len(ids):
+            self._observer.overwriting(definition, ids, definition.record.versions(old.records), old.records)
+
+    def _erase(self, todo: Sequence[CheckedRows], change: Change) -> None:
+        empty = np.empty((0, 0), np.uint8)
+        if self._observer.wants_erased:
+            for rows in todo:
+                for block, old in self._fetch([rows])[0].blocks(max(1, _BLOCK_WEIGHTS // rows.definition.dim)):
+                    self._tell(rows.definition, rows.ids[block], old)
+        for rows in todo:
+            self._tables.state(rows.definition).cache.forget(rows.ids)
+        if self._store.capabilities.cas:
+            for rows in todo:
+                may = partial(rows_to_erase, rows.definition, version=change.version, newest=change.newest, epoch=self._timeline.epoch)
+                self._access.erase(rows.definition, rows.ids, may)
+            return
+        if self._store.capabilities.pages:  # where a row lies in a page, erasing one that does not exist would make its page
+            todo = [rows.take(self._tables.state(rows.definition).versions(rows.ids) != 0) for rows in todo]
+            todo = [rows for rows in todo if len(rows.ids)]
+        if todo:
+            self._store.erase([WritePart(self._access.keys(rows.definition, rows.ids), empty) for rows in todo], self._access.deadline())
+
+    def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
+        """The rows that an erase may still take away: those created again behind it have a version above its own."""
+        self._tables.state(rows.definition).cache.forget(rows.ids)
+        got = self._fetch([rows])[0].read
+        assert got is not None
+        return rows.take(got.found & (rows.definition.record.versions(got.records) < np.uint64(version)))
+
+
+def _many_changes(left: Sequence[CheckedRows]) -> StorageError:
+    rows = left[0]
+    return StorageError(f"table {rows.definition.name!r}: {len(rows.ids)} rows {CHANGED_BY_ANOTHER_WRITER}")
