@@ -12,8 +12,6 @@ from importlib.metadata import EntryPoint
 import hypothesis
 import pytest
 
-from kvemb.stores import storage_kinds
-
 pytest.register_assert_rewrite("kvemb.testing")
 
 # A shell ignores SIGINT for what a script starts in the background, and nohup ignores SIGHUP; whatever is started from there inherits it.
@@ -60,4 +58,4 @@ def require_server() -> Callable[[str], str]:
 def memory_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage kind "memory" (tests/memory_store.py) is found as one that another distribution brings."""
     points = (EntryPoint("memory", "memory_store:MemoryStore", "kvemb.stores"),)
-    monkeypatch.setattr(storage_kinds, "entry_points", lambda group: points)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)

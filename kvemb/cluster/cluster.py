@@ -8,7 +8,6 @@ from __future__ import annotations  # help() shows types as they are written her
 
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -348,6 +347,8 @@ class Cluster:
         Raises:
             InvalidInputError: to anything else, a file for one.
         """
+        from multiprocessing.context import get_spawning_popen
+
         if get_spawning_popen() is None or self._again is None:
             raise InvalidInputError(
                 f"{self!r} is a connection and cannot be pickled, except to start a process with multiprocessing's spawn. Keep what it was "

@@ -5,11 +5,9 @@ anything: nothing heavy is imported here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvemb.errors import ConfigError
 
@@ -18,8 +16,7 @@ if TYPE_CHECKING:
     from kvemb.stores.store import Store
 
 
-@dataclass(frozen=True)
-class StorageKind:
+class StorageKind(NamedTuple):
     """One kind of this distribution.
 
     Args:
@@ -64,6 +61,8 @@ def _store_class(kind: str) -> "type[Store]":
         module, _, name = KINDS[kind].store.partition(":")
         found: type[Store] = getattr(import_module(module), name)
         return found
+    from importlib.metadata import entry_points  # it imports much: e-mail's format, zip files
+
     plugins = {entry.name: entry for entry in entry_points(group="kvemb.stores")}
     if kind not in plugins:
         raise ConfigError(f"storage.kind: got {kind!r}, expected one of {', '.join(sorted(set(KINDS) | set(plugins)))}")

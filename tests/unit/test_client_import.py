@@ -17,7 +17,11 @@ ROOT = Path(kvemb.__file__).parent.parent
     [
         ("import kvemb", {"numpy", "grpc", "torch", "redis"}),
         ("import kvemb; kvemb.optim.adam(); kvemb.init.normal(); kvemb.errors", {"grpc", "torch"}),
-        ("import kvemb; kvemb.connect; kvemb.Cluster; kvemb.Table; kvemb.hash_ids; kvemb.torch", {"grpc", "torch"}),
+        (
+            "import kvemb; kvemb.connect; kvemb.Cluster; kvemb.Table; kvemb.hash_ids; kvemb.torch",
+            {"grpc", "torch", "multiprocessing", "importlib.metadata"},
+        ),
+        ("import kvemb.cli", {"numpy", "dataclasses", "importlib.metadata", "socket"}),  # what Ctrl-C may meet before main handles it
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code: str, absent: set[str]) -> None:

@@ -9,7 +9,6 @@ from memory_store import MemoryStore
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
-from kvemb.stores import storage_kinds
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS, open_store
 from kvemb.stores.store import Store
 
@@ -18,7 +17,7 @@ IN_MEMORY = StorageConfig("memory", ("registry:1",))
 
 
 def test_a_kind_that_nobody_brings_is_refused_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_kinds, "entry_points", lambda group: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ())
     with pytest.raises(ConfigError, match=r"storage\.kind: got 'memory', expected one of memcached, redis, redis-cluster, valkey"):
         open_store(IN_MEMORY, role="trainer")
 
