@@ -18,7 +18,7 @@ from paramserver.checkpoint import loader
 from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
-from paramserver.engine.engine import Engine
+from paramserver.engine.piece_writer import PieceWriter
 from paramserver.journal import segment_files
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.snapshot import Runs
@@ -116,9 +116,9 @@ def install(shard: str) -> None:
 
         return send
 
-    _patch(Engine, "_fetch", before("before fetch"))
-    _patch(Engine, "_prepare", after("after optimize"))
-    _patch(Engine, "_settle", before("after a write"))
+    _patch(PieceWriter, "_fetch", before("before fetch"))
+    _patch(PieceWriter, "_prepare", after("after optimize"))
+    _patch(PieceWriter, "_settle", before("after a write"))
     _patch(Link, "send", half_write)
     _patch(segment_files, "write_all", half_entry)
     _patch(FencedLog, "commit", before("before a commit"))
@@ -135,7 +135,7 @@ def install(shard: str) -> None:
     _patch(loader.Loader, "_switch", before("before the switch of a load"))
     _patch(loader, "save", before("in the middle of the switch of a load"))
     _patch(loader.Loader, "_switch", after("after the switch of a load"))
-    _patch(UnconditionalWriter, "_write_some", before("before writing rows of a load to storage"))
+    _patch(UnconditionalWriter, "write", before("before writing rows of a load to storage"))
     _patch(UnconditionalWriter, "erase", before("before the erases of a load"))
 
     _patch(RunWriter, "add", before("in a local snapshot"))

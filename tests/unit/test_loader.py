@@ -154,7 +154,7 @@ STEPS = [
     "paramserver.checkpoint.loader.os.replace",
     "paramserver.checkpoint.loader.save",
     "paramserver.checkpoint.loader.Loader._write",
-    "paramserver.checkpoint.unconditional_writer.UnconditionalWriter._write_some",
+    "paramserver.engine.row_access.RowAccess.write_over",
     "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
 ]
 
@@ -283,7 +283,7 @@ def test_another_load_may_take_the_place_of_one_that_cannot_be_carried_out(clust
     "step",
     [
         "paramserver.checkpoint.loader.Loader._switch",
-        "paramserver.checkpoint.unconditional_writer.UnconditionalWriter._write_some",
+        "paramserver.engine.row_access.RowAccess.write_over",
         "paramserver.checkpoint.unconditional_writer.UnconditionalWriter.erase",
     ],
 )
