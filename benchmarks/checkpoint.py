@@ -63,7 +63,7 @@ def checkpoint(options: argparse.Namespace) -> Report:
     finished, so that it comes in steps of 0.2 s. Of incremental saves written s is the time until the last data file was complete, as the
     file system noted it, and share is that divided by the same of 100 %, within a round: in proportion it is the fraction that had
     changed (target: within 0.1 of it). Values are medians with (smallest..largest). Checked: every save has exactly the rows that had
-    changed; after the load weights and slots of every row are, bit for bit, what they were when they were saved, and no other row exists.
+    changed; after the load weights and state of every row are, bit for bit, what they were when they were saved, and no other row exists.
     """
     sections = []
     versions: dict[str, str] = {}
@@ -168,7 +168,7 @@ def push_first(load: Load, n_rows: int) -> None:
 
 
 def values_of(cluster: LocalCluster, load: Load) -> NDArray[np.uint8]:
-    """Read weights and slots of every row, as bytes: uint8 [n, record bytes - header]; a load gives new versions."""
+    """Read weights and state of every row, as bytes: uint8 [n, record bytes - header]; a load gives new versions."""
     with open_store(load.table.cluster.config.storage, role="trainer") as store:
         store.open(Deadline.after(TIMEOUT_S))
         return records(Target(cluster, load, store))[:, HEADER_SIZE:]

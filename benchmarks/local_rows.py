@@ -43,7 +43,7 @@ class LocalTable:
         self.minus_one_allowed = False
         self._optimizer, self._step = build_optimizer(definition.optimizer), 0
         self._weights = np.zeros((definition.num_ids, definition.dim), np.float32)
-        self._slots = self._optimizer.initial_state(definition.num_ids, definition.dim)
+        self._state = self._optimizer.initial_state(definition.num_ids, definition.dim)
 
     def assign(self, ids: NDArray[Any], rows: NDArray[np.float32]) -> None:
         """Set rows [n, dim]."""
@@ -63,8 +63,8 @@ class LocalTable:
     def push(self, ids: NDArray[Any], grads: NDArray[np.float32], hyper: Mapping[str, float]) -> None:
         """Apply gradients of distinct ids."""
         self._step += 1
-        weights, slots = self._weights.take(ids, axis=0), self._slots.take(ids, axis=0)
-        self._weights[ids], self._slots[ids] = self._optimizer.update(weights, slots, grads, hyper, self._step)
+        weights, state = self._weights.take(ids, axis=0), self._state.take(ids, axis=0)
+        self._weights[ids], self._state[ids] = self._optimizer.update(weights, state, grads, hyper, self._step)
 
 
 class LocalRows:

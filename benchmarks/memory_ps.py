@@ -61,7 +61,7 @@ class MemoryRows:
         self._definition, self._optimizer = definition, build_optimizer(definition.optimizer)
         self._index = RowIndex()  # the number of an id is its place in the arrays, from 1 on
         self._weights = np.empty((_FIRST_ROWS, definition.dim), np.float32)
-        self._slots = np.empty((_FIRST_ROWS, definition.record.state_size), np.float32)
+        self._state = np.empty((_FIRST_ROWS, definition.record.state_size), np.float32)
         self._step = 0
 
     def __len__(self) -> int:
@@ -82,8 +82,8 @@ class MemoryRows:
         places = self._places(pushed.ids)
         hyper = pushed.hyper or self._definition.optimizer.defaults()
         self._step += 1
-        old_weights, old_slots = self._weights.take(places, axis=0), self._slots.take(places, axis=0)
-        self._weights[places], self._slots[places] = self._optimizer.update(old_weights, old_slots, pushed.rows, hyper, self._step)
+        old_weights, old_state = self._weights.take(places, axis=0), self._state.take(places, axis=0)
+        self._weights[places], self._state[places] = self._optimizer.update(old_weights, old_state, pushed.rows, hyper, self._step)
 
     def _places(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Where these rows are, which are created if need be."""
@@ -96,14 +96,14 @@ class MemoryRows:
             self._grow(len(self._index))
             created = slice(n_before, len(self._index))
             self._weights[created] = initial_rows(self._definition, ids[new])
-            self._slots[created] = self._optimizer.initial_state(len(new), self._definition.dim)
+            self._state[created] = self._optimizer.initial_state(len(new), self._definition.dim)
         return places.view(np.int64) - 1
 
     def _grow(self, n_rows: int) -> None:
         n_more = max(n_rows, 2 * len(self._weights)) - len(self._weights)
         if n_rows > len(self._weights):
-            self._weights, self._slots = (
-                np.concatenate([old, np.empty((n_more, old.shape[1]), np.float32)]) for old in (self._weights, self._slots)
+            self._weights, self._state = (
+                np.concatenate([old, np.empty((n_more, old.shape[1]), np.float32)]) for old in (self._weights, self._state)
             )
 
 

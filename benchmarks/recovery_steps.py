@@ -179,7 +179,7 @@ def require_same(got: tuple[NDArray[np.float32], NDArray[np.uint64]], expected: 
 
 
 def records(target: Target) -> NDArray[np.uint8]:
-    """Read every record, slots too: uint8 [n, record bytes], in the order of the load.
+    """Read every record, state too: uint8 [n, record bytes], in the order of the load.
 
     Raises:
         WrongApplyError: one does not exist.

@@ -102,11 +102,11 @@ def ids_of(definition: TableDef, positions: NDArray[np.int64]) -> NDArray[np.uin
 
 
 def _fill(writer: Store, definition: TableDef, weights: NDArray[np.float32]) -> None:
-    slots = np.zeros((_FILL_ROWS, definition.record.state_size), np.float32)
+    state = np.zeros((_FILL_ROWS, definition.record.state_size), np.float32)
     for start in range(0, len(weights), _FILL_ROWS):
         rows = weights[start : start + _FILL_ROWS]
         ids = ids_of(definition, np.arange(start, start + len(rows)))
-        records = definition.record.encode(ids, make_version(1, 1), rows, slots[: len(rows)])
+        records = definition.record.encode(ids, make_version(1, 1), rows, state[: len(rows)])
         part = WritePart(definition.keys(ids, pages=writer.capabilities.pages), records, np.zeros(len(ids), np.uint64))
         (result,) = writer.write([part], Deadline.after(_FILL_TIMEOUT_S))
         if not result.stored.all():

@@ -136,7 +136,7 @@ class FencedError(ParameterServerError):
 
 
 class BarrierError(ParameterServerError):
-    """A synchronous step could not be completed: a trainer is missing past the barrier's deadline, or all seats are taken."""
+    """A synchronous step could not be completed: a trainer is missing past the barrier's deadline, or all places are taken."""
 
 
 class JournalFullError(ParameterServerError):

@@ -40,7 +40,7 @@ class StateField:
 @dataclass(frozen=True)
 class _OptimizerKind:
     values: Mapping[str, Value]  # run-time
-    slots: tuple[StateField, ...]
+    state_fields: tuple[StateField, ...]
     flags: tuple[str, ...] = ()  # options, false unless given
     numbers: Mapping[str, Value] | None = None  # options with a number
 
@@ -113,15 +113,15 @@ class OptimizerSpec:
         object.__setattr__(self, "options", tuple(options.items()))
         object.__setattr__(self, "hyper", tuple(hyper.items()))
 
-    def slots(self) -> tuple[StateField, ...]:
+    def state_fields(self) -> tuple[StateField, ...]:
         """Return the fields of the state beside a row, in the order in which they lie in the record.
 
         Example:
-            >>> [slot.name for slot in adam(amsgrad=True).slots()]
+            >>> [field.name for field in adam(amsgrad=True).state_fields()]
             ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq']
         """
         options = dict(self.options)
-        there = (slot for slot in _KINDS[self.kind].slots if not slot.when or options[slot.when])
+        there = (field for field in _KINDS[self.kind].state_fields if not field.when or options[field.when])
         return tuple(replace(s, initial=options[s.initial_option]) if s.initial_option else s for s in there)
 
     def state_size(self, dim: int) -> int:
@@ -131,7 +131,7 @@ class OptimizerSpec:
             >>> sgd().state_size(16), rowwise_adagrad().state_size(16), adam().state_size(16)
             (0, 1, 32)
         """
-        return sum(slot.size(dim) for slot in self.slots())
+        return sum(field.size(dim) for field in self.state_fields())
 
     def identity(self) -> dict[str, object]:
         """Return what may never change in a table's life: kind, options, kinds of the transforms in order. Plain types.
@@ -168,7 +168,7 @@ class OptimizerSpec:
         if checked.get("momentum") and not dict(self.options)["momentum"]:
             raise InvalidInputError(
                 f"{self.kind}: momentum must stay 0, got {checked['momentum']!r}: the table was created without "
-                "momentum and has no slot for it; create one with momentum > 0"
+                "momentum and has no state for it; create one with momentum > 0"
             )
         return {**self.defaults(), **checked}
 

@@ -26,7 +26,7 @@ from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.errors import CheckpointError, InvalidInputError
 
 TRAINER = "deepfm-0"
-"""The trainer's name in the cluster: a process that is started again takes the seat of the one before, and fences it."""
+"""The trainer's name in the cluster: a process that is started again takes the place of the one before, and fences it."""
 FORMAT = 1
 MAX_DENSE_BYTES = 1 << 32
 INCREMENTS = 4  # in a row; more would make loads longer and keep old files needed
@@ -76,13 +76,13 @@ def newest(url: str) -> Found | None:
     return max(ours, key=lambda found: found.progress.step, default=None)
 
 
-def take_seat(cluster: Any) -> None:
+def take_place(cluster: Any) -> None:
     """Fence the process that had this trainer's name before: from here on nothing of it is applied.
 
     It is an empty step of the sync job: each of its trainers must take part.
 
     Raises:
-        FencedError: a newer process has this trainer's seat.
+        FencedError: a newer process has this trainer's place.
     """
     cluster.push({}).wait_applied()
 
@@ -123,7 +123,7 @@ class Checkpoints:
             raise InvalidInputError(f"{self._folder} holds checkpoints, the newest is {found.url}: resume, or give another folder")
         if found is not None:
             found.require_same(self._run)
-        take_seat(self._cluster)  # before the load: a process that was only stopped must not push into the loaded rows
+        take_place(self._cluster)  # before the load: a process that was only stopped must not push into the loaded rows
         if found is None:
             self.save(Progress(), model, dense)
             return Progress()
@@ -148,7 +148,7 @@ class Checkpoints:
         """
         if progress.step == self._saved_step:
             return
-        take_seat(self._cluster)  # still ours? The rows of another process must not be saved as this one's
+        take_place(self._cluster)  # still ours? The rows of another process must not be saved as this one's
         self._cluster.flush()
         name = f"step-{progress.step:010d}"
         file = f"{name}.{secrets.token_hex(4)}.npz"  # of this save alone: whoever else saves this step does not write over it

@@ -1,4 +1,4 @@
-"""A checkpoint against what storage holds now, row by row, every byte of weights and slots. Reads only."""
+"""A checkpoint against what storage holds now, row by row, every byte of weights and state. Reads only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ class ShardWriter:
         storage: the checkpoint's folder.
         save_id: 32 hex digits.
         cut: where the shard was cut.
-        weights_only: leave the slots out.
+        weights_only: leave the state out.
         part_bytes: about the size of a data file.
     """
 

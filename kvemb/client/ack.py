@@ -40,8 +40,8 @@ class PartAck:
         n_rows: rows in it.
         trouble: returns what the stream suffers from at the moment, or "".
         wanted: the rows that its answer is to bring back, where the trainer keeps rows.
-        held: the rows that it asked about, which the trainer holds for later steps.
-        fresh: what its answer says of those; empty while and where that is not known.
+        prefetched: the rows that it asked about, which the trainer holds for later steps.
+        changed_rows: what its answer says of those; empty while and where that is not known.
         released: whether its batch is computed; always so once it is applied.
     """
 
@@ -49,8 +49,8 @@ class PartAck:
     n_rows: int
     trouble: Callable[[], str] = lambda: ""
     wanted: ExpectedRows | None = None
-    held: Sequence[PrefetchedRows] = ()
-    fresh: Sequence[ChangedRowsBlock] = ()
+    prefetched: Sequence[PrefetchedRows] = ()
+    changed_rows: Sequence[ChangedRowsBlock] = ()
     accepted: bool = False
     released: bool = False
     applied: bool = False
@@ -171,12 +171,12 @@ class Ack:
         with self._changed:
             if not all(part.released for part in self._parts):
                 return None
-            parts = [(part.held, part.fresh) for part in self._parts if part.held]
-        if not all(fresh for _, fresh in parts):
+            parts = [(part.prefetched, part.changed_rows) for part in self._parts if part.prefetched]
+        if not all(changed_rows for _, changed_rows in parts):
             return None
         found: dict[str, list[ChangedRows]] = {}
-        for held, fresh in parts:
-            for rows, got in zip(held, fresh, strict=True):
+        for prefetched, changed_rows in parts:
+            for rows, got in zip(prefetched, changed_rows, strict=True):
                 found.setdefault(rows.definition.name, []).append(changed_rows_of(rows, got))
         return {name: join_changed_rows(every) for name, every in found.items()}
 
@@ -200,16 +200,16 @@ class Ack:
             part.accepted = True
             self._changed.notify_all()
 
-    def part_released(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock] = ()) -> None:
+    def part_released(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock] = ()) -> None:
         """A shard has computed a part; `changed` is -1 when it carried no versions. Called by its push stream."""
         with self._changed:
-            self._release(part, changed, elapsed, fresh)
+            self._release(part, changed, elapsed, changed_rows)
             self._changed.notify_all()
 
-    def part_applied(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock] = ()) -> None:
+    def part_applied(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock] = ()) -> None:
         """A shard has applied a part; arguments as for `part_released`, which may have told them. Called by its push stream."""
         with self._changed:
-            self._release(part, changed, elapsed, fresh)
+            self._release(part, changed, elapsed, changed_rows)
             part.applied = True
             self._changed.notify_all()
 
@@ -221,11 +221,11 @@ class Ack:
         if first and self._on_failure is not None:
             self._on_failure(self)
 
-    def _release(self, part: PartAck, changed: float, elapsed: int, fresh: Sequence[ChangedRowsBlock]) -> None:
+    def _release(self, part: PartAck, changed: float, elapsed: int, changed_rows: Sequence[ChangedRowsBlock]) -> None:
         if part.released:  # what is told later does not have the rows any more
             return
         part.accepted = part.released = True
-        part.fresh = fresh
+        part.changed_rows = changed_rows
         if changed >= 0 and part.n_rows:
             self._moved_rows += changed * part.n_rows
             self._versioned_rows += part.n_rows

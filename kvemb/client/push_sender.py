@@ -238,16 +238,16 @@ class PushSender:
 
     def _computed(self, sent: Sent, reply: PushReply) -> None:
         """Take over what an answer says of a part's batch, which is in storage or about to be."""
-        fresh: list[ChangedRowsBlock] = []
+        changed_rows: list[ChangedRowsBlock] = []
         tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
             if reply.state == "applied" and self._row_cache is not None and sent.part.wanted is not None:
                 self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
-            if reply.fresh:
-                check_changed_rows(sent.part.held, reply.fresh)
-                fresh = reply.fresh
+            if reply.changed_rows:
+                check_changed_rows(sent.part.prefetched, reply.changed_rows)
+                changed_rows = reply.changed_rows
         finally:
-            tell(sent.part, reply.changed, reply.elapsed, fresh)
+            tell(sent.part, reply.changed, reply.elapsed, changed_rows)
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""

@@ -1,6 +1,6 @@
 """One trainer's session with all shards: its identity, its numbered pushes, and the failures nobody has heard of yet.
 
-The trainer says hello at its first push (in sync mode it takes its seat then): shard 0 issues the incarnation, the others
+The trainer says hello at its first push (in sync mode it takes its place then): shard 0 issues the incarnation, the others
 are told. Pushes go out one at a time, so that every shard sees them in the same order. What must not live here: gRPC's
 details (`shard_channel`), one shard's stream (`push_sender`), validation. Thread-safe; lives in the process that made it.
 """
@@ -56,13 +56,13 @@ class PushSession:
         """The trainer's name."""
         return self._trainer
 
-    def push(self, tables: Sequence[TableRows], deadline: Deadline, held: Sequence[PrefetchedRows] = ()) -> Ack:
+    def push(self, tables: Sequence[TableRows], deadline: Deadline, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push.
 
         Args:
             tables: one entry per table, ids distinct. The arrays are copied before this returns.
             deadline: of the hello and of the wait for room in every shard's window.
-            held: rows that the trainer holds, one entry per table; sync mode only. The ack keeps the arrays.
+            prefetched: rows that the trainer holds, one entry per table; sync mode only. The ack keeps the arrays.
 
         Raises:
             ShardUnavailableError: a shard could not be reached or its window stayed full; nothing of the push was sent.
@@ -78,14 +78,14 @@ class PushSession:
             self._catch_up(deadline)
             routed = [route(rows, len(self._streams)) for rows in tables]
             shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
-            held_of = route_prefetched(held, len(self._streams))
+            prefetched_of = route_prefetched(prefetched, len(self._streams))
             # In sync mode every shard hears of every step, also of one that has nothing for it.
             wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             began_s = time.monotonic()
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
             window_s = time.monotonic() - began_s
-            ack = self._send(wanted, held_of)
+            ack = self._send(wanted, prefetched_of)
             ack.window_s = window_s
             return ack
         finally:
@@ -205,26 +205,26 @@ class PushSession:
 
         return hello
 
-    def _send(self, wanted: dict[int, list[TableRows]], held_of: list[list[list[PrefetchedRows]]]) -> Ack:
+    def _send(self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]]) -> Ack:
         self._step += 1
         parts: list[tuple[PushSender, PushPart, PartAck]] = []
         for shard, tables in wanted.items():
             stream, channel = self._streams[shard], self._servers.channels[shard]
-            messages = _with_held(split(tables), held_of[shard])
+            messages = _with_prefetched(split(tables), prefetched_of[shard])
             first = stream.next_sequence()
-            for index, (message, held) in enumerate(messages):
+            for index, (message, prefetched) in enumerate(messages):
                 more = index + 1 < len(messages)
-                body = self._part(first + index, message, more, self._step, held)
+                body = self._part(first + index, message, more, self._step, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
                 to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                parts.append((stream, body, PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, held)))
+                parts.append((stream, body, PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, prefetched)))
         ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
         for stream, body, part in parts:
             stream.send(body.sequence, body.encode(), part, ack)
         return ack
 
-    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, held: Sequence[PrefetchedRows] = ()) -> PushPart:
-        questions = [rows.to_message() for rows in held]
+    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, prefetched: Sequence[PrefetchedRows] = ()) -> PushPart:
+        questions = [rows.to_message() for rows in prefetched]
         return PushPart(
             trainer=self._trainer,
             incarnation=self._incarnation,
@@ -234,7 +234,7 @@ class PushSession:
             tables=tables,
             digest=digest_tables(tables, questions),
             return_rows=self.row_cache is not None,
-            held=questions,
+            prefetched=questions,
         )
 
     def _trouble(self, shard: int) -> str:
@@ -261,7 +261,9 @@ class PushSession:
                 return
 
 
-def _with_held(messages: list[list[TableRows]], held: list[list[PrefetchedRows]]) -> list[tuple[list[TableRows], list[PrefetchedRows]]]:
-    """Let what is held travel with the last rows of a push, and in messages of its own behind them where one is not enough."""
+def _with_prefetched(
+    messages: list[list[TableRows]], prefetched: list[list[PrefetchedRows]]
+) -> list[tuple[list[TableRows], list[PrefetchedRows]]]:
+    """Let prefetched rows travel with the last rows of a push, and in messages of their own behind them where one is not enough."""
     pairs = [(tables, list[PrefetchedRows]()) for tables in messages[:-1]]
-    return [*pairs, *zip_longest(messages[-1:], held or [[]], fillvalue=[])]
+    return [*pairs, *zip_longest(messages[-1:], prefetched or [[]], fillvalue=[])]

@@ -103,22 +103,22 @@ class ShardClient:
         n_erased, left = 0, [1] * len(self._servers)
         while any(left):
             deadline = deadline if timeout_s is not None else self._deadline(None)
-            requests = [EraseTableRequest(table.key, _patience_s(deadline))] * len(self._servers)
+            requests = [EraseTableRequest(table.key, _wait_s(deadline))] * len(self._servers)
             replies = self._servers.call_each("EraseTable", requests, EraseTableReply, deadline)
             n_erased, left = n_erased + sum(reply.n_erased for reply in replies), [reply.n_left for reply in replies]
         self._servers.call(0, "EndDrop", TableRequest(table.key), Empty, deadline)
         return n_erased
 
-    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, held: Sequence[PrefetchedRows] = ()) -> Ack:
+    def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""
         exit_delivery.remember(self)
-        return self._session.push(tables, self._deadline(timeout_s), held)
+        return self._session.push(tables, self._deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        self._servers.call_each("Flush", [FlushRequest(_patience_s(deadline))] * len(self._servers), Empty, deadline)
+        self._servers.call_each("Flush", [FlushRequest(_wait_s(deadline))] * len(self._servers), Empty, deadline)
         self._forget_rows()  # pulls must now see what others pushed, too
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
@@ -212,7 +212,7 @@ class ShardClient:
             if all(head is None for head in heads):
                 return replies
             deadline = deadline if timeout_s is not None else self._deadline(None)
-            requests = [None if head is None else RowsRequest(head, _patience_s(deadline)) for head in heads]
+            requests = [None if head is None else RowsRequest(head, _wait_s(deadline)) for head in heads]
             replies += self._servers.call_each(method, requests, reply_type, deadline)
 
     def _forget_rows(self) -> None:
@@ -223,6 +223,6 @@ class ShardClient:
         return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)
 
 
-def _patience_s(deadline: Deadline) -> float:
+def _wait_s(deadline: Deadline) -> float:
     """How long a shard may wait on our behalf: it gives up before we do, and says what it waited for."""
     return max(deadline.remaining_s() - _ANSWER_MARGIN_S, deadline.remaining_s() / 2)

@@ -42,13 +42,13 @@ class Access:
             )
         return self.shards
 
-    def push(self, rows: Sequence[TableRows], timeout_s: float | None, held: Sequence[PrefetchedRows] = ()) -> Ack:
+    def push(self, rows: Sequence[TableRows], timeout_s: float | None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push, and count it."""
         shards = self.require_shards("push")
         shards.missing.tell()
         self.changes.begin_push()
         try:
-            ack = shards.push(rows, timeout_s, held)
+            ack = shards.push(rows, timeout_s, prefetched)
         except BaseException:
             self.changes.failed()
             raise

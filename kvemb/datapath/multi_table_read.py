@@ -1,7 +1,7 @@
 """Rows of several tables, read in one batch; tables whose records are laid out alike are read, parsed and checked as if they were one.
 
 A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls. So
-those are made once for all tables of a layout: their keys are joined (`kvemb.schema.keys.join_keys`) into one part of the read, and each
+those are made once for all tables of a layout: `kvemb.schema.keys.coalesce_keys` makes their keys one part of the read, and each
 table's share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
 kvemb.datapath.pull). Stateless: thread- and fork-safe.
 """
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import join_keys
+from kvemb.schema.keys import coalesce_keys
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.stores.store import Store
 
-_MOST_TABLES = 1 << 16  # of one `join_keys`
+_MOST_TABLES = 1 << 16  # of one `coalesce_keys`
 _GATHERED_AT_ONCE = 1024  # items; what is gathered into an array of the caller's goes through a buffer that should stay in a core's cache
 
 
@@ -110,16 +110,16 @@ def read_tables(
         StorageError: see `kvemb.errors`. RecordError also where a record is not its id's: no share is returned then.
     """
     paged = store.capabilities.pages
-    alike: dict[Hashable, list[int]] = {}
+    by_layout: dict[Hashable, list[int]] = {}
     for index, one in enumerate(wanted):
-        alike.setdefault(_layout(one.definition, paged), []).append(index)
-    groups = [some[at : at + _MOST_TABLES] for some in alike.values() for at in range(0, len(some), _MOST_TABLES)]
+        by_layout.setdefault(_layout(one.definition, paged), []).append(index)
+    groups = [some[at : at + _MOST_TABLES] for some in by_layout.values() for at in range(0, len(some), _MOST_TABLES)]
     parts = [_part([wanted[index] for index in group], paged, memory) for group in groups]
     results = store.read(parts, deadline)
-    joints = [_Joint([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
-    for joint in joints:
-        joint.check(store)
-    shares = chain.from_iterable(joint.shares(versions, missing) for joint in joints)
+    layouts = [_OneLayout([wanted[i] for i in group], result) for group, result in zip(groups, results, strict=True)]
+    for layout in layouts:
+        layout.check(store)
+    shares = chain.from_iterable(layout.shares(versions, missing) for layout in layouts)
     return [share for _, share in sorted(zip(chain.from_iterable(groups), shares, strict=True), key=itemgetter(0))]
 
 
@@ -134,7 +134,7 @@ def items(rows: NDArray[np.float32]) -> NDArray[Any]:
     return rows.view(f"V{4 * rows.shape[1]}")[:, 0]
 
 
-class _Joint:
+class _OneLayout:
     """What was read of tables of one layout; a part's keys, but not its result, hold one table's rows after the other's."""
 
     def __init__(self, wanted: Sequence[WantedRows], result: ReadResult) -> None:
@@ -196,7 +196,7 @@ def _layout(definition: TableDef, paged: bool) -> Hashable:
 
 def _part(wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> ReadPart:
     record = wanted[0].definition.record
-    keys = join_keys([one.definition.keys(one.ids, pages=paged) for one in wanted])
+    keys = coalesce_keys([one.definition.keys(one.ids, pages=paged) for one in wanted])
     return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys), record.prefix_bytes))
 
 

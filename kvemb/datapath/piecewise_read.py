@@ -42,7 +42,7 @@ class ReadTimeout:
 def read_piecewise(
     store: Store,
     wanted: Sequence[WantedRows],
-    patience: ReadTimeout,
+    timeout: ReadTimeout,
     memory: ThreadArena,
     *,
     versions: bool = False,
@@ -54,7 +54,7 @@ def read_piecewise(
         StorageError: see `kvemb.errors`; no share is returned then.
     """
     if sum(len(one.ids) * _row_bytes(one) for one in wanted) <= _WHOLE_PIECES * PIECE_BYTES:
-        return read_tables(store, wanted, patience.deadline, memory, versions=versions, missing=missing)
+        return read_tables(store, wanted, timeout.deadline, memory, versions=versions, missing=missing)
     into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]
     found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]
     buffer, n_read = ThreadArena(), 0  # not the caller's: it may have taken some for another purpose
@@ -62,9 +62,9 @@ def read_piecewise(
         buffer.reset(PIECE_BYTES)
         asked = [WantedRows(wanted[table].definition, wanted[table].ids[rows]) for table, rows in piece]
         try:
-            shares = read_tables(store, asked, patience.next(), buffer, versions=versions, missing=missing)
+            shares = read_tables(store, asked, timeout.next(), buffer, versions=versions, missing=missing)
         except DeadlineExceededError as error:
-            raise _late(error, wanted, n_read, patience) from error
+            raise _late(error, wanted, n_read, timeout) from error
         for (table, rows), share in zip(piece, shares, strict=True):
             share.rows(None, items(into[table])[rows])
             if versions:
@@ -95,7 +95,7 @@ def _pieces(wanted: Sequence[WantedRows]) -> Iterator[list[tuple[int, slice]]]:
         yield piece
 
 
-def _late(error: DeadlineExceededError, wanted: Sequence[WantedRows], n_read: int, patience: ReadTimeout) -> DeadlineExceededError:
+def _late(error: DeadlineExceededError, wanted: Sequence[WantedRows], n_read: int, timeout: ReadTimeout) -> DeadlineExceededError:
     n_rows = sum(len(one.ids) for one in wanted)
-    allows = f"each piece of about {PIECE_BYTES >> 20} MB" if patience.renewed else "all of it"
+    allows = f"each piece of about {PIECE_BYTES >> 20} MB" if timeout.renewed else "all of it"
     return DeadlineExceededError(f"{error}; {n_read} of the {n_rows} rows of this pull had been read. The time is that of {allows}.")

@@ -76,22 +76,28 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     seen = np.asarray(versions)
     if seen.dtype != np.uint64 and seen.size:
-        raise InvalidInputError(f"table {definition.name!r}: versions of held rows have dtype {seen.dtype}, expected uint64 as pulled")
+        raise InvalidInputError(
+            f"table {definition.name!r}: versions of prefetched rows have dtype {seen.dtype}, expected uint64 as pulled"
+        )
     if seen.shape != shape:
-        raise InvalidInputError(f"table {definition.name!r}: versions of held rows have shape {seen.shape}, expected {shape} as the ids")
+        raise InvalidInputError(
+            f"table {definition.name!r}: versions of prefetched rows have shape {seen.shape}, expected {shape} as the ids"
+        )
     groups = group_by_id(flat)
     if len(groups.ids) < len(flat):
         twice = groups.ids[np.argmax(np.diff(groups.starts, append=len(flat)) > 1)]
         shown = int(to_caller(np.array([twice], np.uint64), definition.id_dtype)[0])
-        raise InvalidInputError(f"table {definition.name!r}: held: id {shown} stands twice; give each id once")
+        raise InvalidInputError(f"table {definition.name!r}: prefetched: id {shown} stands twice; give each id once")
     return PrefetchedRows(definition, flat.copy(), seen.astype(np.uint64).reshape(-1))
 
 
-def route_prefetched(held: Sequence[PrefetchedRows], n_shards: int, limit_bytes: int = MAX_PART_BYTES) -> list[list[list[PrefetchedRows]]]:
-    """Distribute held rows over shards, and each shard's over as few messages as question and answer allow.
+def route_prefetched(
+    prefetched: Sequence[PrefetchedRows], n_shards: int, limit_bytes: int = MAX_PART_BYTES
+) -> list[list[list[PrefetchedRows]]]:
+    """Distribute prefetched rows over shards, and each shard's over as few messages as question and answer allow.
 
     Args:
-        held: one per table.
+        prefetched: one per table.
         n_shards: >= 1.
         limit_bytes: of one message's answer, if every row has changed.
 
@@ -99,7 +105,7 @@ def route_prefetched(held: Sequence[PrefetchedRows], n_shards: int, limit_bytes:
         For each shard its messages, each a list of rows per table; none for a shard without rows.
     """
     shares: list[list[PrefetchedRows]] = [[] for _ in range(n_shards)]
-    for rows in held:
+    for rows in prefetched:
         owners = shard_of(rows.ids, n_shards) if n_shards > 1 else None
         for shard, share in enumerate(shares):
             part = rows if owners is None else rows.take(np.flatnonzero(owners == shard))
@@ -108,30 +114,30 @@ def route_prefetched(held: Sequence[PrefetchedRows], n_shards: int, limit_bytes:
     return [list(_messages(share, limit_bytes)) for share in shares]
 
 
-def check_changed_rows(held: Sequence[PrefetchedRows], fresh: Sequence[ChangedRowsBlock]) -> None:
+def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[ChangedRowsBlock]) -> None:
     """Refuse an answer that does not fit what was asked.
 
     Args:
-        held: of one part.
-        fresh: of its answer.
+        prefetched: of one part.
+        changed: of its answer.
 
     Raises:
         MessageError: naming the table.
     """
-    if len(held) != len(fresh):
-        raise MessageError(f"rows of {len(held)} tables are held, the answer has {len(fresh)}")
-    for rows, got in zip(held, fresh, strict=True):
+    if len(prefetched) != len(changed):
+        raise MessageError(f"rows of {len(prefetched)} tables are prefetched, the answer has {len(changed)}")
+    for rows, got in zip(prefetched, changed, strict=True):
         n_existing = int(np.count_nonzero(got.versions))
         if (len(got.at) and int(got.at[-1]) >= len(rows.ids)) or len(got.rows) != n_existing * rows.row_bytes:
             raise MessageError(
-                f"table {rows.definition.name!r}: {len(rows.ids)} rows of {rows.row_bytes} bytes are held; the answer has {len(got.rows)} "
-                f"bytes for {n_existing} of them"
+                f"table {rows.definition.name!r}: {len(rows.ids)} rows of {rows.row_bytes} bytes are prefetched; the answer has "
+                f"{len(got.rows)} bytes for {n_existing} of them"
             )
 
 
-def changed_rows_of(held: PrefetchedRows, got: ChangedRowsBlock) -> ChangedRows:
-    """Turn the (checked) answer about held rows into rows."""
-    definition, ids = held.definition, held.ids.take(got.at)
+def changed_rows_of(prefetched: PrefetchedRows, got: ChangedRowsBlock) -> ChangedRows:
+    """Turn the (checked) answer about prefetched rows into rows."""
+    definition, ids = prefetched.definition, prefetched.ids.take(got.at)
     exists = got.versions != 0
     stored = np.frombuffer(got.rows, storage_dtype(definition.dtype)).reshape(-1, definition.dim)
     if exists.all():

@@ -117,8 +117,8 @@ def pull(
     _memory.reset(sum(len(request.wanted.ids) * 2 * request.definition.record.prefix_bytes for request in requests))
     lookups = [_look_up(request, cache) for request in requests]
     wanted = [WantedRows(lookup.request.definition, lookup.ids) for lookup in lookups if len(lookup.ids)]
-    patience = ReadTimeout(deadline, renewed)
-    shares = iter(read_piecewise(store, wanted, patience, _memory, versions=versions, missing=missing) if wanted else [])
+    timeout = ReadTimeout(deadline, renewed)
+    shares = iter(read_piecewise(store, wanted, timeout, _memory, versions=versions, missing=missing) if wanted else [])
     return [_gather(lookup, next(shares) if len(lookup.ids) else None, versions) for lookup in lookups]
 
 

@@ -93,7 +93,7 @@ class Conversation:
         self._set_low_water(piece_bytes if self._was_full and piece_bytes >= LEAST_WATER_BYTES else 1)
         self._heard_s = time.monotonic()
 
-    def lose_patience(self) -> None:
+    def time_out(self) -> None:
         """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
         if self.patient and time.monotonic() - self._heard_s > PATIENCE_S:
             self._was_full = False
@@ -133,7 +133,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
             conversation.send()
             poll.modify(fd, _interest(conversation))
         for conversation in patient:
-            conversation.lose_patience()
+            conversation.time_out()
         if active and deadline.expired:  # also of a node that sends a little now and then
             slow = ", ".join(conversation.link.address for conversation in active.values())
             raise DeadlineExceededError(f"no complete answer within {deadline.timeout_s:g} s from node {slow}")

@@ -91,11 +91,11 @@ class ChangedRowsBlock:
     @staticmethod
     def from_list(items: object) -> "ChangedRowsBlock":
         if not isinstance(items, list) or len(items) != 3:
-            raise MessageError("fresh rows: expected a list of 3 fields")
+            raise MessageError("changed rows: expected a list of 3 fields")
         at, versions = _array(items[0], "<u4"), _array(items[1], "<u8")
-        _expect(len(at) == len(versions), f"{len(at)} fresh rows with {len(versions)} versions")
-        _expect(bool((at[1:] > at[:-1]).all()), "fresh rows that do not ascend")
-        _expect(isinstance(items[2], bytes), "fresh rows as bytes")
+        _expect(len(at) == len(versions), f"{len(at)} changed rows with {len(versions)} versions")
+        _expect(bool((at[1:] > at[:-1]).all()), "changed rows that do not ascend")
+        _expect(isinstance(items[2], bytes), "changed rows as bytes")
         return ChangedRowsBlock(at, versions, items[2])
 
     @property

@@ -56,10 +56,10 @@ class PushPart(Message):
         step: number of the push at the trainer; in sync mode parts of one step are applied together.
         more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
         tables: rows of each table (a table without rows here still counts as a step of its optimizer).
-        digest: xxh3-64 over the arrays of tables and held; tells other data under a used sequence.
+        digest: xxh3-64 over the arrays of tables and prefetched; tells other data under a used sequence.
         return_rows: whether the reply is to carry the updated rows.
-        held: sync mode only: ids of rows that the trainer holds for later steps (dim 0), with their versions. The reply says which of them
-            changed with this step.
+        prefetched: sync mode only: ids of rows that the trainer has pulled for later steps (dim 0), with their versions. The reply says
+            which of them changed with this step.
     """
 
     trainer: str
@@ -70,15 +70,15 @@ class PushPart(Message):
     tables: list[TableRows]
     digest: int
     return_rows: bool = False
-    held: list[TableRows] = field(default_factory=list)
+    prefetched: list[TableRows] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
-    A part of a push that holds rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
-    What the outcome says of it is said then, but for `others` and `rows`; the outcome has no `fresh` rows any more.
+    A part with prefetched rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
+    What the outcome says of it is said then, but for `others` and `rows`; the outcome has no changed rows any more.
 
     Args:
         k: the shard's batch that applied it (states "released" and "applied").
@@ -90,8 +90,8 @@ class PushReply(Message):
         others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
         rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype; [] when
             they were not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
-        fresh: for each table that the part holds rows of those that changed; [] when it holds none, and when it is not known: the part was
-            answered before (by a process that was killed since, perhaps), or storage did not give the rows. Pull them then.
+        changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known: the
+            part was answered before (by a process that was killed since, perhaps), or storage did not give the rows. Pull them then.
     """
 
     sequence: int
@@ -103,7 +103,7 @@ class PushReply(Message):
     epoch: int = 0
     others: int = 0
     rows: list[bytes] = field(default_factory=list)
-    fresh: list[ChangedRowsBlock] = field(default_factory=list)
+    changed_rows: list[ChangedRowsBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,12 +328,12 @@ class LoadRequest(Message):
     begin: bool
 
 
-def digest_tables(tables: list[TableRows], held: Sequence[TableRows] = ()) -> int:
+def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()
-    for number, rows in enumerate([*tables, *held]):
+    for number, rows in enumerate([*tables, *prefetched]):
         if number == len(tables):
-            state.update(b"held ")  # a table of rows without weights would digest like rows that are held
+            state.update(b"held ")  # a table of rows without weights would digest like rows that are prefetched
         # Sizes too: without them the same bytes split otherwise (an id taken for a version) would digest alike.
         state.update(f"{rows.table} {len(rows.ids)} {rows.rows.size} {rows.dtype} {len(rows.versions)} ".encode())
         for array in (rows.ids, rows.rows, rows.versions):

@@ -61,7 +61,7 @@ class RowTags:
 
 @dataclass(frozen=True, eq=False)
 class RowKeys:
-    """The keys of n rows of one table, or of several (`join_keys`).
+    """The keys of n rows of one table, or of several (`coalesce_keys`).
 
     Args:
         tag: the table's 3 characters; b"" of several.
@@ -87,12 +87,12 @@ class RowKeys:
         return self._some(order)
 
     @property
-    def alike(self) -> Hashable:
+    def coalesce_key(self) -> Hashable:
         """What keys of several tables have in common that can be joined."""
         return None
 
-    def joined(self, keys: "Sequence[RowKeys]", ids: NDArray[np.uint64], tables: RowTags) -> "RowKeys":
-        """Return keys like these of the rows of all tables; see `join_keys`."""
+    def coalesced(self, keys: "Sequence[RowKeys]", ids: NDArray[np.uint64], tables: RowTags) -> "RowKeys":
+        """Return keys like these of the rows of all tables; see `coalesce_keys`."""
         return RowKeys(b"", ids, tables=tables)
 
     def described(self, row: int) -> str:
@@ -131,7 +131,7 @@ class RowKeys:
             crc ^= table[digit]
         return (crc & np.uint16(N_SLOTS - 1)).astype(np.int64)
 
-    def near(self) -> NDArray[np.uint16] | None:
+    def locality(self) -> NDArray[np.uint16] | None:
         """Return a number that rows share which lie near each other in a server's memory: uint16 [n]; None when order does not matter."""
         return None
 
@@ -146,22 +146,22 @@ class RowKeys:
         return _tag_tables(self.tables.tags), self.tables.which, top + (self.tables.which.astype(np.intp) << 4)
 
 
-def join_keys(keys: Sequence[RowKeys]) -> RowKeys:
+def coalesce_keys(keys: Sequence[RowKeys]) -> RowKeys:
     """Return the keys of several tables' rows as those of one batch, one table's after the other's.
 
     Args:
-        keys: of one table each, at least one and at most 65536; all `alike`.
+        keys: of one table each, at least one and at most 65536; all of one `coalesce_key`.
 
     Example:
         >>> one, other = RowKeys(b"one", np.array([1], dtype=np.uint64)), RowKeys(b"two", np.array([2, 3], dtype=np.uint64))
-        >>> [bytes(key) for key in join_keys([one, other])[1:].encode()]
+        >>> [bytes(key) for key in coalesce_keys([one, other])[1:].encode()]
         [b'twoAAAAAAAAAAC', b'twoAAAAAAAAAAD']
     """
     if len(keys) == 1:
         return keys[0]
     which = np.repeat(np.arange(len(keys), dtype=np.uint16), [len(one) for one in keys])
     tags = RowTags(tuple(one.tag for one in keys), which, tuple(one.name for one in keys))
-    return keys[0].joined(keys, np.concatenate([one.ids for one in keys]), tags)
+    return keys[0].coalesced(keys, np.concatenate([one.ids for one in keys]), tags)
 
 
 def text_slot(key: bytes) -> int:

@@ -99,10 +99,10 @@ class PagedKeys(RowKeys):
         return self._some(order)
 
     @property
-    def alike(self) -> PageLayout:
+    def coalesce_key(self) -> PageLayout:
         return self.layout
 
-    def joined(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "PagedKeys":
+    def coalesced(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "PagedKeys":
         paged = [one for one in keys if isinstance(one, PagedKeys)]
         if all(one.opens is None for one in paged):
             return PagedKeys(b"", ids, self.layout, tables=tables)
@@ -122,7 +122,7 @@ class PagedKeys(RowKeys):
     def slots(self) -> NDArray[np.int64]:
         return self._page_keys().slots()
 
-    def near(self) -> NDArray[np.uint16] | None:
+    def locality(self) -> NDArray[np.uint16] | None:
         # Rows of a page that are asked for one after another find it in the server's cache: a third of its time for uniform ids.
         if not len(self.ids):
             return None
@@ -142,7 +142,7 @@ class PagedKeys(RowKeys):
         opens = None if self.opens is None else self.opens[rows]
         return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows], name=self.name)
 
-    def distinct_pages(self) -> RowKeys:
+    def unique_pages(self) -> RowKeys:
         """Return the keys of the rows' pages, each once; their ids are the pages' numbers."""
         tables = None if self.tables is None else self.tables.which
         both = self._pages if tables is None else np.stack([self._pages, tables.astype(np.uint64)], axis=1)

@@ -1,9 +1,9 @@
 """The record: the bytes stored for one row, and nothing about how they travel.
 
-    record = [12-byte header][W: dim x dtype][slots: s x float32]
+    record = [12-byte header][W: dim x dtype][state: s x float32]
     header = schema 8 bits | id check 24 bits | version 64 bits (epoch 16, k 48), little-endian
 
-Weights, slots and version live in one value, so that a row is written atomically. The id check is there because a Redis reply carries no
+Weights, state and version live in one value, so that a row is written atomically. The id check is there because a Redis reply carries no
 key; it is compared for a whole batch in one vector operation. Everything here is an array function over n records at once.
 """
 
@@ -48,7 +48,7 @@ class RecordFormat:
         table: the table's name (part of the id check and of error messages).
         dim: weights per row.
         dtype: storage dtype of the weights: "float32", "float16" or "bfloat16".
-        state_size: float32 slot values per row.
+        state_size: float32 state values per row.
         schema: 8-bit digest of the table's definition.
     """
 
@@ -78,7 +78,7 @@ class RecordFormat:
         ids: NDArray[np.uint64],
         versions: NDArray[np.uint64] | int,
         stored_weights: NDArray[np.generic],
-        slots: NDArray[np.float32],
+        state: NDArray[np.float32],
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
         """Build n records.
@@ -87,7 +87,7 @@ class RecordFormat:
             ids: uint64 [n].
             versions: uint64 [n], or one version for all.
             stored_weights: [n, dim] in the storage dtype (`kvemb.arrays.rounding`).
-            slots: float32 [n, state_size].
+            state: float32 [n, state_size].
             out: uint8 [n, size_bytes], contiguous, to fill instead of a new array.
 
         Returns:
@@ -99,7 +99,7 @@ class RecordFormat:
         fields["version"] = versions
         records[:, HEADER_SIZE : self.prefix_bytes] = np.ascontiguousarray(stored_weights).view(np.uint8)
         if self.state_size:
-            records[:, self.prefix_bytes :] = np.ascontiguousarray(slots, dtype="<f4").view(np.uint8)
+            records[:, self.prefix_bytes :] = np.ascontiguousarray(state, dtype="<f4").view(np.uint8)
         return records
 
     def belong(self, records: NDArray[np.uint8], ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -147,8 +147,8 @@ class RecordFormat:
         stored = np.ascontiguousarray(records[:, HEADER_SIZE : self.prefix_bytes]).view(storage_dtype(self.dtype))
         return to_float32(stored, self.dtype)
 
-    def slots(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the slots of n whole records: float32 [n, state_size]; may be a view of `records`."""
+    def state(self, records: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the state of n whole records: float32 [n, state_size]; may be a view of `records`."""
         raw = np.ascontiguousarray(records[:, self.prefix_bytes : self.size_bytes])
         return raw.view("<f4").astype(np.float32, copy=False) if self.state_size else np.empty((len(records), 0), np.float32)
 

@@ -11,11 +11,11 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import RowKeys, join_keys
+from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
 _SMALL_ROWS = 4096
-_MOST_PARTS = 1 << 16  # of one `join_keys`
+_MOST_PARTS = 1 << 16  # of one `coalesce_keys`
 
 
 def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]], list[ReadResult]]) -> list[ReadResult]:
@@ -27,11 +27,11 @@ def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]
     """
     if len(parts) < 2:
         return read(parts)
-    groups = _groups([part.keys for part in parts], [None if part.into is not None else _read_alike(part) for part in parts])
+    groups = _groups([part.keys for part in parts], [None if part.into is not None else _read_group(part) for part in parts])
     if len(groups) == len(parts):
         return read(parts)
     results: dict[int, ReadResult] = {}
-    for group, result in zip(groups, read([_joined_read([parts[i] for i in group]) for group in groups]), strict=True):
+    for group, result in zip(groups, read([_coalesced_read([parts[i] for i in group]) for group in groups]), strict=True):
         results |= {group[0]: result} if len(group) == 1 else dict(zip(group, _cut(result, [parts[i] for i in group]), strict=True))
     return [results[i] for i in range(len(parts))]
 
@@ -49,49 +49,49 @@ def write_coalesced(
     """
     if len(parts) < 2:
         return write(parts)
-    groups = _groups([part.keys for part in parts], [_write_alike(part, one_node) for part in parts])
+    groups = _groups([part.keys for part in parts], [_write_group(part, one_node) for part in parts])
     if len(groups) == len(parts):
         return write(parts)
     results: dict[int, WriteResult] = {}
-    for group, result in zip(groups, write([_joined_write([parts[i] for i in group]) for group in groups]), strict=True):
+    for group, result in zip(groups, write([_coalesced_write([parts[i] for i in group]) for group in groups]), strict=True):
         for i, rows in zip(group, _bounds([parts[i] for i in group]), strict=True):
             results[i] = WriteResult(result.stored[rows], None if result.tokens is None else result.tokens[rows])
     return [results[i] for i in range(len(parts))]
 
 
-def _groups(keys: Sequence[RowKeys], alike: Sequence[Hashable | None]) -> list[list[int]]:
-    """Which parts are joined, by their numbers: small ones that are alike, and not None."""
+def _groups(keys: Sequence[RowKeys], group_keys: Sequence[Hashable | None]) -> list[list[int]]:
+    """Which parts become one, by their numbers: small ones of one group key, which is not None."""
     groups: dict[Hashable, list[int]] = {}
-    for i, (what, one) in enumerate(zip(alike, keys, strict=True)):
+    for i, (what, one) in enumerate(zip(group_keys, keys, strict=True)):
         joins = what is not None and 0 < len(one) <= _SMALL_ROWS and one.tables is None
         groups.setdefault((what, i // _MOST_PARTS) if joins else i, []).append(i)
     return list(groups.values())
 
 
-def _read_alike(part: ReadPart) -> Hashable:
-    return part.keys.alike, part.record_bytes, part.prefix_bytes, part.tokens, part.foreign
+def _read_group(part: ReadPart) -> Hashable:
+    return part.keys.coalesce_key, part.record_bytes, part.prefix_bytes, part.tokens, part.foreign
 
 
-def _write_alike(part: WritePart, one_node: bool) -> Hashable | None:
-    if one_node and part.keys.alike is None:
+def _write_group(part: WritePart, one_node: bool) -> Hashable | None:
+    if one_node and part.keys.coalesce_key is None:
         return None
-    return part.keys.alike, part.records.shape[1], part.tokens is None
+    return part.keys.coalesce_key, part.records.shape[1], part.tokens is None
 
 
-def _joined_read(parts: Sequence[ReadPart]) -> ReadPart:
+def _coalesced_read(parts: Sequence[ReadPart]) -> ReadPart:
     first = parts[0]
     if len(parts) == 1:
         return first
-    keys = join_keys([part.keys for part in parts])
+    keys = coalesce_keys([part.keys for part in parts])
     return ReadPart(keys, first.record_bytes, first.prefix_bytes, first.tokens, foreign=first.foreign)
 
 
-def _joined_write(parts: Sequence[WritePart]) -> WritePart:
+def _coalesced_write(parts: Sequence[WritePart]) -> WritePart:
     if len(parts) == 1:
         return parts[0]
     tokens = [part.tokens for part in parts if part.tokens is not None]
     records = np.concatenate([part.records for part in parts])
-    return WritePart(join_keys([part.keys for part in parts]), records, np.concatenate(tokens) if tokens else None)
+    return WritePart(coalesce_keys([part.keys for part in parts]), records, np.concatenate(tokens) if tokens else None)
 
 
 def _bounds(parts: Sequence[ReadPart] | Sequence[WritePart]) -> list[slice]:

@@ -64,17 +64,17 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray
         nodes: int64 [n], or None when there is one node.
         kinds: int8 [n], none negative; within a node, rows come in their order (`Codec.read_kinds`).
     """
-    near = keys.near()
-    if nodes is None and near is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
+    locality = keys.locality()
+    if nodes is None and locality is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
         return Grouped(keys, None, [(0, slice(0, len(keys)))] if len(keys) else [])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
     wide = nodes if kinds is None else nodes * (int(kinds.max(initial=0)) + 1) + kinds
     rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)
     # 16-bit keys: NumPy sorts them by radix, in linear time.
-    if near is None:
+    if locality is None:
         order = np.argsort(rank, kind="stable")
     else:
-        by_page = np.argsort(near, kind="stable")
+        by_page = np.argsort(locality, kind="stable")
         order = by_page[np.argsort(rank[by_page], kind="stable")]
     sorted_nodes = nodes[order]
     present, starts = np.unique(sorted_nodes, return_index=True)

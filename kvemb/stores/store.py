@@ -1,6 +1,6 @@
 """The storage port: what every kind of storage must do, in arrays of rows.
 
-A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.join_keys`); all parts of a
+A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.coalesce_keys`); all parts of a
 batch travel in one round trip per node. Rows come back grouped by node, because that is how they arrive; `order` says which row is which,
 so that the caller's own gather puts them right without a copy of its own here. A missing row and a write conflict are results. What raises
 is in `kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.

@@ -34,7 +34,7 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys, join_keys
+from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.stores.storage_kinds import open_store
@@ -257,7 +257,7 @@ class StoreContract:
         given = [(keys.take(np.flatnonzero(here)), rows[here]) for keys, rows, here in zip(parts, records, there, strict=True)]
         written = store.write([WritePart(keys, rows, np.zeros(len(keys), dtype=np.uint64)) for keys, rows in given], within())
         assert all(result.stored.all() and len(result.stored) == len(keys) for result, (keys, _) in zip(written, given, strict=True))
-        together = join_keys([keys[:500] for keys in parts])
+        together = coalesce_keys([keys[:500] for keys in parts])
         asked = [ReadPart(keys, SIZE, SIZE, tokens=cas, foreign=True) for keys in parts]
         *each, last = [result.in_key_order() for result in store.read([*asked, ReadPart(together, SIZE, SIZE)], within())]
         for result, rows, here in zip(each, records, there, strict=True):

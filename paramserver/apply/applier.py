@@ -42,7 +42,7 @@ class Applier:
     Told to end, it gives up the batch that waits for storage, if any.
 
     Args:
-        intake: which hears of the outcomes.
+        ingest: which hears of the outcomes.
         engine: what applies batches.
         tables: for staleness.
         handover: where batches come from.
@@ -54,7 +54,7 @@ class Applier:
 
     def __init__(
         self,
-        intake: Ingest,
+        ingest: Ingest,
         engine: Engine,
         tables: Tables,
         handover: Handover,
@@ -64,10 +64,10 @@ class Applier:
         applied: Position = START,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self._intake, self._engine, self._tables, self._handover = intake, engine, tables, handover
+        self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self._others = OthersCount()
-        self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(intake.stop, handover.close))
+        self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.stop, handover.close))
         self.applied = applied
 
     def _run(self) -> None:
@@ -75,34 +75,34 @@ class Applier:
         while not self._handover.closed:
             batch = self._handover.get(timeout_s=0.0 if busy else self._until_due_s())
             busy = False
-            if self._intake.failure:
+            if self._ingest.failure:
                 continue  # its pushes have their answer
             try:
                 if batch is not None:
                     replies = self._apply(batch)
                     self.applied = batch.end
-                    self._intake.settle(batch.work, replies)
-                elif self._patience_s() == 0:
+                    self._ingest.settle(batch.work, replies)
+                elif self._wait_s() == 0:
                     self._engine.write_dirty(self.pause)
-                    self._intake.written()
+                    self._ingest.written()
                 busy = self._background.step(self.applied, self.pause)
-                self._intake.trouble.storage_works()  # whatever was tried again is done
+                self._ingest.trouble.storage_works()  # whatever was tried again is done
             except AbandonedError:
                 return
             except Exception as error:
                 log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-                self._intake.fail(error)
+                self._ingest.fail(error)
                 self._failed(error)
 
-    def _patience_s(self) -> float | None:
+    def _wait_s(self) -> float | None:
         """How long dirty rows may wait for another batch."""
         behind = self._engine.behind
-        return None if behind is None or self._intake.failure else behind.due_in_s()
+        return None if behind is None or self._ingest.failure else behind.due_in_s()
 
     def _until_due_s(self) -> float | None:
         """How long there is nothing to do but to wait for a batch."""
-        background = None if self._intake.failure else self._background.due_in_s()
-        return min((due for due in (self._patience_s(), background) if due is not None), default=None)
+        background = None if self._ingest.failure else self._background.due_in_s()
+        return min((due for due in (self._wait_s(), background) if due is not None), default=None)
 
     def _apply(self, batch: Committed) -> dict[int, PushReply]:
         """Apply one batch; return the reply of each part, by id() of its ticket."""
@@ -115,12 +115,12 @@ class Applier:
         parts = [(push, part) for push in pushes for part in push.parts]
         stale = [part_staleness(part, self._tables) for _, part in parts]
         k_and_epoch = split_version(batch.version)[::-1]
-        holding = {id(push) for push, part in parts if part.held}  # a trainer goes on when all parts of its push are released
+        holding = {id(push) for push, part in parts if part.prefetched}  # a trainer goes on when all parts of its push are released
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]
 
         def release(computed: Sequence[PreparedRows]) -> None:
-            replies = [_reply(part, "released", of, k_and_epoch, self._fresh(part, computed)) for part, of in asked]
-            self._intake.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
+            replies = [_reply(part, "released", of, k_and_epoch, self._changed_rows(part, computed)) for part, of in asked]
+            self._ingest.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
         computed, between = release if asked else None, self._between
         applied = self._engine.run(batch.batch, batch.version, self.pause, computed=computed, between=between)
@@ -132,18 +132,18 @@ class Applier:
         replies = {}
         for (push, part), of in zip(parts, stale, strict=True):
             rows = returned_rows(part, batch.batch, weights) if part.ticket.return_rows else []
-            fresh = [] if part.ticket.released else self._fresh(part, applied.written)
-            reply = _reply(part, "applied", of, k_and_epoch, fresh)
+            changed_rows = [] if part.ticket.released else self._changed_rows(part, applied.written)
+            reply = _reply(part, "applied", of, k_and_epoch, changed_rows)
             replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
         return replies
 
-    def _fresh(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
+    def _changed_rows(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Those of a part's prefetched rows that this batch changed."""
-        return [] if not part.held else self._finder.answer(part.held, batch)
+        return [] if not part.prefetched else self._finder.answer(part.prefetched, batch)
 
     def _between(self) -> None:
         """Look up between two pieces of a batch: what was tried again is done, and the shard may have been told to stop."""
-        self._intake.written()
+        self._ingest.written()
         if self.thread.told_to_end:
             raise AbandonedError
 
@@ -154,14 +154,14 @@ class Applier:
             AbandonedError: the shard is to stop.
         """
         text = f"{type(error).__name__}: {error}"
-        if self._intake.trouble.storage_waits(text):
+        if self._ingest.trouble.storage_waits(text):
             log.warning("retrying because %s", text)
         if self.thread.wait(pause_s):
             raise AbandonedError from error
 
 
 def _reply(
-    part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], fresh: list[ChangedRowsBlock]
+    part: ReceivedPart, state: str, stale: tuple[float, int], k_and_epoch: tuple[int, int], changed_rows: list[ChangedRowsBlock]
 ) -> PushReply:
     (changed, elapsed), (k, epoch) = stale, k_and_epoch
-    return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, fresh=fresh)
+    return PushReply(part.ticket.sequence, state, k, changed, elapsed, epoch=epoch, changed_rows=changed_rows)

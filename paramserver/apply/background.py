@@ -1,7 +1,7 @@
 """What the apply thread does between batches: repairs that somebody asked for, local snapshots, and the comparison of rows
 that nobody touches, a slice at a time.
 
-All need index and storage at rest, which they are exactly there. A chore that fails because storage or disk does not answer is taken up
+All need index and storage at rest, which they are exactly there. A task that fails because storage or disk does not answer is taken up
 again later; one that finds rows lost asks for their repair.
 """
 

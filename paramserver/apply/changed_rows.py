@@ -42,11 +42,11 @@ class ChangedRowsFinder:
     def __init__(self, store: Store, tables: Tables, timeout_s: float) -> None:
         self._store, self._tables, self._timeout_s = store, tables, timeout_s
 
-    def answer(self, held: Sequence[CheckedRows], batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
+    def answer(self, prefetched: Sequence[CheckedRows], batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:
         """Say what changed.
 
         Args:
-            held: ids and versions of each table.
+            prefetched: ids and versions of each table.
             batch: rows of the step's batch, each table once, with their new records, stored or about to be.
 
         Returns:
@@ -54,19 +54,19 @@ class ChangedRowsFinder:
         """
         try:
             changed = {one.rows.definition.name: one for one in batch if len(one.rows.ids)}
-            return [self._fresh(rows, changed.get(rows.definition.name)) for rows in held]
+            return [self._changed_of(rows, changed.get(rows.definition.name)) for rows in prefetched]
         except KvembError as error:
             log.warning("a trainer has to pull rows that it holds again: %s: %s", type(error).__name__, error)
             return []
 
-    def _fresh(self, held: CheckedRows, changed: PreparedRows | None) -> ChangedRowsBlock:
-        definition = held.definition
-        versions = self._tables.state(definition).versions(held.ids)
-        places = np.full(len(held.ids), -1, np.intp) if changed is None else _places(held.ids, changed.rows.ids)
+    def _changed_of(self, prefetched: CheckedRows, changed: PreparedRows | None) -> ChangedRowsBlock:
+        definition = prefetched.definition
+        versions = self._tables.state(definition).versions(prefetched.ids)
+        places = np.full(len(prefetched.ids), -1, np.intp) if changed is None else _places(prefetched.ids, changed.rows.ids)
         if changed is not None:
             here = np.flatnonzero(places >= 0)
             versions[here] = definition.record.versions(changed.part.records)[places[here]]
-        at = np.flatnonzero(versions != held.versions)
+        at = np.flatnonzero(versions != prefetched.versions)
         versions = versions[at]
         there = at[versions != 0]
         rows = np.empty((len(there), definition.record.prefix_bytes - HEADER_SIZE), np.uint8)
@@ -76,7 +76,7 @@ class ChangedRowsFinder:
             rows[new] = _weights_of(changed.part.records, definition, places[new])
         if len(new) < len(there):
             left = np.flatnonzero(places < 0)
-            rows[left] = self._weights(definition, held.ids[there[left]], versions[versions != 0][left])
+            rows[left] = self._weights(definition, prefetched.ids[there[left]], versions[versions != 0][left])
         return ChangedRowsBlock(at.astype(np.uint32), versions, rows.tobytes())
 
     def _weights(self, definition: TableDef, ids: Ids, versions: Ids) -> Bytes:

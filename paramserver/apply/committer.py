@@ -1,4 +1,4 @@
-"""The committer: takes work from the intake, merges it to batches, journals them, acknowledges them, and hands them to the apply thread.
+"""The committer: takes work from ingest, merges it to batches, journals them, acknowledges them, and hands them to the apply thread.
 
 The order of the journal is the order of application: batch k is numbered here. Several batches share one commit when several are ready.
 A push is acknowledged once its batch is committed and the shard is known to be still ours (`fenced_log`). The hand-over is bounded, so that
@@ -106,9 +106,9 @@ class Committer:
     """Owns the thread that merges pushes, numbers and journals the batch, and only then promises it.
 
     Args:
-        intake: where work comes from.
+        ingest: where work comes from.
         tables: whose steps are known as of the last batch applied.
-        ledger: the journal.
+        fenced_log: the journal.
         handover: where committed batches go.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
@@ -117,9 +117,9 @@ class Committer:
 
     def __init__(
         self,
-        intake: Ingest,
+        ingest: Ingest,
         tables: Tables,
-        ledger: FencedLog,
+        fenced_log: FencedLog,
         handover: Handover,
         *,
         sync: bool,
@@ -127,10 +127,10 @@ class Committer:
         k: int,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self._intake, self._tables, self._ledger, self._handover = intake, tables, ledger, handover
+        self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
         self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
-        self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(intake.stop, handover.close))
+        self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.stop, handover.close))
 
     @property
     def k(self) -> int:
@@ -140,7 +140,7 @@ class Committer:
     def _run(self) -> None:
         try:
             while room := self._handover.wait_for_room():
-                group = self._intake.take(room)
+                group = self._ingest.take(room)
                 if not group:
                     return
                 self._commit(group)
@@ -148,13 +148,13 @@ class Committer:
             return
         except Exception as error:
             log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-            self._intake.fail(error)
+            self._ingest.fail(error)
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:
         committed = [self._append(work) for work in group]
-        self._until_there_is_room(self._ledger.commit)
-        self._intake.journaled(group)
+        self._until_there_is_room(self._fenced_log.commit)
+        self._ingest.journaled(group)
         for batch in committed:
             self._handover.put(batch)
 
@@ -164,7 +164,7 @@ class Committer:
         version = make_version(self._epoch, self._k + 1)
         steps = tuple(self._step(rows.definition.key, batch) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
-        end = self._until_there_is_room(lambda: self._ledger.append(entry))
+        end = self._until_there_is_room(lambda: self._fenced_log.append(entry))
         self._k += 1
         if batch.kind == APPLY:
             self._steps.update({rows.definition.key: step + 1 for rows, step in zip(batch.tables, steps, strict=True)})
@@ -186,11 +186,11 @@ class Committer:
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 done = write()
-                self._intake.trouble.journal_works()
+                self._ingest.trouble.journal_works()
                 return done
             except JournalFullError as error:
                 text = f"{type(error).__name__}: {error}"
-                if self._intake.trouble.journal_waits(text):
+                if self._ingest.trouble.journal_waits(text):
                     log.warning("nothing is acknowledged because %s", text)
                 if self.thread.wait(pause_s):
                     raise AbandonedError from error

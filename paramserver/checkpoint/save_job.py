@@ -65,7 +65,7 @@ class SaveOrder:
         save_id: 32 hex digits.
         url: of the checkpoint.
         base_version: this shard's cut in the base; 0: a full checkpoint.
-        weights_only: leave the slots out.
+        weights_only: leave the state out.
     """
 
     save_id: str

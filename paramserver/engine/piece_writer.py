@@ -78,7 +78,7 @@ class PieceWriter:
     def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, ports: EnginePorts) -> None:
         self._store, self._tables, self._timeline = store, tables, timeline
         self._observer, self._behind = ports.observer, ports.behind
-        self._access, self._scratch = RowAccess(store, timeout_s), RecordArena()
+        self._access, self._arena = RowAccess(store, timeout_s), RecordArena()
         self._computed: Computed | None = None  # still to be called for the batch at work
         self.prepared: list[PreparedRows] = []  # in the last round
 
@@ -105,7 +105,7 @@ class PieceWriter:
             todo = todo if change.replay is None else [self._not_newer(rows, change.version) for rows in todo]
             self._erase([rows for rows in todo if len(rows.ids)], change)
             return
-        self._scratch.reset()
+        self._arena.reset()
         behind = self._behind if change.kind == APPLY and change.replay is None else None
         with nullcontext() if behind is None else behind.batch(split_version(change.version)[1]):
             until_none_is_left(todo, lambda left: self._round(change, left, behind), _many_changes)
@@ -166,7 +166,7 @@ class PieceWriter:
     def _prepare(self, change: Change, rows: CheckedRows, got: Fetched) -> PreparedRows:
         """Compare versions with the index; return the rows still to write and their new records."""
         definition, state, n = rows.definition, self._tables.state(rows.definition), len(rows.ids)
-        records = self._scratch.take(n, definition.record.size_bytes)
+        records = self._arena.take(n, definition.record.size_bytes)
         tokens, write, new = np.zeros(n, np.uint64), np.ones(n, bool), np.ones(n, bool)
         known = state.versions(rows.ids, keep=True)
         stop = 0

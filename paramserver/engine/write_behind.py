@@ -98,7 +98,7 @@ class WriteBehind:
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound
         self._epoch, self._repair, self._wake, self._clock_s = epoch, repair, wake, clock_s
-        self._scratch, self._access = RecordArena(), RowAccess(store, timeout_s)
+        self._arena, self._access = RecordArena(), RowAccess(store, timeout_s)
         self._held: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
         self._asked = False
@@ -192,13 +192,13 @@ class WriteBehind:
     def _make_way(self, error: StorageError) -> None:
         """Pages are in the way that another program has written: only its rows can be, since no other write fails on what is there."""
         log.error("%s", error)
-        self._scratch.reset()
+        self._arena.reset()
         for one in self._some():
             self._store.make_way(one.part.keys, self._access.deadline())
 
     def _write_some(self) -> bool:
         """Write as many rows as one write takes; return whether some of them met a conflict."""
-        self._scratch.reset()
+        self._arena.reset()
         dirty = self._some()
         with self._access.pace.exchange(sum(one.part.records.nbytes for one in dirty)):
             results = self._access.write([one.part for one in dirty])
@@ -214,7 +214,7 @@ class WriteBehind:
                 continue
             at, ids = cache.pinned()
             at, ids = at[: max(1, room // size)], ids[: max(1, room // size)]
-            records = self._scratch.take(len(at), size)
+            records = self._arena.take(len(at), size)
             whole = f"V{size}"  # records as items, which are copied at once
             np.take(cache.records.view(whole)[:, 0], at, out=records.view(whole)[:, 0], mode="clip")
             keys = self._access.keys(state.definition, ids, np.zeros(len(ids), bool))  # they exist in storage, so their pages do

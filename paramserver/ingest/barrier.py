@@ -1,9 +1,9 @@
 """The barrier of sync mode: collects one push per live member and step, and hands out whole steps. Pure: the clock is passed in.
 
-Members take seats by name, so a restarted trainer takes its own seat again. Nothing is handed out before all seats have been taken once;
+Members take places by name, so a restarted trainer takes its own place again. Nothing is handed out before all places have been taken once;
 then a member that says goodbye is not waited for any more, and what it sent before still counts.
 
-After a restart of the shard the seats are free, so that a job may be started anew under other names; but when exactly the members that it
+After a restart of the shard the places are free, so that a job may be started anew under other names; but when exactly the members that it
 had then are back, the job goes on without waiting for those who had left before (`Membership`).
 
 A member whose lease runs out (`TrainerLease`) stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on
@@ -59,7 +59,7 @@ class Barrier:
     """Steps of a sync job at one shard.
 
     Args:
-        n_trainers: seats.
+        n_trainers: places.
         timeout_s: how long a member may be silent while a step waits for it.
         membership: as the last process left it; None for a new job.
         on_lost: what becomes of a member that is silent for longer: ABORT, WAIT or DROP.
@@ -70,29 +70,29 @@ class Barrier:
         self.membership = membership or Membership(n_trainers)
         self._awaited = set(self.membership.members) if self.membership.complete else set()
         self._members_before = {name for name, _ in self._awaited}
-        self._seats: dict[str, TrainerLease] = {}
-        self._complete = False  # all seats have been taken once in this job
+        self._leases: dict[str, TrainerLease] = {}
+        self._complete = False  # all places have been taken once in this job
         self._released = 0  # number of the last step handed out; 0: not known
 
     @property
     def members(self) -> list[str]:
         """Names of the live members."""
-        return [name for name, seat in self._seats.items() if not seat.leaving]
+        return [name for name, lease in self._leases.items() if not lease.leaving]
 
     def check_join(self, trainer: str) -> None:
-        """Refuse a trainer for whom there is no seat; changes nothing.
+        """Refuse a trainer for whom there is no place; changes nothing.
 
         Raises:
             BarrierError: naming who sits there.
         """
-        if trainer not in self._seats and len(self._seats) >= self._n_trainers:
+        if trainer not in self._leases and len(self._leases) >= self._n_trainers:
             raise BarrierError(
-                f"trainer {trainer!r}: all {self._n_trainers} seats of this sync job are taken by {', '.join(sorted(self._seats))}; "
+                f"trainer {trainer!r}: all {self._n_trainers} places of this sync job are taken by {', '.join(sorted(self._leases))}; "
                 "set parameter_servers.trainers to the number of trainers, or let one of them leave"
             )
 
     def join(self, trainer: str, incarnation: int, now_s: float = 0.0) -> list[Push]:
-        """Take a seat, or the trainer's own seat again; return pushes of a predecessor that are given up."""
+        """Take a place, or the trainer's own place again; return pushes of a predecessor that are given up."""
         self.check_join(trainer)
         given_up = self._sit_down(trainer, incarnation, now_s)
         self.membership.hello(trainer, incarnation)
@@ -104,43 +104,43 @@ class Barrier:
         return given_up
 
     def _sit_down(self, trainer: str, incarnation: int, now_s: float) -> list[Push]:
-        old = self._seats.get(trainer)
+        old = self._leases.get(trainer)
         if old is not None and old.incarnation == incarnation:
             old.come_back(now_s)
             return []
         kept = old.waiting if old is not None and old.leaving else deque()  # what it sent before its goodbye still counts
         going_on = self._complete or bool(self._members_before)
-        self._seats[trainer] = TrainerLease(incarnation, aligned=not going_on, heard_s=now_s, waiting=kept)
+        self._leases[trainer] = TrainerLease(incarnation, aligned=not going_on, heard_s=now_s, waiting=kept)
         return list(old.waiting) if old is not None and not old.leaving else []
 
     def first_step(self, trainer: str) -> int:
         """Return the number of the step that the trainer's next push is for; 0 when it is not known."""
-        seat = self._seats.get(trainer)
-        if seat is None or not seat.waiting:
+        lease = self._leases.get(trainer)
+        if lease is None or not lease.waiting:
             return self._due()
-        number = seat.number(seat.waiting[-1])
+        number = lease.number(lease.waiting[-1])
         return 0 if number is None else number + 1
 
     def leave(self, trainer: str) -> None:
-        """Free a seat once everything that its trainer sent has been handed out."""
+        """Free a place once everything that its trainer sent has been handed out."""
         self.membership.bye(trainer)
-        if trainer in self._seats:
-            self._seats[trainer].leave()
+        if trainer in self._leases:
+            self._leases[trainer].leave()
             self._tidy()
 
     def add(self, push: Push) -> None:
         """Take a member's push for its next step."""
-        self._seats[push.trainer].waiting.append(push)
+        self._leases[push.trainer].waiting.append(push)
 
     def heard(self, trainer: str, now_s: float) -> None:
         """Record a sign of life."""
-        if trainer in self._seats:
-            self._seats[trainer].hear(now_s)
+        if trainer in self._leases:
+            self._leases[trainer].hear(now_s)
 
     def settled(self, push: Push, now_s: float) -> None:
         """Record that a push that was handed out has its outcome."""
-        if push.trainer in self._seats:
-            self._seats[push.trainer].settled(push, now_s)
+        if push.trainer in self._leases:
+            self._leases[push.trainer].settled(push, now_s)
 
     def next_step(self) -> list[Push]:
         """Take the next step if every live member's push for it is in; otherwise return nothing.
@@ -148,22 +148,22 @@ class Barrier:
         Raises:
             BarrierError: members are at different steps; nothing was taken.
         """
-        seats = self._seats.values()
-        if not self._complete or not all(seat.waiting for seat in seats):
+        leases = self._leases.values()
+        if not self._complete or not all(lease.waiting for lease in leases):
             return []
         numbers = self._heads()
         if len({number for number in numbers.values() if number is not None}) > 1:
             steps = ", ".join(f"{name} at step {number}" for name, number in numbers.items() if number is not None)
             raise BarrierError(f"trainers are at different steps: {steps}; restart all of them from the same step")
         self._released = self._due()
-        step = [seat.take(self._released) for seat in seats]
+        step = [lease.take(self._released) for lease in leases]
         self._members_before = set()
         self._tidy()
         return step
 
     def waiting(self) -> list[Push]:
         """Return every push that waits for others."""
-        return [push for seat in self._seats.values() for push in seat.waiting]
+        return [push for lease in self._leases.values() for push in lease.waiting]
 
     def deadline_s(self) -> float | None:
         """When somebody's lease runs out, on the clock of `Push.arrived_s`; None while nothing waits, and when waiting is the rule."""
@@ -171,15 +171,15 @@ class Barrier:
 
     def lost(self, now_s: float) -> list[str]:
         """Return the members to drop: their leases ran out. Empty unless that is the rule, and before the job has begun."""
-        same_job = self._complete or (self._members_before and self._members_before >= set(self._seats))
+        same_job = self._complete or (self._members_before and self._members_before >= set(self._leases))
         if self._on_lost != DROP or not same_job:
             return []
-        return sorted(name for name, due_s in self._leases().items() if due_s is not None and now_s >= due_s)
+        return sorted(name for name, due_s in self._lease_ends().items() if due_s is not None and now_s >= due_s)
 
     def drop(self, trainer: str) -> None:
         """Go on without a member of whom nothing waits; it may join again."""
         self.membership.bye(trainer)
-        self._seats.pop(trainer, None)
+        self._leases.pop(trainer, None)
         self._awaited = {member for member in self._awaited if member[0] != trainer}
         self._complete = self._complete or not self._awaited
 
@@ -197,51 +197,51 @@ class Barrier:
         deadline_s = self._deadline_s()
         if deadline_s is None or now_s < deadline_s:
             return ""
-        here = {name: seat for name, seat in self._seats.items() if seat.waiting}
+        here = {name: lease for name, lease in self._leases.items() if lease.waiting}
         missing = sorted(name for name in self.members if name not in here)
         absent = self._n_trainers - len(self.members) if not self._complete else 0
         who = [*missing, *([f"{absent} of {self._n_trainers} trainers that never joined"] if absent else [])]
-        name, first = min(((name, seat.waiting[0]) for name, seat in here.items()), key=lambda item: item[1].arrived_s)
+        name, first = min(((name, lease.waiting[0]) for name, lease in here.items()), key=lambda item: item[1].arrived_s)
         step, waited_s = here[name].number(first) or first.step, max(self._timeout_s, now_s - first.arrived_s)
         return f"step {step} waited {round(waited_s, 1):g} s for {', '.join(who)}; here are {', '.join(sorted(here))}"
 
     def clear(self) -> None:
         """Forget every waiting push."""
-        for seat in self._seats.values():
-            seat.waiting.clear()
+        for lease in self._leases.values():
+            lease.waiting.clear()
         self._tidy()
 
     def _heads(self) -> dict[str, int | None]:
         """The job's number of the oldest push that waits, by member."""
-        return {name: seat.number(seat.waiting[0]) for name, seat in self._seats.items() if seat.waiting}
+        return {name: lease.number(lease.waiting[0]) for name, lease in self._leases.items() if lease.waiting}
 
     def _due(self) -> int:
         """The number of the next step; 0 when it is not known."""
         known = [number for number in self._heads().values() if number is not None]
-        own = [seat.waiting[0].step for seat in self._seats.values() if seat.waiting]
+        own = [lease.waiting[0].step for lease in self._leases.values() if lease.waiting]
         return max(known, default=0) or (self._released + 1 if self._released else max(own, default=0))
 
-    def _leases(self) -> Mapping[str, float | None]:
+    def _lease_ends(self) -> Mapping[str, float | None]:
         """When the lease of each member runs out whom a step waits for; None: not yet to be said."""
         since_s = self._since_s()
         if since_s is None:
             return {}
-        absent = {name: since_s + self._timeout_s for name, _ in self._awaited if name not in self._seats}
-        missing = {name: seat for name, seat in self._seats.items() if not seat.waiting}
+        absent = {name: since_s + self._timeout_s for name, _ in self._awaited if name not in self._leases}
+        missing = {name: lease for name, lease in self._leases.items() if not lease.waiting}
         return ({} if self._complete else absent) | {name: s.expires_s(since_s, self._timeout_s) for name, s in missing.items()}
 
     def _since_s(self) -> float | None:
-        return min((seat.waiting[0].arrived_s for seat in self._seats.values() if seat.waiting), default=None)
+        return min((lease.waiting[0].arrived_s for lease in self._leases.values() if lease.waiting), default=None)
 
     def _deadline_s(self) -> float | None:
         since_s = self._since_s()
         if since_s is None:
             return None
-        leases = [due_s for due_s in self._leases().values() if due_s is not None]
-        return min(leases if self._complete else [*leases, since_s + self._timeout_s], default=None)
+        ends = [due_s for due_s in self._lease_ends().values() if due_s is not None]
+        return min(ends if self._complete else [*ends, since_s + self._timeout_s], default=None)
 
     def _tidy(self) -> None:
-        """Free the seats of those who left; when all have, the next job waits for all its trainers again."""
-        self._seats = {name: seat for name, seat in self._seats.items() if seat.waiting or not seat.leaving}
-        self._complete = self._complete and bool(self._seats)
-        self._released = self._released if self._seats else 0
+        """Free the places of those who left; when all have, the next job waits for all its trainers again."""
+        self._leases = {name: lease for name, lease in self._leases.items() if lease.waiting or not lease.leaving}
+        self._complete = self._complete and bool(self._leases)
+        self._released = self._released if self._leases else 0

@@ -1,4 +1,4 @@
-"""The intake: everything between "a message came in" and "the committer takes it", under one lock.
+"""Ingest: everything between "a message came in" and "the committer takes it", under one lock.
 
 It takes parts in order, bounds what waits (a stream that finds no room is simply not read any further: HTTP/2 flow control is the
 backpressure), hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What is
@@ -135,7 +135,7 @@ class Ingest:
         tables: tuple[CheckedRows, ...],
         sink: Sink,
         cancelled: Callable[[], bool],
-        held: tuple[CheckedRows, ...] = (),
+        prefetched: tuple[CheckedRows, ...] = (),
     ) -> None:
         """Take a checked part, waiting for room; the sink hears "accepted" when its push is in the journal, and the outcome later.
 
@@ -143,7 +143,7 @@ class Ingest:
             PushRejectedError, TableDroppedError, FencedError: nothing was taken; the sequence may be used again.
             ShardUnavailableError, ShardFailedError: the shard takes no pushes.
         """
-        size = sum(rows.size_bytes for rows in (*tables, *held))
+        size = sum(rows.size_bytes for rows in (*tables, *prefetched))
         with self._changed:
             session = self._wait_for_room(part, cancelled)
             if self._barrier is not None:
@@ -152,10 +152,10 @@ class Ingest:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size, return_rows=part.return_rows), held)
+            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size, return_rows=part.return_rows), prefetched)
             self._pending.check_size(session, new)
-            together = [*(session.held if session.held_step == part.step else ()), new]
-            self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.held)])
+            together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
+            self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])
             hyper_by_table(together)
             session.accept(new, part.step)
             new.ticket.answer(sink)
@@ -177,7 +177,7 @@ class Ingest:
         with self._changed:
             if self.sessions.is_live(part.trainer, part.incarnation):
                 session = self.sessions.find(part.trainer, part.incarnation)
-                if session.held and session.held_step == part.step and part.sequence == session.last_sequence + 1:
+                if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
     def submit_rows(self, work: RowsWork, deadline: Deadline) -> int:
@@ -411,12 +411,12 @@ class Ingest:
             late = "" if self._barrier is None else self._barrier.waits_for(self._clock())
         return "; ".join(filter(None, (str(self.trouble), late)))
 
-    def kept(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
+    def to_save(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
         """Return what a restart needs to know of trainers: sessions, members of a sync job, whether that was complete."""
         with self._changed:
             if self._barrier is None:
-                return self.sessions.kept(), (), False
-            return self.sessions.kept(), self._barrier.membership.members, self._barrier.membership.complete
+                return self.sessions.to_save(), (), False
+            return self.sessions.to_save(), self._barrier.membership.members, self._barrier.membership.complete
 
     @property
     def failure(self) -> str:

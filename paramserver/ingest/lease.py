@@ -1,7 +1,7 @@
-"""One trainer's seat at the barrier: its pushes that wait, how its step numbers relate to the job's, and its lease. Pure.
+"""One trainer's place at the barrier: its pushes that wait, how its step numbers relate to the job's, and its lease. Pure.
 
 A trainer that is started again numbers its steps as `first_step` told it. Where the shard could not tell (it had been restarted itself),
-the number of the first step that the seat takes part in settles how its numbers are read from then on.
+the number of the first step that the place takes part in settles how its numbers are read from then on.
 
 There is no heartbeat: the lease runs while the others of a step wait for this trainer, and begins anew with everything that is heard of it.
 Whose earlier push has no outcome yet may be waiting for just that, so it cannot be late.
@@ -22,7 +22,7 @@ class TrainerLease:
         aligned: whether `shift` is known.
         heard_s: when the member was last heard of, on the clock of `Push.arrived_s`.
         waiting: its pushes, oldest first.
-        leaving: it said goodbye; the seat is free once what waits is handed out.
+        leaving: it said goodbye; the place is free once what waits is handed out.
         shift: what to add to its step numbers.
         n_unsettled: pushes handed out that have no outcome yet.
     """

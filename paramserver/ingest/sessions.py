@@ -1,4 +1,4 @@
-"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; the intake locks.
+"""Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; ingest locks.
 
 Shard 0 issues incarnations, one counter for the whole cluster, so that they order trainers; the other shards take over higher ones. Parts
 of one session are numbered 1, 2, 3, …: the next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
@@ -30,8 +30,8 @@ class Session:
         live: said hello to this process and not yet goodbye.
         restored: known from before this process began, and not heard of since.
         recorded: its last hello is in the journal.
-        held: parts of a push whose last part is still to come.
-        held_step: the step of that push.
+        incomplete: parts of a push whose last part is still to come.
+        incomplete_step: the step of that push.
         answers: tickets of recent parts by sequence, oldest first; every part that has no outcome yet is among them.
         n_waiting, bytes_waiting: complete pushes that are not applied yet.
         refused: sequences of refused steps that a journal told of.
@@ -45,8 +45,8 @@ class Session:
     live: bool = True
     restored: bool = False
     recorded: bool = False
-    held: list[ReceivedPart] = field(default_factory=list)
-    held_step: int = 0
+    incomplete: list[ReceivedPart] = field(default_factory=list)
+    incomplete_step: int = 0
     answers: OrderedDict[int, PartTicket] = field(default_factory=OrderedDict)
     n_waiting: int = 0
     bytes_waiting: int = 0
@@ -84,21 +84,21 @@ class Session:
 
     def accept(self, part: ReceivedPart, step: int) -> None:
         """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
-        if step != self.held_step:
+        if step != self.incomplete_step:
             self.drop_incomplete(
                 {"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"}
             )
-        self.held_step = step
+        self.incomplete_step = step
         self.last_sequence = part.ticket.sequence
         self.answers[part.ticket.sequence] = part.ticket
-        self.held.append(part)
+        self.incomplete.append(part)
         while len(self.answers) > KEPT_ANSWERS and next(iter(self.answers.values())).final is not None:
             self.answers.popitem(last=False)
 
     def complete(self, step: int, now_s: float = 0.0) -> Push:
         """Return the push that the last part completed."""
-        push = Push(self.trainer, self.incarnation, step, tuple(self.held), now_s)
-        self.held = []
+        push = Push(self.trainer, self.incarnation, step, tuple(self.incomplete), now_s)
+        self.incomplete = []
         self.n_waiting += 1
         self.bytes_waiting += push.size_bytes
         return push
@@ -109,15 +109,15 @@ class Session:
 
     def give_up_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push whose trainer will number its next parts anew."""
-        self.last_sequence -= len(self.held)
-        for part in self.held:
+        self.last_sequence -= len(self.incomplete)
+        for part in self.incomplete:
             self.answers.pop(part.ticket.sequence, None)
         self.drop_incomplete(reason)
 
     def drop_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push: nothing of it is applied."""
-        held, self.held = self.held, []
-        for part in held:
+        given_up, self.incomplete = self.incomplete, []
+        for part in given_up:
             part.ticket.finish(PushReply(part.ticket.sequence, "failed", error=reason))
 
 
@@ -140,7 +140,7 @@ class Sessions:
         """Sessions that said hello and not yet goodbye."""
         return [session for session in self._sessions.values() if session.live]
 
-    def kept(self) -> list[tuple[str, int, int]]:
+    def to_save(self) -> list[tuple[str, int, int]]:
         """Return what a restart needs: (trainer, incarnation, last sequence in the journal)."""
         return [(s.trainer, s.incarnation, s.journaled_sequence) for s in self._sessions.values()]
 

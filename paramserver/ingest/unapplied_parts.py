@@ -1,4 +1,4 @@
-"""What was taken and is not applied yet, oldest first, and how much of it there may be. Pure; the intake locks."""
+"""What was taken and is not applied yet, oldest first, and how much of it there may be. Pure; ingest locks."""
 
 from dataclasses import dataclass
 
@@ -83,7 +83,7 @@ class UnappliedParts:
 
     def check_size(self, session: Session, new: ReceivedPart) -> None:
         """Refuse the part that makes a push too large to hold."""
-        parts = [*session.held, new]  # of an abandoned push too: they leave when this part is taken
+        parts = [*session.incomplete, new]  # of an abandoned push too: they leave when this part is taken
         if len(parts) > self._limits.push_parts or sum(part.ticket.size_bytes for part in parts) > self._limits.push_bytes:
             raise PushRejectedError(
                 f"trainer {session.trainer!r}: a push of more than {self._limits.push_parts} parts or {self._limits.push_bytes} bytes; "

@@ -32,7 +32,7 @@ def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tu
     """
     if part.sequence < 1 or part.step < 0:
         raise PushRejectedError(f"trainer {part.trainer!r}: sequence {part.sequence}, step {part.step}: sequences count from 1")
-    digest = digest_tables(part.tables, part.held)
+    digest = digest_tables(part.tables, part.prefetched)
     if digest != part.digest:
         raise PushRejectedError(f"part {part.sequence}: digest {part.digest:016x} does not match its data ({digest:016x}); send it again")
     names = [rows.table for rows in part.tables]
@@ -47,15 +47,15 @@ def check_prefetched(part: PushPart, find: FindTable, shard: int, n_shards: int,
     Raises:
         PushRejectedError: as `check_part`; or this is no sync job. Nothing was accepted.
     """
-    if part.held and not sync:
-        raise PushRejectedError(f"part {part.sequence}: it asks about held rows, which only shards of a sync job answer")
-    names = [rows.table for rows in part.held]
+    if part.prefetched and not sync:
+        raise PushRejectedError(f"part {part.sequence}: it asks about prefetched rows, which only shards of a sync job answer")
+    names = [rows.table for rows in part.prefetched]
     if len(set(names)) < len(names):
-        raise PushRejectedError(f"part {part.sequence}: a table is held twice in {names}")
-    for rows in part.held:
+        raise PushRejectedError(f"part {part.sequence}: a table is prefetched twice in {names}")
+    for rows in part.prefetched:
         if len(rows.versions) != len(rows.ids):
-            raise PushRejectedError(f"table {rows.table!r}: {len(rows.ids)} rows are held, with {len(rows.versions)} versions")
-    return tuple(check_rows(rows, find, shard, n_shards, ERASE) for rows in part.held)
+            raise PushRejectedError(f"table {rows.table!r}: {len(rows.ids)} rows are prefetched, with {len(rows.versions)} versions")
+    return tuple(check_rows(rows, find, shard, n_shards, ERASE) for rows in part.prefetched)
 
 
 def find_same(name: str, schema: int, find: FindTable) -> TableDef:

@@ -1,4 +1,4 @@
-"""Work that waits for the committer, in order, and what of it becomes one batch. Pure: the clock is passed in; the intake locks."""
+"""Work that waits for the committer, in order, and what of it becomes one batch. Pure: the clock is passed in; ingest locks."""
 
 from collections import deque
 

@@ -85,17 +85,17 @@ class Shard:
         self.fenced = False
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
-            parts.intake,
+            parts.ingest,
             engine,
             parts.tables,
             handover,
             finder=ChangedRowsFinder(store, parts.tables, timeout_s),
             background=self._background,
-            applied=parts.ledger.end,
+            applied=parts.fenced_log.end,
             failed=self._failed,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
-        self._committer = Committer(parts.intake, parts.tables, parts.ledger, handover, sync=sync, **versions, failed=self._failed)
+        self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
         self._server = Server(Handlers(parts, ShardArchive(self._saver, parts.registry, on_load), self._background), listen)
         self._watch = NodeWatch(
@@ -126,14 +126,14 @@ class Shard:
         self._server.set_serving(False)
         self._watch.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
-        drained = self._parts.intake.drain(Deadline.after(drain_timeout_s))
+        drained = self._parts.ingest.drain(Deadline.after(drain_timeout_s))
         ended = [one.thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for one in (self._committer, self._applier)]
         trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
             trouble = self._save()
         self._server.stop(_GRACE_S)
         self._store.close()
-        self._parts.ledger.close()
+        self._parts.fenced_log.close()
         self._parts.runs.close()
         self._data.close()
         return trouble
@@ -172,7 +172,7 @@ class Shard:
         parts = self._parts
         read = from_storage(self._store, parts.config.storage.timeout_s)
         return LocalSnapshots(
-            parts.ledger,
+            parts.fenced_log,
             Snapshotter(parts.runs, read, lambda: make_version(parts.engine.epoch, parts.engine.k)),
             parts.tables.all,
             save=self._save_image,
@@ -182,7 +182,7 @@ class Shard:
 
     def _save_image(self, position: Position, pause: Pause) -> None:
         self._parts.engine.write_dirty(pause)
-        self._parts.intake.written()
+        self._parts.ingest.written()
         save(self._data, image(self._parts, position))
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
@@ -191,14 +191,14 @@ class Shard:
             with open_store(storage, role="trainer") as probe:  # whoever connects anew looks at the settings
                 probe.open(Deadline.after(storage.timeout_s))
         except UnsafeNodeError as unsafe:
-            self._parts.intake.fail_from_outside(UnsafeNodeError(f"{error} {unsafe}"))
+            self._parts.ingest.fail_from_outside(UnsafeNodeError(f"{error} {unsafe}"))
             return
         except StorageError:
             pass  # other shards may be repairing already
         self._background.ask_repair({address})
 
     def _trouble(self) -> str:
-        text = self._parts.intake.failure or self._parts.intake.describe_pending()
+        text = self._parts.ingest.failure or self._parts.ingest.describe_pending()
         if self.fenced:
             return text
         return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
@@ -215,7 +215,7 @@ class Shard:
         return ""
 
     def _lost_the_shard(self, error: FencedError) -> None:
-        self._parts.intake.fail(error)
+        self._parts.ingest.fail(error)
         self._failed(error)
 
     def _failed(self, error: BaseException) -> None:

@@ -33,7 +33,7 @@ from ..journal.fenced_log import FencedLog
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..recovery.claim_shard import CLUSTER_NAME, claim, require_owner, save
+from ..recovery.claim_shard import CLUSTER_NAME, claim_shard, require_owner, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovered, Recovery
 from ..recovery.shard_parts import ShardParts
@@ -90,7 +90,7 @@ def start(
             running = Shard(started, store, data, listen, on_fenced=on_fenced, on_load=on_load)
     except BaseException as error:
         if started is not None:
-            started.parts.ledger.close()
+            started.parts.fenced_log.close()
         if store is not None:
             store.close()
         data.close()
@@ -138,7 +138,7 @@ class _Start:
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
                 continue
             registry.create(table, exist_ok=True)
-        state = claim(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
+        state = claim_shard(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
         budget = CacheBudget(servers.cache_mb << 20)
@@ -147,7 +147,7 @@ class _Start:
         members = Membership(servers.trainers, state.members, state.complete)
         journal = self._open_journal()
         still_ours = partial(require_owner, data, state.epoch)
-        ledger = FencedLog(journal, still_ours)
+        fenced_log = FencedLog(journal, still_ours)
         try:
             recovery = self._scan(journal, state, registry)
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
@@ -172,18 +172,18 @@ class _Start:
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
-            intake = Ingest(sessions, barrier, record=ledger.record, behind=behind)
+            ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind)
             parts = ShardParts(
-                self._config, shard, cluster_id, registry, tables, engine, intake, ledger, recovered, timeline, runs, repairer, due
+                self._config, shard, cluster_id, registry, tables, engine, ingest, fenced_log, recovered, timeline, runs, repairer, due
             )
             self._settle(parts)
-            Loader(parts, self._store, self._data, _patience(self._start_timeout_s, self._wait)).run()
+            Loader(parts, self._store, self._data, _retry_until(self._start_timeout_s, self._wait)).run()
             return RecoveredShard(parts, handover, observer)
         except JournalBehindError:
-            ledger.give_up()
+            fenced_log.give_up()
             raise
         except BaseException:
-            ledger.close()
+            fenced_log.close()
             raise
 
     @property
@@ -229,7 +229,7 @@ class _Start:
         return Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
 
     def _recover(self, recovery: Recovery, engine: Engine, tables: Tables, sessions: Sessions, members: Membership) -> Recovered:
-        recovered = recovery.run(engine, tables, sessions, members, _patience(self._start_timeout_s, self._wait))
+        recovered = recovery.run(engine, tables, sessions, members, _retry_until(self._start_timeout_s, self._wait))
         if recovered.entries:
             log.info(
                 "recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)",
@@ -245,12 +245,12 @@ class _Start:
         if not parts.recovered.entries:
             return
         try:
-            save(self._data, image(parts, parts.ledger.end))
+            save(self._data, image(parts, parts.fenced_log.end))
         except OSError as error:
             raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
 
 
-def _patience(longest_s: float, wait: Callable[[float], None]) -> Pause:
+def _retry_until(longest_s: float, wait: Callable[[float], None]) -> Pause:
     """Wait between tries of a batch; give up when storage has not answered for so long."""
     waited_s = last_s = 0.0
     said = ""

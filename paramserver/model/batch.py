@@ -46,7 +46,7 @@ class CheckedRows:
 
 @dataclass(eq=False)
 class PartTicket:
-    """A part that was taken and what became of it. Used under the intake's lock only.
+    """A part that was taken and what became of it. Used under ingest's lock only.
 
     Args:
         sequence, digest, size_bytes: of the part.
@@ -89,7 +89,7 @@ class PartTicket:
 
     def finish(self, reply: PushReply) -> None:
         """Record the outcome and tell everybody who asked."""
-        self.final = replace(reply, rows=[], fresh=[]) if reply.rows or reply.fresh else reply  # who asks again does without
+        self.final = replace(reply, rows=[], changed_rows=[]) if reply.rows or reply.changed_rows else reply  # who asks again does without
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink(reply)
@@ -97,11 +97,11 @@ class PartTicket:
 
 @dataclass(frozen=True, eq=False)
 class ReceivedPart:
-    """One part of a push, with its ticket; `held` are rows (without weights) that its trainer asks about."""
+    """One part of a push, with its ticket; `prefetched` are rows (without weights) that its trainer asks about."""
 
     tables: tuple[CheckedRows, ...]
     ticket: PartTicket
-    held: tuple[CheckedRows, ...] = ()
+    prefetched: tuple[CheckedRows, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ Work = list[Push] | RowsWork | RefusedStep
 
 
 def items_of(work: Work) -> Sequence[Push | RowsWork]:
-    """Return what work is made of, as the intake counts it."""
+    """Return what work is made of, as ingest counts it."""
     if isinstance(work, RowsWork):
         return [work]
     return work.pushes if isinstance(work, RefusedStep) else work

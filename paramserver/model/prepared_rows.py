@@ -27,7 +27,7 @@ class PreparedRows:
 
     @property
     def weights(self) -> NDArray[np.uint8]:
-        """The new weights as they are stored, without the slots: a copy, uint8 [n, row bytes]."""
+        """The new weights as they are stored, without the state: a copy, uint8 [n, row bytes]."""
         return self.part.records[:, HEADER_SIZE : self.rows.definition.record.prefix_bytes].copy()
 
     def take(self, which: NDArray[np.bool_]) -> "PreparedRows":

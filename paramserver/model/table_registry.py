@@ -238,7 +238,7 @@ class Registry:
         if limit is not None and table.record.size_bytes > limit:
             raise InvalidInputError(
                 f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "
-                "use a smaller dim, a 16-bit dtype or an optimizer with fewer slots"
+                "use a smaller dim, a 16-bit dtype or an optimizer with less state"
             )
         if len(self._now.tables) >= MAX_TABLES:
             raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")

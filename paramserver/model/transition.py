@@ -172,7 +172,7 @@ def new_records(
 
     Args:
         state: the table; its step is the one before this batch.
-        kind: "apply" (rows are gradients) or "assign" (rows are weights; slots begin anew, as in a created row).
+        kind: "apply" (rows are gradients) or "assign" (rows are weights; state begins anew, as in a created row).
         rows: n rows.
         records: uint8 [n, record bytes], as read.
         exists: bool [n]; where false, the record has no meaning and the row is created.
@@ -184,16 +184,16 @@ def new_records(
     if kind == ASSIGN:
         definition.record.encode(rows.ids, version, round_nearest(rows.rows, dtype), optimizer.initial_state(n, dim), out)
         return
-    weights, slots = first_values(state, rows.ids, records, exists)
-    optimizer.update_in_place(weights, slots, rows.rows, rows.hyper, state.step + 1)
+    weights, row_state = first_values(state, rows.ids, records, exists)
+    optimizer.update_in_place(weights, row_state, rows.rows, rows.hyper, state.step + 1)
     stored = round_stochastic(weights, dtype, ids=rows.ids, versions=version, seed=definition.seed)
-    definition.record.encode(rows.ids, version, stored, slots, out)
+    definition.record.encode(rows.ids, version, stored, row_state, out)
 
 
 def first_values(
     state: TableState, ids: NDArray[np.uint64], records: NDArray[np.uint8], exists: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return weights [n, dim] and slots [n, s] that an update begins with, of rows that it may create; arrays of their own.
+    """Return weights [n, dim] and state [n, s] that an update begins with, of rows that it may create; arrays of their own.
 
     Args:
         state: the table.
@@ -202,14 +202,14 @@ def first_values(
         exists: bool [n]; where false, the record has no meaning and the row is created.
     """
     definition, dim, dtype = state.definition, state.definition.dim, state.definition.dtype
-    weights, slots = _own(definition.record.weights(records), records), _own(definition.record.slots(records), records)
+    weights, row_state = _own(definition.record.weights(records), records), _own(definition.record.state(records), records)
     if not exists.all():
         new = ~exists
         first = definition.initializer.rows(ids[new], dim, table=definition.name, seed=definition.seed)
         # As the storage dtype shows it: a pull before the creation rounds the same way.
         weights[new] = to_float32(round_nearest(first, dtype), dtype)
-        slots[new] = state.optimizer.initial_state(len(first), dim)
-    return weights, slots
+        row_state[new] = state.optimizer.initial_state(len(first), dim)
+    return weights, row_state
 
 
 def _own(values: NDArray[np.float32], records: NDArray[np.uint8]) -> NDArray[np.float32]:

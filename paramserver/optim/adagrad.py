@@ -5,7 +5,7 @@ import numpy as np
 from .update_rule import Array, Factors
 
 
-def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def adagrad_kernel(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of Adagrad in place.
 
         a <- a + g^2
@@ -13,7 +13,7 @@ def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Fa
 
     Args:
         weights: float32 [n, d].
-        slots: [sum [n, d]].
+        state: [sum [n, d]].
         grads: float32 [n, d]; used up.
         factors: lr, eps.
 
@@ -24,7 +24,7 @@ def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Fa
         >>> adagrad_kernel(w, [a], g, {"lr": 0.5, "eps": 1e-10}); w, a
         (array([[0.5]], dtype=float32), array([[16.]], dtype=float32))
     """
-    (total,) = slots
+    (total,) = state
     scratch = np.square(grads)
     total += scratch
     np.sqrt(total, out=scratch)
@@ -34,7 +34,7 @@ def adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Fa
     weights -= grads
 
 
-def rowwise_adagrad_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def rowwise_adagrad_kernel(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of Adagrad with a single sum per row in place.
 
         a <- a + mean_i(g_i^2)
@@ -42,7 +42,7 @@ def rowwise_adagrad_kernel(weights: Array, slots: list[Array], grads: Array, fac
 
     Args:
         weights: float32 [n, d].
-        slots: [mean_square_sum [n, 1]].
+        state: [mean_square_sum [n, 1]].
         grads: float32 [n, d]; used up.
         factors: lr, eps.
 
@@ -53,7 +53,7 @@ def rowwise_adagrad_kernel(weights: Array, slots: list[Array], grads: Array, fac
         >>> rowwise_adagrad_kernel(w, [a[:, :1]], g, {"lr": 0.5, "eps": 1e-8}); w
         array([[0.5, 0.5]], dtype=float32)
     """
-    (total,) = slots
+    (total,) = state
     # add.reduce sums each row by itself, in an order that depends on d only.
     mean = np.add.reduce(np.square(grads), axis=1, keepdims=True)
     mean /= grads.shape[1]

@@ -48,10 +48,10 @@ def adam_kernel(spec: OptimizerSpec) -> Kernel:
             "rate": hyper["lr"] * root_c2 / (1.0 - hyper["beta1"] ** step),
         }
 
-    def step_in_place(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+    def step_in_place(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
         if decoupled_decay:
             weights *= factors["kept"]
-        average, square = slots[0], slots[1]
+        average, square = state[0], state[1]
         scratch = grads - average
         scratch *= factors["share1"]
         average += scratch
@@ -60,8 +60,8 @@ def adam_kernel(spec: OptimizerSpec) -> Kernel:
         grads *= factors["share2"]
         square += grads
         if amsgrad:
-            np.maximum(slots[2], square, out=slots[2])
-        np.sqrt(slots[2] if amsgrad else square, out=scratch)
+            np.maximum(state[2], square, out=state[2])
+        np.sqrt(state[2] if amsgrad else square, out=scratch)
         scratch += factors["floor"]
         np.divide(average, scratch, out=scratch)
         scratch *= factors["rate"]

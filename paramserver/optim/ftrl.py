@@ -5,7 +5,7 @@ import numpy as np
 from .update_rule import Array, Factors
 
 
-def ftrl_kernel(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+def ftrl_kernel(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
     """Apply one step of FTRL-Proximal in place.
 
         sigma <- (sqrt(n + g^2) - sqrt(n)) / lr
@@ -17,7 +17,7 @@ def ftrl_kernel(weights: Array, slots: list[Array], grads: Array, factors: Facto
 
     Args:
         weights: float32 [n, d].
-        slots: [z [n, d], n [n, d]]; n > 0.
+        state: [z [n, d], n [n, d]]; n > 0.
         grads: float32 [n, d]; used up.
         factors: lr (> 0; the paper's alpha), beta, l1, l2.
 
@@ -29,7 +29,7 @@ def ftrl_kernel(weights: Array, slots: list[Array], grads: Array, factors: Facto
         >>> ftrl_kernel(w, [z, n], g, {"lr": 0.5, "beta": 0.0, "l1": 1.0, "l2": 0.0}); w
         array([[-0.3,  0. ]], dtype=float32)
     """
-    z, n = slots
+    z, n = state
     lr, l1 = factors["lr"], factors["l1"]
     root_before = np.sqrt(n)
     z += grads

@@ -10,7 +10,7 @@ from .update_rule import Array, Factors, Kernel
 
 
 def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
-    """Return the kernel for the options "momentum" (is there a slot) and "centered".
+    """Return the kernel for the options "momentum" (is there state for it) and "centered".
 
         v <- alpha * v + (1 - alpha) * g^2
         a <- a + (1 - alpha) * (g - a)              centered
@@ -37,21 +37,21 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
     def factors(hyper: Mapping[str, float], step: int) -> dict[str, float]:
         return {"share": 1.0 - hyper["alpha"]}
 
-    def step_in_place(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
-        square = slots[0]
+    def step_in_place(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
+        square = state[0]
         scratch = np.square(grads)
         scratch *= factors["share"]
         square *= factors["alpha"]
         square += scratch
         if centered:
-            _center(slots[1], square, grads, scratch, factors["share"])
+            _center(state[1], square, grads, scratch, factors["share"])
         else:
             np.sqrt(square, out=scratch)
         scratch += factors["eps"]
         grads /= scratch
         if momentum:
-            slots[-1][...] = factors["momentum"] * slots[-1] + grads
-            np.multiply(slots[-1], factors["lr"], out=grads)
+            state[-1][...] = factors["momentum"] * state[-1] + grads
+            np.multiply(state[-1], factors["lr"], out=grads)
         else:
             grads *= factors["lr"]
         weights -= grads

@@ -8,7 +8,7 @@ from .update_rule import Array, Factors, Kernel
 
 
 def sgd_kernel(spec: OptimizerSpec) -> Kernel:
-    """Return the kernel for the options "momentum" (is there a slot) and "nesterov".
+    """Return the kernel for the options "momentum" (is there state for it) and "nesterov".
 
         g <- g + weight_decay * W
         m <- momentum * m + g                  with momentum
@@ -29,11 +29,11 @@ def sgd_kernel(spec: OptimizerSpec) -> Kernel:
     options = dict(spec.options)
     momentum, nesterov = options["momentum"], options["nesterov"]
 
-    def step_in_place(weights: Array, slots: list[Array], grads: Array, factors: Factors) -> None:
+    def step_in_place(weights: Array, state: list[Array], grads: Array, factors: Factors) -> None:
         if np.any(factors["weight_decay"]):
             _add_scaled(grads, weights, factors["weight_decay"])
         if momentum:
-            (buffer,) = slots
+            (buffer,) = state
             buffer *= factors["momentum"]
             buffer += grads
             if nesterov:

@@ -1,4 +1,4 @@
-"""What is common to all optimizers: purity, blocks, slot layout, the guard against overflow.
+"""What is common to all optimizers: purity, blocks, layout of the state, the guard against overflow.
 
 The maths is in the kernels beside this file.
 
@@ -24,7 +24,7 @@ Factors = Mapping[str, float | Array]
 Python float to float32 before it meets a float32 array, so both give the same bits."""
 
 KernelStep = Callable[[Array, list[Array], Array, Factors], None]
-"""(weights [n, d], slots each [n, d] or [n, 1] in the spec's order, grads [n, d], factors): changes weights and slots, may use up
+"""(weights [n, d], state: arrays [n, d] or [n, 1] in the spec's order, grads [n, d], factors): changes weights and state, may use up
 grads. All arithmetic on single numbers is done before, in `Kernel.factors`: of arrays it would be rounded at other places."""
 
 Transform = Callable[[Array, Array, Factors], None]
@@ -43,9 +43,9 @@ class Kernel:
     step: KernelStep
     factors: Callable[[Mapping[str, float], int], dict[str, float]] = lambda hyper, step: {}
 
-    def __call__(self, weights: Array, slots: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
-        """Change weights and slots in place, and perhaps grads."""
-        self.step(weights, slots, grads, {**hyper, **self.factors(hyper, step)})
+    def __call__(self, weights: Array, state: list[Array], grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        """Change weights and state in place, and perhaps grads."""
+        self.step(weights, state, grads, {**hyper, **self.factors(hyper, step)})
 
 
 # Values of one array in a block: 512 KiB each, 8192 rows of dim 16. Measured on 40,000 rows, 1 MiB of L2 cache a core:
@@ -69,7 +69,7 @@ class Optimizer:
     transforms: tuple[Transform, ...]
 
     def state_size(self, dim: int) -> int:
-        """Return the number of float32 slot values beside one row of `dim` weights.
+        """Return the number of float32 state values beside one row of `dim` weights.
 
         Example:
             >>> import kvemb.optim; from paramserver.optim import build_optimizer
@@ -79,7 +79,7 @@ class Optimizer:
         return self.spec.state_size(dim)
 
     def initial_state(self, n: int, dim: int) -> Array:
-        """Return the slots of `n` rows that were never pushed.
+        """Return the state of `n` rows that were never pushed.
 
         Returns:
             float32 [n, state_size(dim)].
@@ -89,22 +89,22 @@ class Optimizer:
             >>> build_optimizer(kvemb.optim.ftrl()).initial_state(1, 2)
             array([[0. , 0. , 0.1, 0.1]], dtype=float32)
         """
-        slots = self.spec.slots()
-        one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(dim) for s in slots])
+        fields = self.spec.state_fields()
+        one_row = np.repeat(np.array([s.initial for s in fields], np.float32), [s.size(dim) for s in fields])
         return np.tile(one_row, (n, 1))
 
-    def update(self, weights: Array, slots: Array, grads: Array, hyper: Mapping[str, float], step: int) -> tuple[Array, Array]:
+    def update(self, weights: Array, state: Array, grads: Array, hyper: Mapping[str, float], step: int) -> tuple[Array, Array]:
         """Apply one batch of gradients: one row each, ids unique. Nothing that is passed in is changed or kept.
 
         Args:
             weights: float32 [n, d].
-            slots: float32 [n, state_size(d)], as `initial_state` or an earlier `update` made them.
+            state: float32 [n, state_size(d)], as `initial_state` or an earlier `update` made them.
             grads: float32 [n, d], finite (the caller has checked); beyond +-1e15 they are cut.
             hyper: run-time values; those left out have the table's defaults.
             step: number of applies of this table in this shard, this one included: 1 for the first (docs/adr/0004).
 
         Returns:
-            New weights, float32 [n, d], and new slots, float32 [n, s], both C-contiguous. Finite whenever weights stay
+            New weights, float32 [n, d], and new state, float32 [n, s], both C-contiguous. Finite whenever weights stay
             below about 1e19.
 
         Raises:
@@ -116,17 +116,17 @@ class Optimizer:
             >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update(w, np.empty((1, 0), np.float32), g, {}, step=1)[0]
             array([[0.5, 1.5]], dtype=float32)
         """
-        self._check(weights, slots, grads)
+        self._check(weights, state, grads)
         factors = self.factors(self.spec.check_hyper(hyper), step)
-        new_weights, new_slots = np.array(weights, order="C"), np.empty(slots.shape, np.float32)
-        self._update(new_weights, slots, new_slots, grads, factors)
-        return new_weights, new_slots
+        new_weights, new_state = np.array(weights, order="C"), np.empty(state.shape, np.float32)
+        self._update(new_weights, state, new_state, grads, factors)
+        return new_weights, new_state
 
-    def update_in_place(self, weights: Array, slots: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
-        """Do what `update` does, to the same bits, and leave the new weights and slots in the arrays that held the old ones.
+    def update_in_place(self, weights: Array, state: Array, grads: Array, hyper: Mapping[str, float], step: int) -> None:
+        """Do what `update` does, to the same bits, and leave the new weights and state in the arrays that held the old ones.
 
         Args:
-            weights, slots: as in `update`, C-contiguous.
+            weights, state: as in `update`, C-contiguous.
             grads, hyper, step: as in `update`.
 
         Raises:
@@ -138,8 +138,8 @@ class Optimizer:
             >>> build_optimizer(kvemb.optim.sgd(lr=0.5)).update_in_place(w, np.empty((1, 0), np.float32), g, {}, step=1); w
             array([[0.5, 1.5]], dtype=float32)
         """
-        self._check(weights, slots, grads)
-        self._update(weights, slots, slots, grads, self.factors(self.spec.check_hyper(hyper), step))
+        self._check(weights, state, grads)
+        self._update(weights, state, state, grads, self.factors(self.spec.check_hyper(hyper), step))
 
     def factors(self, hyper: Mapping[str, float], step: int) -> dict[str, float]:
         """Return every number that an update at this step uses, as Python floats.
@@ -155,11 +155,11 @@ class Optimizer:
             raise InvalidInputError(f"step counts from 1, got {step}")
         return {**hyper, **self.kernel.factors(hyper, step)}
 
-    def update_mixed(self, weights: Array, slots: Array, grads: Array, factors: Factors) -> None:
+    def update_mixed(self, weights: Array, state: Array, grads: Array, factors: Factors) -> None:
         """Do what `update_in_place` does, to the same bits, where rows differ in step and run-time values.
 
         Args:
-            weights, slots, grads: as in `update_in_place`.
+            weights, state, grads: as in `update_in_place`.
             factors: what `factors` returns for each row, as float32 [n, 1]; or a number where it is the same for all.
 
         Example:
@@ -170,18 +170,18 @@ class Optimizer:
             array([[0.5 ],
                    [0.75]], dtype=float32)
         """
-        self._check(weights, slots, grads)
-        self._update(weights, slots, slots, grads, factors)
+        self._check(weights, state, grads)
+        self._update(weights, state, state, grads, factors)
 
-    def _update(self, weights: Array, slots: Array, new_slots: Array, grads: Array, factors: Factors) -> None:
-        """Change `weights` in place; fill in `new_slots`, which may be `slots`."""
+    def _update(self, weights: Array, state: Array, new_state: Array, grads: Array, factors: Factors) -> None:
+        """Change `weights` in place; fill in `new_state`, which may be `state`."""
         layout = self._layout(weights.shape[1])
         rows = max(1, _BLOCK_VALUES // max(1, weights.shape[1]))
         for low in range(0, len(weights), rows):
             block = slice(low, low + rows)
-            parts = [(slots[block, columns], new_slots[block, columns]) for columns in layout]
+            parts = [(state[block, columns], new_state[block, columns]) for columns in layout]
             these = {name: value if isinstance(value, float) else value[block] for name, value in factors.items()}
-            self._update_block(weights[block], parts, grads[block], these, own=slots is new_slots and len(layout) == 1)
+            self._update_block(weights[block], parts, grads[block], these, own=state is new_state and len(layout) == 1)
 
     def _update_block(
         self,
@@ -196,7 +196,7 @@ class Optimizer:
         grads = np.clip(grads, -GRAD_LIMIT, GRAD_LIMIT, order="C")  # a copy, so the kernel may use it up
         for transform in self.transforms:
             transform(grads, weights, factors)
-        # Contiguous copies: on columns of the wider slots array every operation would start anew at each row.
+        # Contiguous copies: on columns of the wider state array every operation would start anew at each row.
         owned = [before if own else before.copy(order="C") for before, _ in parts]
         self.kernel.step(weights, owned, grads, factors)
         if own:
@@ -205,15 +205,15 @@ class Optimizer:
             after[...] = values
 
     def _layout(self, dim: int) -> list[slice]:
-        """Return the columns of each slot in [n, state_size(dim)]."""
-        ends = list(accumulate((slot.size(dim) for slot in self.spec.slots()), initial=0))
+        """Return the columns of each part of the state in [n, state_size(dim)]."""
+        ends = list(accumulate((field.size(dim) for field in self.spec.state_fields()), initial=0))
         return [slice(start, end) for start, end in pairwise(ends)]
 
-    def _check(self, weights: Array, slots: Array, grads: Array) -> None:
+    def _check(self, weights: Array, state: Array, grads: Array) -> None:
         if weights.ndim != 2 or grads.shape != weights.shape:
             raise InvalidInputError(f"weights and grads must both be [n, d], got {weights.shape} and {grads.shape}")
         expected = (len(weights), self.state_size(weights.shape[1]))
-        if slots.shape != expected:
-            raise InvalidInputError(f"{self.spec.kind}: slots must be {expected}, got {slots.shape}")
-        if any(a.dtype != np.float32 for a in (weights, slots, grads)):
-            raise InvalidInputError(f"all must be float32, got {weights.dtype}, {slots.dtype}, {grads.dtype}")
+        if state.shape != expected:
+            raise InvalidInputError(f"{self.spec.kind}: state must be {expected}, got {state.shape}")
+        if any(a.dtype != np.float32 for a in (weights, state, grads)):
+            raise InvalidInputError(f"all must be float32, got {weights.dtype}, {state.dtype}, {grads.dtype}")

@@ -26,7 +26,7 @@ JOURNAL_START = (0, 0)
 log = logging.getLogger("paramserver")
 
 
-def claim(
+def claim_shard(
     store: Store,
     data: DataDir,
     shard: int,

@@ -25,8 +25,8 @@ class ShardParts:
     registry: Registry
     tables: Tables
     engine: Engine
-    intake: Ingest
-    ledger: FencedLog
+    ingest: Ingest
+    fenced_log: FencedLog
     recovered: Recovered
     timeline: Timeline
     runs: Runs

@@ -16,7 +16,7 @@ def image(parts: ShardParts, position: Position) -> ShardState:
     """
     assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
     tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
-    sessions, members, complete = parts.intake.kept()
+    sessions, members, complete = parts.ingest.to_save()
     return ShardState(
         cluster_id=parts.cluster_id,
         shard=parts.shard,
@@ -24,7 +24,7 @@ def image(parts: ShardParts, position: Position) -> ShardState:
         epoch=parts.engine.epoch,
         k=parts.engine.k,
         rows_applied=parts.engine.rows_applied,
-        next_incarnation=parts.intake.sessions.next_incarnation,
+        next_incarnation=parts.ingest.sessions.next_incarnation,
         tables=tuple(tables),
         sessions=tuple(sessions),
         members=members,

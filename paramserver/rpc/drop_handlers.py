@@ -31,12 +31,12 @@ class DropHandlers:
     Args:
         shard: number.
         declared: the tables of kvemb.yaml.
-        registry, tables, intake: the shard's.
+        registry, tables, ingest: the shard's.
     """
 
-    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, intake: Ingest) -> None:
+    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, ingest: Ingest) -> None:
         self._shard, self._declared = shard, {table.name for table in declared}
-        self._registry, self._tables, self._intake = registry, tables, intake
+        self._registry, self._tables, self._ingest = registry, tables, ingest
 
     @property
     def unfinished(self) -> str:
@@ -77,14 +77,14 @@ class DropHandlers:
             raise ParameterServerError(
                 f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
             )
-        self._intake.refuse_table(definition.key)
-        self._intake.flush(deadline)
+        self._ingest.refuse_table(definition.key)
+        self._ingest.flush(deadline)
         state = self._tables.state(definition)
         ids, n_erased = state.page(0, True, _PORTION), 0
         if len(ids):
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
-            n_erased = self._intake.submit_rows(RowsWork(ERASE, rows), deadline)
+            n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline)
         if not state.n_rows:
             self._tables.forget(definition)
         return EraseTableReply(n_erased, state.n_rows)

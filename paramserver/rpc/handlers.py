@@ -76,7 +76,7 @@ class Handlers:
         self._parts, self._archive, self._background = parts, archive, background
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
-        self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.intake)
+        self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.ingest)
 
     def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
@@ -88,13 +88,13 @@ class Handlers:
             )
         if request.n_shards != self._n_shards:
             raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
-        incarnation, last = self._parts.intake.hello(request.trainer, request.incarnation)
+        incarnation, last = self._parts.ingest.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
-        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.intake.first_step(request.trainer))
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.first_step(request.trainer))
 
     def bye(self, request: ByeRequest, remaining_s: float) -> Empty:
         """Let a trainer go."""
-        self._parts.intake.bye(request.trainer, request.incarnation)
+        self._parts.ingest.bye(request.trainer, request.incarnation)
         log.info("trainer %s left", request.trainer)
         return Empty()
 
@@ -118,7 +118,7 @@ class Handlers:
 
     def open_stream(self, requests: Iterator[bytes]) -> PushReceiver:
         """Make the server's end of a push stream."""
-        return PushReceiver(self._parts.intake, self._check_part, requests, self._in_hand)
+        return PushReceiver(self._parts.ingest, self._check_part, requests, self._in_hand)
 
     def assign(self, request: RowsRequest, remaining_s: float) -> Empty:
         """Set rows, in order with pushes; answered once applied."""
@@ -131,7 +131,7 @@ class Handlers:
 
     def flush(self, request: FlushRequest, remaining_s: float) -> Empty:
         """Wait until everything accepted is applied and in storage."""
-        self._parts.intake.flush(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        self._parts.ingest.flush(Deadline.after(min(_wait_s(remaining_s), max(0.0, request.timeout_s))))
         return Empty()
 
     def count(self, request: TableRequest, remaining_s: float) -> CountReply:
@@ -155,8 +155,8 @@ class Handlers:
 
     def save(self, request: SaveRequest, remaining_s: float) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
-        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
-        return self._archive.save(request, Deadline.after(patience_s))
+        wait_s = min(_wait_s(remaining_s), max(0.0, request.timeout_s))
+        return self._archive.save(request, Deadline.after(wait_s))
 
     def save_status(self, request: SaveStatusRequest, remaining_s: float) -> SaveReply:
         """Say how far a save is."""
@@ -175,14 +175,14 @@ class Handlers:
             InvalidInputError: no such node.
             DeadlineExceededError: it goes on.
         """
-        if self._parts.intake.failure:
-            raise ShardFailedError(self._parts.intake.failure)
+        if self._parts.ingest.failure:
+            raise ShardFailedError(self._parts.ingest.failure)
         known, started_s = self._parts.repairer.addresses, time.monotonic()
         unknown = sorted(set(request.addresses) - set(known))
         if unknown:
             raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
         ticket = self._background.ask_repair(known if request.all_nodes else request.addresses)
-        ticket.wait(Deadline.after(min(_patience_s(remaining_s), max(0.0, request.timeout_s))))
+        ticket.wait(Deadline.after(min(_wait_s(remaining_s), max(0.0, request.timeout_s))))
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
     def compare(self, request: CompareRequest, remaining_s: float) -> CountReply:
@@ -202,10 +202,10 @@ class Handlers:
         state = self._parts.tables.state(table)
         ids = np.unique(np.frombuffer(request.ids, "<u8").astype(np.uint64))
         ids = ids[state.known(ids)]
-        if not len(ids) or self._parts.intake.failure:
+        if not len(ids) or self._parts.ingest.failure:
             return CountReply(0)
         ticket = self._background.ask_compare(state, ids)
-        ticket.wait(Deadline.after(_patience_s(remaining_s)))
+        ticket.wait(Deadline.after(_wait_s(remaining_s)))
         return CountReply(ticket.rows)
 
     def progress(self, request: Empty, remaining_s: float) -> ProgressReply:
@@ -215,7 +215,7 @@ class Handlers:
     def status(self, request: Empty, remaining_s: float) -> StatusReply:
         """Say how the shard is doing."""
         parts = self._parts
-        pending, lag_s = parts.intake.pending()
+        pending, lag_s = parts.ingest.pending()
         cache = parts.tables.cache_budget
         return StatusReply(
             shard=parts.shard,
@@ -225,12 +225,12 @@ class Handlers:
             pending_parts=pending,
             lag_s=lag_s,
             n_rows=sum(state.n_rows for state in parts.tables.all()),
-            n_trainers=parts.intake.n_trainers,
+            n_trainers=parts.ingest.n_trainers,
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.intake.failure or parts.intake.waits_for or self.drop.unfinished,
-            journal_bytes=parts.ledger.size_bytes,
+            failure=parts.ingest.failure or parts.ingest.waits_for or self.drop.unfinished,
+            journal_bytes=parts.fenced_log.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
             dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
@@ -244,10 +244,10 @@ class Handlers:
 
     def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
-        patience_s = min(_patience_s(remaining_s), max(0.0, request.timeout_s))
-        return self._parts.intake.submit_rows(RowsWork(kind, rows), Deadline.after(patience_s))
+        wait_s = min(_wait_s(remaining_s), max(0.0, request.timeout_s))
+        return self._parts.ingest.submit_rows(RowsWork(kind, rows), Deadline.after(wait_s))
 
 
-def _patience_s(remaining_s: float | None) -> float:
+def _wait_s(remaining_s: float | None) -> float:
     """How long a verb may wait: as long as its caller does."""
     return _LONGEST_WAIT_S if remaining_s is None else max(0.0, min(remaining_s, _LONGEST_WAIT_S))

@@ -1,6 +1,6 @@
 """One trainer's push stream: a thread that reads its parts, and the replies that go back, in the order in which things happen.
 
-The reader stops reading while the intake has no room or the trainer does not take its replies; gRPC's flow control does the rest. The apply
+The reader stops reading while ingest has no room or the trainer does not take its replies; gRPC's flow control does the rest. The apply
 thread only ever appends to the outbox. A part that is refused gets a "failed" reply and the stream goes on; a malformed one ends it.
 """
 
@@ -36,7 +36,7 @@ _FINAL = ("applied", "failed")
 log = logging.getLogger("paramserver")
 
 Check = Callable[[PushPart], tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]]
-"""Returns the rows to apply, and those held, or raises PushRejectedError."""
+"""Returns the rows to apply, and those prefetched, or raises PushRejectedError."""
 
 
 class _AnswerQueue:
@@ -63,7 +63,7 @@ class _AnswerQueue:
             self._n_open -= reply.state in _FINAL
             self._quiet_since_s = time.monotonic()
             if self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
-                reply = replace(reply, rows=[], fresh=[])
+                reply = replace(reply, rows=[], changed_rows=[])
             self._row_bytes += _row_bytes(reply)
             self._replies.append(reply)
             self._changed.notify_all()
@@ -126,21 +126,21 @@ class _AnswerQueue:
 
 
 def _row_bytes(reply: PushReply) -> int:
-    return sum(map(len, reply.rows)) + sum(rows.size_bytes for rows in reply.fresh)
+    return sum(map(len, reply.rows)) + sum(rows.size_bytes for rows in reply.changed_rows)
 
 
 class PushReceiver:
     """Serves one push stream.
 
     Args:
-        intake: of the shard.
+        ingest: of the shard.
         check: validates a decoded part.
         requests: encoded parts; iterating ends or raises when the stream does.
         in_hand: what all streams together have received and not yet passed on.
     """
 
-    def __init__(self, intake: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
-        self._intake, self._check, self._requests, self._in_hand = intake, check, requests, in_hand
+    def __init__(self, ingest: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
+        self._ingest, self._check, self._requests, self._in_hand = ingest, check, requests, in_hand
         self._outbox = _AnswerQueue()
         self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)
         self.unavailable = ""  # why the shard took no more parts from this stream
@@ -167,7 +167,7 @@ class PushReceiver:
     def cancel(self) -> None:
         """End the stream; what was taken is applied all the same. Any thread may call this."""
         self._outbox.close()
-        self._intake.wake()
+        self._ingest.wake()
 
     def _read(self) -> None:
         try:
@@ -199,12 +199,12 @@ class PushReceiver:
             return False
         try:
             try:
-                tables, held = self._check(part)
+                tables, prefetched = self._check(part)
             except TableDroppedError:
-                if self._intake.answer_known(part, self._outbox.put):
+                if self._ingest.answer_known(part, self._outbox.put):
                     return True
                 raise
-            self._intake.submit(part, tables, self._outbox.put, lambda: self._outbox.closed, held)
+            self._ingest.submit(part, tables, self._outbox.put, lambda: self._outbox.closed, prefetched)
         except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
             # (Storage errors: of the look-up of a table that this shard has not met.)
             # Not the part's fault: the call ends as UNAVAILABLE, and the trainer sends the part again over a new one.
@@ -212,7 +212,7 @@ class PushReceiver:
             self._outbox.refuse(None)
             return False
         except KvembError as error:
-            self._intake.give_up(part, error)
+            self._ingest.give_up(part, error)
             self._outbox.refuse(PushReply(part.sequence, "failed", error=to_wire(error)))
         except Exception as error:
             log.exception("a part could not be taken")

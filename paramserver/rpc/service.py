@@ -50,18 +50,18 @@ log = logging.getLogger("paramserver")
 
 
 class Server:
-    """A gRPC server around a shard's verbs.
+    """A gRPC server around a shard's handlers.
 
     Args:
-        verbs: what to call.
+        handlers: what to call.
         listen: "host:port"; port 0 takes a free one.
 
     Raises:
         ParameterServerError: the address cannot be had.
     """
 
-    def __init__(self, verbs: Handlers, listen: str) -> None:
-        self._verbs = verbs
+    def __init__(self, handlers: Handlers, listen: str) -> None:
+        self._handlers = handlers
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
         n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
@@ -69,7 +69,7 @@ class Server:
         self._server = grpc.server(self._threads, options=_OPTIONS)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._rpc_methods()),))
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
@@ -94,33 +94,33 @@ class Server:
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=True)
 
-    def _handlers(self) -> dict[str, Any]:
-        verbs = self._verbs
+    def _rpc_methods(self) -> dict[str, Any]:
+        handlers = self._handlers
         unary = {
-            "Hello": self._unary(HelloRequest, verbs.hello),
-            "Describe": self._unary(Empty, verbs.describe),
-            "CreateTable": self._unary(CreateTableRequest, verbs.create_table, waits=True),
-            "DropTable": self._unary(TableRequest, verbs.drop.begin, waits=True),
-            "EraseTable": self._unary(EraseTableRequest, verbs.drop.erase, waits=True),
-            "EndDrop": self._unary(TableRequest, verbs.drop.end, waits=True),
-            "GetTable": self._unary(TableRequest, verbs.get_table),
-            "Assign": self._unary(RowsRequest, verbs.assign, waits=True),
-            "Erase": self._unary(RowsRequest, verbs.erase, waits=True),
-            "Flush": self._unary(FlushRequest, verbs.flush, waits=True),
-            "Count": self._unary(TableRequest, verbs.count),
-            "Step": self._unary(TableRequest, verbs.step),
-            "Ids": self._unary(IdsRequest, verbs.ids),
-            "Status": self._unary(Empty, verbs.status),
-            "Progress": self._unary(Empty, verbs.progress),
-            "Bye": self._unary(ByeRequest, verbs.bye),
-            "Save": self._unary(SaveRequest, verbs.save, waits=True),
-            "SaveStatus": self._unary(SaveStatusRequest, verbs.save_status),
-            "Load": self._unary(LoadRequest, verbs.load, waits=True),
-            "Compare": self._unary(CompareRequest, verbs.compare, waits=True),
-            "Repair": self._unary(RepairRequest, verbs.repair, waits=True),
+            "Hello": self._unary(HelloRequest, handlers.hello),
+            "Describe": self._unary(Empty, handlers.describe),
+            "CreateTable": self._unary(CreateTableRequest, handlers.create_table, waits=True),
+            "DropTable": self._unary(TableRequest, handlers.drop.begin, waits=True),
+            "EraseTable": self._unary(EraseTableRequest, handlers.drop.erase, waits=True),
+            "EndDrop": self._unary(TableRequest, handlers.drop.end, waits=True),
+            "GetTable": self._unary(TableRequest, handlers.get_table),
+            "Assign": self._unary(RowsRequest, handlers.assign, waits=True),
+            "Erase": self._unary(RowsRequest, handlers.erase, waits=True),
+            "Flush": self._unary(FlushRequest, handlers.flush, waits=True),
+            "Count": self._unary(TableRequest, handlers.count),
+            "Step": self._unary(TableRequest, handlers.step),
+            "Ids": self._unary(IdsRequest, handlers.ids),
+            "Status": self._unary(Empty, handlers.status),
+            "Progress": self._unary(Empty, handlers.progress),
+            "Bye": self._unary(ByeRequest, handlers.bye),
+            "Save": self._unary(SaveRequest, handlers.save, waits=True),
+            "SaveStatus": self._unary(SaveStatusRequest, handlers.save_status),
+            "Load": self._unary(LoadRequest, handlers.load, waits=True),
+            "Compare": self._unary(CompareRequest, handlers.compare, waits=True),
+            "Repair": self._unary(RepairRequest, handlers.repair, waits=True),
         }
-        handlers: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
-        return {**handlers, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
+        methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
+        return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
 
     def _unary(self, request_type: type[Message], verb: Callable[[Any, float], Message], *, waits: bool = False) -> Any:
         """Make a handler; `waits` marks verbs that may hold their thread for long, of which only so many may run at once."""
@@ -148,7 +148,7 @@ class Server:
             self._waiting.release()
 
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        stream = self._verbs.open_stream(requests)
+        stream = self._handlers.open_stream(requests)
         try:
             self._streams.enter(stream, context.peer())
         except ShardUnavailableError as error:

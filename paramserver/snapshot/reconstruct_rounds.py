@@ -81,14 +81,14 @@ class Rounds:
         base, definition, optimizer = self._base, self._table.definition, self._table.optimizer
         rows = updates.rows[block]
         ids, old = self._ids[rows], whole(base.records)[rows].view(np.uint8).reshape(len(rows), -1)
-        weights, slots = first_values(self._table, ids, old, base.exists[rows])
+        weights, row_state = first_values(self._table, ids, old, base.exists[rows])
         for n, grads, factors, versions in updates.rounds(block):
-            optimizer.update_mixed(weights[:n], slots[:n], grads, factors)
+            optimizer.update_mixed(weights[:n], row_state[:n], grads, factors)
             if definition.dtype != "float32":
                 stored = round_stochastic(weights[:n], definition.dtype, ids=ids[:n], versions=versions, seed=definition.seed)
                 weights[:n] = to_float32(stored, definition.dtype)
         last = updates.last_versions(block)
-        definition.record.encode(ids, last, round_nearest(weights, definition.dtype), slots, old)  # weights are as they are stored
+        definition.record.encode(ids, last, round_nearest(weights, definition.dtype), row_state, old)  # weights are as they are stored
         whole(base.records)[rows], base.versions[rows], base.exists[rows] = whole(old), last, True
 
 

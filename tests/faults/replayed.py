@@ -32,7 +32,7 @@ class Replayed:
         self.weights = self.definition.initializer.rows(
             self.ids, self.definition.dim, table=self.definition.name, seed=self.definition.seed
         )
-        self.slots = self.optimizer.initial_state(self.n_rows, self.definition.dim)
+        self.state = self.optimizer.initial_state(self.n_rows, self.definition.dim)
         self.exists = np.zeros(self.n_rows, bool)
         self.steps = [0, 0]
 
@@ -44,8 +44,8 @@ class Replayed:
             if mine.any():
                 self.steps[shard] += 1
                 rows = ids[mine]
-                new = self.optimizer.update(self.weights[rows], self.slots[rows], grads[mine], hyper, self.steps[shard])
-                self.weights[rows], self.slots[rows] = new
+                new = self.optimizer.update(self.weights[rows], self.state[rows], grads[mine], hyper, self.steps[shard])
+                self.weights[rows], self.state[rows] = new
                 self.exists[rows] = True
 
     def require_stored(self, cluster: kvemb.Cluster) -> np.ndarray:
@@ -59,5 +59,5 @@ class Replayed:
         np.testing.assert_array_equal(got.found, self.exists, err_msg=name)
         record.check(got.records, self.ids, got.found)
         np.testing.assert_array_equal(record.weights(got.records)[self.exists], self.weights[self.exists], err_msg=name)
-        np.testing.assert_array_equal(record.slots(got.records)[self.exists], self.slots[self.exists], err_msg=name)
+        np.testing.assert_array_equal(record.state(got.records)[self.exists], self.state[self.exists], err_msg=name)
         return np.where(got.found, record.versions(got.records), np.uint64(0))

@@ -68,7 +68,7 @@ class Job:
         self.expected = copy.deepcopy(saved)
 
     def check(self) -> np.ndarray:
-        """Rows, slots and their number are as expected; return the versions."""
+        """Rows, state and their number are as expected; return the versions."""
         versions = self.expected.require_stored(self.cluster)
         assert len(self.table) == int(self.expected.exists.sum())
         expected = self.expected.weights.copy()  # rows that do not exist are the initializer's

@@ -1,4 +1,4 @@
-"""The second ledger: optimizers with memory. Counts cannot see a torn slot, so rows and slots are compared, bit for bit, with a replay."""
+"""The second ledger: optimizers with memory. Counts cannot see a torn state, so rows and state are compared, bit for bit, with a replay."""
 
 import numpy as np
 from chaos import processes, storage
@@ -22,7 +22,7 @@ def push(number: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, random.standard_normal((250, DIM), dtype=np.float32)
 
 
-def test_rows_and_slots_are_those_of_an_undisturbed_job_bit_for_bit(local: FaultyCluster, connected: kvemb.Cluster) -> None:
+def test_rows_and_state_are_those_of_an_undisturbed_job_bit_for_bit(local: FaultyCluster, connected: kvemb.Cluster) -> None:
     # "mean": pushes are never merged, so that every push is a batch of its own, in order.
     tables = {name: connected.create_table(name, dim=DIM, optimizer=spec, reduce="mean") for name, spec in OPTIMIZERS.items()}
     replayed = {name: Replayed(table.definition, N_ROWS) for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""Rows that trainers of a sync job hold for later steps: the release brings exactly those that changed, as storage has them."""
+"""Rows that trainers of a sync job have prefetched for later steps: the release brings exactly those that changed, as storage has them."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from tests.integration.shard_processes import Pushes, Server, part, redis_comman
 
 IDS = np.arange(400)
 PATIENCE_S = 60.0
-Held = dict[str, tuple[NDArray[np.int64], NDArray[np.uint64]]]
+Prefetched = dict[str, tuple[NDArray[np.int64], NDArray[np.uint64]]]
 Rows = dict[str, NDArray[np.int64]]
 
 
@@ -43,30 +43,30 @@ def create(cluster: Cluster, name: str, dtype: str = "float32", **options: objec
     cluster.create_table(name, dim=6, **chosen)  # type: ignore[arg-type]
 
 
-def pull(cluster: Cluster, ids: Rows) -> tuple[dict[str, NDArray[np.float32]], Held]:
+def pull(cluster: Cluster, ids: Rows) -> tuple[dict[str, NDArray[np.float32]], Prefetched]:
     pulled = cluster.pull_versions(ids)
     return {name: rows for name, (rows, _) in pulled.items()}, {name: (ids[name], versions) for name, (_, versions) in pulled.items()}
 
 
-def push(cluster: Cluster, ids: Rows, rng: np.random.Generator, held: Held | None = None) -> Ack:
-    return cluster.push({name: (some, rng.normal(size=(len(some), 6))) for name, some in ids.items()}, prefetched=held)
+def push(cluster: Cluster, ids: Rows, rng: np.random.Generator, prefetched: Prefetched | None = None) -> Ack:
+    return cluster.push({name: (some, rng.normal(size=(len(some), 6))) for name, some in ids.items()}, prefetched=prefetched)
 
 
-def check_fresh(reader: Cluster, held: Held, ack: Ack) -> dict[str, int]:
-    """Compare what the release said with what storage holds; return how many rows of each table were fresh."""
+def check_changed(reader: Cluster, prefetched: Prefetched, ack: Ack) -> dict[str, int]:
+    """Compare what the release said with what storage holds; return how many rows of each table were changed."""
     assert ack.changed_rows is not None
-    assert set(ack.changed_rows) == set(held)
-    rows, now = pull(reader, {name: ids for name, (ids, _) in held.items()})
-    for name, (ids, seen) in held.items():
-        changed = now[name][1] != seen
-        fresh = ack.changed_rows[name]
-        assert (fresh.ids.dtype, fresh.rows.dtype, fresh.versions.dtype) == (np.uint64, np.float32, np.uint64)
-        order = np.argsort(fresh.ids)
-        at = np.flatnonzero(changed)[np.argsort(ids[changed].astype(np.uint64))]
-        np.testing.assert_array_equal(fresh.ids[order], ids[at].astype(np.uint64))
-        np.testing.assert_array_equal(fresh.rows[order], rows[name][at])
-        np.testing.assert_array_equal(fresh.versions[order], now[name][1][at])
-    return {name: len(fresh.ids) for name, fresh in ack.changed_rows.items()}
+    assert set(ack.changed_rows) == set(prefetched)
+    rows, now = pull(reader, {name: ids for name, (ids, _) in prefetched.items()})
+    for name, (ids, seen) in prefetched.items():
+        wanted = now[name][1] != seen
+        changed = ack.changed_rows[name]
+        assert (changed.ids.dtype, changed.rows.dtype, changed.versions.dtype) == (np.uint64, np.float32, np.uint64)
+        order = np.argsort(changed.ids)
+        at = np.flatnonzero(wanted)[np.argsort(ids[wanted].astype(np.uint64))]
+        np.testing.assert_array_equal(changed.ids[order], ids[at].astype(np.uint64))
+        np.testing.assert_array_equal(changed.rows[order], rows[name][at])
+        np.testing.assert_array_equal(changed.versions[order], now[name][1][at])
+    return {name: len(changed.ids) for name, changed in ack.changed_rows.items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -76,15 +76,15 @@ def test_the_release_brings_exactly_the_rows_that_changed(alone: LocalCluster, d
     with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
         for name in names:
             create(trainer, name, dtype)
-        n_fresh = []
+        n_changed = []
         for _ in range(12):
             ids = {name: rng.choice(IDS, 60, replace=False) for name in names}
-            _, held = pull(trainer, {name: rng.choice(around_0, 150, replace=False) for name in names})
-            ack = push(trainer, ids, rng, held)
+            _, prefetched = pull(trainer, {name: rng.choice(around_0, 150, replace=False) for name in names})
+            ack = push(trainer, ids, rng, prefetched)
             ack.wait_applied()
-            n_fresh.append(check_fresh(reader, held, ack))
-            assert all(got[name] == len(np.intersect1d(ids[name], held[name][0])) for got in n_fresh[-1:] for name in names)
-        assert all(0 < got[name] < 60 for got in n_fresh for name in names)
+            n_changed.append(check_changed(reader, prefetched, ack))
+            assert all(got[name] == len(np.intersect1d(ids[name], prefetched[name][0])) for got in n_changed[-1:] for name in names)
+        assert all(0 < got[name] < 60 for got in n_changed for name in names)
 
 
 def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> None:
@@ -96,17 +96,17 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
     ):
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()  # from here on the shards have these rows at hand
-        before, held = pull(trainer, {"t": IDS[:50]})
+        before, prefetched = pull(trainer, {"t": IDS[:50]})
         storage = local.servers[0].process.pid
         os.kill(storage, signal.SIGSTOP)
         try:
-            ack = push(trainer, {"t": IDS[:100]}, rng, held)
+            ack = push(trainer, {"t": IDS[:100]}, rng, prefetched)
             ack.wait_released(PATIENCE_S)
             assert (ack.released, ack.applied, trainer.all_stored) == (True, False, False)
             assert ack.staleness is None, "this push said nothing of the versions that it was computed from"
-            fresh = ack.changed_rows
-            assert fresh is not None
-            assert len(fresh["t"].ids) == 50
+            changed = ack.changed_rows
+            assert changed is not None
+            assert len(changed["t"].ids) == 50
             with pytest.raises(ShardUnavailableError, match=r"push 2 of trainer 'a': not applied within 0\.2 s by shard 0"):
                 trainer.pull({"t": IDS[:50]}, timeout_s=0.2)
         finally:
@@ -114,9 +114,9 @@ def test_a_step_is_released_before_storage_has_it_and_pulls_wait_for_that() -> N
         rows = trainer.pull({"t": IDS[:50]}, timeout_s=PATIENCE_S)["t"]
         assert ack.applied
         assert trainer.all_stored
-        np.testing.assert_array_equal(rows[fresh["t"].ids.astype(int)], fresh["t"].rows)
+        np.testing.assert_array_equal(rows[changed["t"].ids.astype(int)], changed["t"].rows)
         assert (rows != before["t"]).any(axis=1).all()
-        assert check_fresh(reader, held, ack) == {"t": 50}
+        assert check_changed(reader, prefetched, ack) == {"t": 50}
 
 
 def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,10 @@ def test_every_part_of_a_push_that_holds_rows_is_released_early(monkeypatch: pyt
     with LocalCluster("redis", shards=2, mode="sync", trainers=1) as local, kvemb.connect(local.url, trainer="a") as trainer:
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
-        _, held = pull(trainer, {"t": IDS[:50]})
+        _, prefetched = pull(trainer, {"t": IDS[:50]})
         os.kill(local.servers[0].process.pid, signal.SIGSTOP)
         try:
-            ack = push(trainer, {"t": IDS[:100]}, rng, held)
+            ack = push(trainer, {"t": IDS[:100]}, rng, prefetched)
             ack.wait_released(PATIENCE_S)
             assert not ack.applied
             assert ack.changed_rows is not None
@@ -145,13 +145,13 @@ def test_what_tells_of_rows_waits_until_storage_has_a_released_step(verb: str) -
         trainer = kvemb.connect(local.url, trainer="a")
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
-        before, held = pull(trainer, {"t": IDS[:50]})
+        before, prefetched = pull(trainer, {"t": IDS[:50]})
         table = trainer.table("t")
         verbs: dict[str, Callable[[], object]] = {"len": lambda: len(table), "export": table.export, "close": trainer.close}
         waiting = threading.Thread(target=verbs[verb])
         os.kill(local.servers[0].process.pid, signal.SIGSTOP)
         try:
-            push(trainer, {"t": IDS[:100]}, rng, held).wait_released(PATIENCE_S)
+            push(trainer, {"t": IDS[:100]}, rng, prefetched).wait_released(PATIENCE_S)
             waiting.start()
             waiting.join(0.5)
             assert waiting.is_alive()
@@ -170,11 +170,11 @@ def test_a_connection_that_is_closed_waits_for_nothing() -> None:
         trainer = kvemb.connect(local.url, trainer="a")
         create(trainer, "t")
         push(trainer, {"t": IDS[:100]}, rng).wait_applied()
-        _, held = pull(trainer, {"t": IDS[:50]})
+        _, prefetched = pull(trainer, {"t": IDS[:50]})
         table = trainer.table("t")
         os.kill(local.servers[0].process.pid, signal.SIGSTOP)
         try:
-            push(trainer, {"t": IDS[:100]}, rng, held).wait_released(PATIENCE_S)
+            push(trainer, {"t": IDS[:100]}, rng, prefetched).wait_released(PATIENCE_S)
             with pytest.raises(InvalidInputError, match="more matters"), trainer:
                 raise InvalidInputError("more matters")
             began_s = time.monotonic()
@@ -185,19 +185,19 @@ def test_a_connection_that_is_closed_waits_for_nothing() -> None:
             os.kill(local.servers[0].process.pid, signal.SIGCONT)
 
 
-def test_rows_held_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:
+def test_rows_prefetched_over_several_steps_need_not_be_of_pushed_tables(alone: LocalCluster) -> None:
     rng = np.random.default_rng(1)
     with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
         create(trainer, "pushed")
-        create(trainer, "held")
-        _, held = pull(trainer, {"held": IDS[:50], "pushed": IDS[:0]})
-        push(trainer, {"held": IDS[30:70]}, rng).wait_applied()
-        ack = push(trainer, {"pushed": IDS[:5]}, rng, {"held": held["held"]})
+        create(trainer, "prefetched")
+        _, prefetched = pull(trainer, {"prefetched": IDS[:50], "pushed": IDS[:0]})
+        push(trainer, {"prefetched": IDS[30:70]}, rng).wait_applied()
+        ack = push(trainer, {"pushed": IDS[:5]}, rng, {"prefetched": prefetched["prefetched"]})
         ack.wait_applied()
-        assert check_fresh(reader, {"held": held["held"]}, ack) == {"held": 20}
-        empty = trainer.push({}, prefetched={"held": held["held"]})  # a step without gradients tells as well
+        assert check_changed(reader, {"prefetched": prefetched["prefetched"]}, ack) == {"prefetched": 20}
+        empty = trainer.push({}, prefetched={"prefetched": prefetched["prefetched"]})  # a step without gradients tells as well
         empty.wait_applied()
-        assert check_fresh(reader, {"held": held["held"]}, empty) == {"held": 20}
+        assert check_changed(reader, {"prefetched": prefetched["prefetched"]}, empty) == {"prefetched": 20}
 
 
 def test_erased_and_assigned_rows_are_told_by_the_next_release(alone: LocalCluster) -> None:
@@ -206,19 +206,19 @@ def test_erased_and_assigned_rows_are_told_by_the_next_release(alone: LocalClust
         create(trainer, "edited", initializer=kvemb.init.normal(std=1.0))
         table = trainer.table("edited")
         push(trainer, {"edited": IDS[:40]}, rng).wait_applied()
-        first, held = pull(trainer, {"edited": IDS[:60]})
+        first, prefetched = pull(trainer, {"edited": IDS[:60]})
         table.erase(IDS[:10])
         table.assign(IDS[10:20], np.ones((10, 6)))
         table.assign(IDS[50:55], np.full((5, 6), 2.0))
-        ack = push(trainer, {"edited": IDS[100:110]}, rng, held)
+        ack = push(trainer, {"edited": IDS[100:110]}, rng, prefetched)
         ack.wait_applied()
-        assert check_fresh(reader, held, ack) == {"edited": 25}
+        assert check_changed(reader, prefetched, ack) == {"edited": 25}
         assert ack.changed_rows is not None
-        fresh = ack.changed_rows["edited"]
-        erased = fresh.ids < 10
-        assert (fresh.versions[erased] == 0).all()
-        assert (fresh.rows[erased] != first["edited"][fresh.ids[erased].astype(int)]).any()  # the initial row again
-        np.testing.assert_array_equal(fresh.rows[fresh.ids >= 50], np.full((5, 6), 2.0))
+        changed = ack.changed_rows["edited"]
+        erased = changed.ids < 10
+        assert (changed.versions[erased] == 0).all()
+        assert (changed.rows[erased] != first["edited"][changed.ids[erased].astype(int)]).any()  # the initial row again
+        np.testing.assert_array_equal(changed.rows[changed.ids >= 50], np.full((5, 6), 2.0))
 
 
 def test_two_trainers_hear_of_each_others_rows(require_server: Callable[[str], str]) -> None:
@@ -235,13 +235,13 @@ def test_two_trainers_hear_of_each_others_rows(require_server: Callable[[str], s
         for ack in acks:
             ack.wait_applied()
         for _ in range(5):
-            helds = [pull(trainer, {"both": rng.choice(IDS, 80, replace=False)})[1] for trainer in (a, b)]
+            of_each = [pull(trainer, {"both": rng.choice(IDS, 80, replace=False)})[1] for trainer in (a, b)]
             ids = [rng.choice(IDS, 50, replace=False) for _ in (a, b)]
-            acks = [push(trainer, {"both": its}, rng, held) for trainer, its, held in zip((a, b), ids, helds, strict=True)]
-            for held, ack in zip(helds, acks, strict=True):
+            acks = [push(trainer, {"both": its}, rng, prefetched) for trainer, its, prefetched in zip((a, b), ids, of_each, strict=True)]
+            for prefetched, ack in zip(of_each, acks, strict=True):
                 ack.wait_applied()
-                changed = np.intersect1d(held["both"][0], np.concatenate(ids))
-                assert check_fresh(reader, held, ack) == {"both": len(changed)}
+                changed = np.intersect1d(prefetched["both"][0], np.concatenate(ids))
+                assert check_changed(reader, prefetched, ack) == {"both": len(changed)}
 
 
 @pytest.mark.parametrize("cache_mb", [0, 1])
@@ -254,30 +254,30 @@ def test_what_the_shard_does_not_keep_comes_from_the_step_or_from_storage(requir
     ):
         create(trainer, "large")
         trainer.create_table("paged", dim=6, optimizer=kvemb.optim.sgd(), num_ids=len(many))
-        _, held = pull(trainer, {"large": many, "paged": many})
+        _, prefetched = pull(trainer, {"large": many, "paged": many})
         for start in (0, 5000):  # of the rows that change only those of the last step are at hand, or are kept
             ids = many[start : start + 10_000]
-            ack = push(trainer, {"large": ids, "paged": ids}, rng, held)
+            ack = push(trainer, {"large": ids, "paged": ids}, rng, prefetched)
             ack.wait_applied()
-            assert check_fresh(trainer, held, ack) == {"large": start + 10_000, "paged": start + 10_000}
+            assert check_changed(trainer, prefetched, ack) == {"large": start + 10_000, "paged": start + 10_000}
 
 
-def test_many_held_rows_travel_in_several_parts(alone: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_session, "route_prefetched", lambda held, n_shards: route_prefetched(held, n_shards, 1 << 11))
+def test_many_prefetched_rows_travel_in_several_parts(alone: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_session, "route_prefetched", lambda prefetched, n_shards: route_prefetched(prefetched, n_shards, 1 << 11))
     rng = np.random.default_rng(5)
     with kvemb.connect(alone.url, trainer="a") as trainer, kvemb.connect(alone.url, read_only=True) as reader:
         for name in ("one", "two"):
             create(trainer, name)
-        _, held = pull(trainer, {"one": IDS, "two": IDS[::-1]})
+        _, prefetched = pull(trainer, {"one": IDS, "two": IDS[::-1]})
         for _ in range(3):
             ids = {"one": rng.choice(IDS, 100, replace=False), "two": rng.choice(IDS, 100, replace=False)}
-            ack = push(trainer, ids, rng, held)
+            ack = push(trainer, ids, rng, prefetched)
             ack.wait_applied()
             assert len(ack._parts) > 16
-            check_fresh(reader, held, ack)
+            check_changed(reader, prefetched, ack)
 
 
-def test_what_cannot_be_held_is_refused_before_anything_is_sent(alone: LocalCluster) -> None:
+def test_what_cannot_be_prefetched_is_refused_before_anything_is_sent(alone: LocalCluster) -> None:
     with kvemb.connect(alone.url, trainer="a") as trainer:
         create(trainer, "refused")
         versions = np.zeros(2, np.uint64)
@@ -287,9 +287,9 @@ def test_what_cannot_be_held_is_refused_before_anything_is_sent(alone: LocalClus
             "dtype int64, expected uint64": ([1, 2], [0, 0]),
             "expected integers": ([0.5, 1.0], versions),
         }
-        for message, held in wrong.items():
+        for message, prefetched in wrong.items():
             with pytest.raises(InvalidInputError, match=message):
-                trainer.push({}, prefetched={"refused": held})
+                trainer.push({}, prefetched={"refused": prefetched})
         with pytest.raises(InvalidInputError, match=r"expected a pair \(ids, versions\)"):
             trainer.push({}, prefetched={"refused": [1]})  # type: ignore[dict-item]
         with pytest.raises(UnknownTableError, match="nobody"):
@@ -297,7 +297,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_sent(alone: LocalClus
         push(trainer, {"refused": IDS[:3]}, np.random.default_rng(0)).wait_applied()  # and nothing of it stands in the way
 
 
-def test_in_async_mode_held_rows_are_refused(require_server: Callable[[str], str]) -> None:
+def test_in_async_mode_prefetched_rows_are_refused(require_server: Callable[[str], str]) -> None:
     with LocalCluster("valkey") as local, kvemb.connect(local.url) as trainer:
         create(trainer, "user")
         with pytest.raises(InvalidInputError, match="sync mode only"):
@@ -316,21 +316,21 @@ def test_a_part_that_is_answered_again_says_nothing_and_storage_has_its_rows(tmp
         shard.create()
         hello = shard.hello()
         first = part(hello, 1, [1, 2])
-        held = [
+        prefetched = [
             replace(first.tables[0], ids=np.array([2, 3], np.uint64), rows=np.empty((2, 0), np.float32), versions=np.zeros(2, np.uint64))
         ]
-        asking = replace(first, held=held, digest=digest_tables(first.tables, held))
-        (fresh,) = Pushes(shard).applied(asking).fresh
-        assert (fresh.at.tolist(), fresh.versions.tolist()) == ([0], [1 << 48 | 1])
+        asking = replace(first, prefetched=prefetched, digest=digest_tables(first.tables, prefetched))
+        (changed,) = Pushes(shard).applied(asking).changed_rows
+        assert (changed.at.tolist(), changed.versions.tolist()) == ([0], [1 << 48 | 1])
         rows = shards.weights([2])
-        assert fresh.rows == rows.tobytes()
-        assert Pushes(shard).applied(asking).fresh == []  # over a new connection
+        assert changed.rows == rows.tobytes()
+        assert Pushes(shard).applied(asking).changed_rows == []  # over a new connection
         shard.process.child.kill()
         shard.process.wait()
         shard = shards.start()
         assert shard.hello("a", hello.incarnation).last_sequence == 1
         again = Pushes(shard).applied(asking)
-        assert (again.state, again.fresh) == ("applied", [])
+        assert (again.state, again.changed_rows) == ("applied", [])
         np.testing.assert_array_equal(shards.weights([2]), rows)
     finally:
         shards.close()
@@ -350,15 +350,15 @@ def test_a_shard_that_is_killed_around_the_release_says_it_right_or_not_at_all(r
         push(trainer, {"user": IDS}, rng).wait_applied()
         for delay_s in (0.0, 0.002, 0.01):
             ids, wanted = rng.choice(IDS, 200, replace=False), rng.choice(IDS, 200, replace=False)
-            _, held = pull(trainer, {"user": wanted})
+            _, prefetched = pull(trainer, {"user": wanted})
             timer = threading.Timer(delay_s, local.shards[0].kill)
             timer.start()
-            ack = push(trainer, {"user": ids}, rng, held)
+            ack = push(trainer, {"user": ids}, rng, prefetched)
             timer.join()
             local.start_shard(0)
             ack.wait_applied(PATIENCE_S)
             if ack.changed_rows is not None:
-                check_fresh(reader, held, ack)
-            after = push(trainer, {"user": ids[:0]}, rng, held)  # the next release knows it again
+                check_changed(reader, prefetched, ack)
+            after = push(trainer, {"user": ids[:0]}, rng, prefetched)  # the next release knows it again
             after.wait_applied(PATIENCE_S)
-            check_fresh(reader, held, after)
+            check_changed(reader, prefetched, after)

@@ -254,7 +254,7 @@ STEPS, LEAVES_AFTER = 24, 18
 
 
 def sync_job(local: LocalCluster, trouble: Callable[[int], None]) -> dict[int, tuple[bytes, bytes]]:
-    """Train with two trainers, of which one leaves early; return weights and slots of every row, bit for bit."""
+    """Train with two trainers, of which one leaves early; return weights and state of every row, bit for bit."""
     with kvemb.connect(local.url, trainer="a") as first, kvemb.connect(local.url, trainer="b") as second:
         definition = first.create_table("t", dim=3, optimizer=kvemb.optim.adam(lr=0.1), initializer=kvemb.init.normal(std=1.0)).definition
         errors: list[BaseException] = []
@@ -289,8 +289,8 @@ def records(local: LocalCluster, definition: TableDef) -> dict[int, tuple[bytes,
         size = definition.record.size_bytes
         keys = definition.keys(ids, pages=store.capabilities.pages)
         got = store.read([ReadPart(keys, size, size)], Deadline.after(PATIENCE_S))[0].in_key_order()
-    weights, slots = definition.record.weights(got.records), definition.record.slots(got.records)
-    return {int(i): (weights[i].tobytes(), slots[i].tobytes()) for i in ids if got.found[i]}
+    weights, state = definition.record.weights(got.records), definition.record.state(got.records)
+    return {int(i): (weights[i].tobytes(), state[i].tobytes()) for i in ids if got.found[i]}
 
 
 def test_a_sync_job_survives_killed_shards_and_ends_with_the_same_bits(require_server: Callable[[str], str]) -> None:

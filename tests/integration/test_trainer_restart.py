@@ -107,7 +107,7 @@ def test_a_stopped_trainer_cannot_push_into_rows_that_its_successor_has_loaded(c
         table.push(IDS, np.tile(OLD, (len(IDS), 1))).wait_applied()
         first.save(str(tmp_path / "one"))
     with stopped_trainer(cluster) as old, kvemb.connect(cluster.url, trainer=NAME) as new:
-        new.push({})  # takes the seat
+        new.push({})  # takes the place
         new.flush()
         new.load(str(tmp_path / "one"))
         _, error = end_of(old)
@@ -127,7 +127,7 @@ def test_a_fenced_trainer_of_a_sync_job_hears_of_it_at_an_empty_push(cluster: Lo
             old.push({}).wait_applied(60)
 
 
-def test_a_killed_trainer_comes_back_to_its_seat_with_any_step_half_sent(tmp_path: Path) -> None:
+def test_a_killed_trainer_comes_back_to_its_place_with_any_step_half_sent(tmp_path: Path) -> None:
     """Killed at any moment of a step, whatever the shards have of it: the successor's steps are whole on both."""
     with LocalCluster("valkey", 1, shards=2, mode="sync", trainers=1) as cluster:
         for _ in range(3):

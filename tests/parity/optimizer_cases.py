@@ -51,10 +51,10 @@ def batches(touched: int, lr: float, change_lr: bool = False) -> list[Batch]:
 
 def ours(weights: Array, steps: list[Batch], spec: OptimizerSpec) -> Trajectory:
     optimizer, weights = build_optimizer(spec), weights.copy()
-    slots, out = optimizer.initial_state(len(weights), DIM), []
+    state, out = optimizer.initial_state(len(weights), DIM), []
     for step, batch in enumerate(steps, start=1):
         rows = batch.rows
-        weights[rows], slots[rows] = optimizer.update(weights[rows], slots[rows], batch.grads, {"lr": batch.lr}, step)
+        weights[rows], state[rows] = optimizer.update(weights[rows], state[rows], batch.grads, {"lr": batch.lr}, step)
         out.append(weights.copy())
     return out
 

@@ -64,11 +64,11 @@ def test_sgd_gives_the_bits_of_torch_at_any_rate(options: dict[str, float], spar
     weights = rng.standard_normal((20_000, 16)).astype(np.float32)
     module = torch.nn.Embedding(*weights.shape, sparse=sparse, _weight=torch.from_numpy(weights.copy()))
     theirs, ours = torch.optim.SGD(module.parameters(), lr=0.1, **options), build_optimizer(optim.sgd(0.1, **options))
-    slots = ours.initial_state(*weights.shape)
+    state = ours.initial_state(*weights.shape)
     for step in range(1, 6):
         grads = rng.standard_normal(weights.shape).astype(np.float32)
         theirs.zero_grad()
         (module(torch.arange(len(weights))) * torch.from_numpy(grads)).sum().backward()
         theirs.step()
-        ours.update_in_place(weights, slots, grads, {}, step)
+        ours.update_in_place(weights, state, grads, {}, step)
         assert np.array_equal(weights, module.weight.detach().numpy()), step

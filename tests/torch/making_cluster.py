@@ -17,10 +17,10 @@ from kvemb.schema.table_def import TableDef
 class MakingTable(MemoryTable):
     def assign(self, ids: NDArray[Any], rows: NDArray[np.float32]) -> None:
         flat, _ = normalize(ids, self.definition.id_dtype, self.name, self.definition.num_ids)
-        slots = self.optimizer.initial_state(len(flat), self.dim)
+        state = self.optimizer.initial_state(len(flat), self.dim)
         self.cluster.changes += 2
         for at, row_id in enumerate(flat.tolist()):
-            self.rows[row_id] = rows[at].copy(), slots[at], make_version(1, self.step + 1)
+            self.rows[row_id] = rows[at].copy(), state[at], make_version(1, self.step + 1)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -61,11 +61,11 @@ class MemoryTable:
 
     def _read(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint64]]:
         weights = self.definition.initializer.rows(ids, self.dim, table=self.name, seed=self.definition.seed)
-        slots, versions = self.optimizer.initial_state(len(ids), self.dim), np.zeros(len(ids), np.uint64)
+        state, versions = self.optimizer.initial_state(len(ids), self.dim), np.zeros(len(ids), np.uint64)
         for at, row_id in enumerate(ids.tolist()):
             if row_id in self.rows:
-                weights[at], slots[at], versions[at] = self.rows[row_id]
-        return weights, slots, versions
+                weights[at], state[at], versions[at] = self.rows[row_id]
+        return weights, state, versions
 
     def apply(self, ids: NDArray[Any], grads: NDArray[np.float32], hyper: Mapping[str, float]) -> None:
         flat, _ = normalize(ids, self.definition.id_dtype, self.name)
@@ -73,10 +73,10 @@ class MemoryTable:
         assert grads.dtype == np.float32
         assert len(np.unique(flat)) == len(flat), "the bridge hands over distinct ids"
         self.step += 1
-        weights, slots, _ = self._read(flat)
-        weights, slots = self.optimizer.update(weights, slots, grads, hyper, self.step)
+        weights, state, _ = self._read(flat)
+        weights, state = self.optimizer.update(weights, state, grads, hyper, self.step)
         for at, row_id in enumerate(flat.tolist()):
-            self.rows[row_id] = weights[at], slots[at], make_version(1, self.step)
+            self.rows[row_id] = weights[at], state[at], make_version(1, self.step)
 
     def fresh(self, ids: NDArray[Any], versions: NDArray[np.uint64]) -> Any:
         flat, _ = normalize(ids, self.definition.id_dtype, self.name)

@@ -101,7 +101,7 @@ def test_trainers_join_and_leave_while_others_go_on(url: str, tmp_path: Path) ->
         stays.go_on(20)
         joins = stack.enter_context(Trainer(url, 4, tmp_path))
         joins.go_on(20)
-        again = stack.enter_context(Trainer(url, 2, tmp_path))  # the killed one's seat, taken again
+        again = stack.enter_context(Trainer(url, 2, tmp_path))  # the killed one's place, taken again
         again.go_on(20)
         stays.go_on(20)
         for one in (stays, joins, again):

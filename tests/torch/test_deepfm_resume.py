@@ -96,14 +96,14 @@ def found_in(folder: Path) -> Found:
 
 
 def rows_of(url: str) -> dict[str, np.ndarray]:
-    """(table, "ids" or "weights" or "slots") of a checkpoint, in the order of ids."""
+    """(table, "ids" or "weights" or "state") of a checkpoint, in the order of ids."""
     chain = open_chain(url)
     tables = {}
     for table in chain.newest.tables:
         blocks = [block for shard in range(chain.newest.n_shards) for block in chain.rows(table.definition, shard)]
-        columns = [np.concatenate([getattr(block, name) for block in blocks]) for name in ("ids", "weights", "slots")]
+        columns = [np.concatenate([getattr(block, name) for block in blocks]) for name in ("ids", "weights", "state")]
         order = np.argsort(columns[0])
-        for name, column in zip(("ids", "weights", "slots"), columns, strict=True):
+        for name, column in zip(("ids", "weights", "state"), columns, strict=True):
             tables[f"{table.definition.name} {name}"] = column[order]
     return tables
 

@@ -45,11 +45,11 @@ def test_a_row_with_a_gradient_in_every_step_goes_where_torch_takes_it_while_lr_
     theirs = MAPPED[name]([weight])
     mapped = MappedGroup(theirs, theirs.param_groups[0], "table 't'")
     ours = build_optimizer(mapped.spec)
-    rows, slots = weight.detach().numpy().copy(), ours.initial_state(5, 3)
+    rows, state = weight.detach().numpy().copy(), ours.initial_state(5, 3)
     for step in range(1, 31):
         grads = rng.normal(size=(5, 3)).astype(np.float32)
         values = mapped.values(theirs.param_groups[0])
-        rows, slots = ours.update(rows, slots, grads, values, step)
+        rows, state = ours.update(rows, state, grads, values, step)
         weight.grad = torch.from_numpy(grads)
         if isinstance(theirs, optim.SparseAdam):
             weight.grad = weight.grad.to_sparse(1)

@@ -26,13 +26,13 @@ def ids_of(values: object) -> NDArray[np.uint64]:
 
 
 def block_of(definition: TableDef, ids: NDArray[np.uint64], version: int, value: float = 1.0) -> RowBlock:
-    """Rows whose weights and slots tell id and value."""
+    """Rows whose weights and state tell id and value."""
     n, record = len(ids), definition.record
     from kvemb.arrays.rounding import round_nearest
 
     weights = (ids % np.uint64(97)).astype(np.float32)[:, None] + np.full((n, definition.dim), value, np.float32)
-    slots = np.full((n, record.state_size), value, np.float32)
-    records = record.encode(ids, np.full(n, version, np.uint64), round_nearest(weights, definition.dtype), slots)
+    state = np.full((n, record.state_size), value, np.float32)
+    records = record.encode(ids, np.full(n, version, np.uint64), round_nearest(weights, definition.dtype), state)
     return RowBlock.of_records(definition, ids, records, False)
 
 

@@ -41,6 +41,6 @@ def store() -> Iterator[CountingStore]:
 
 def write(store: MemoryStore, table: TableDef, ids: np.ndarray, rows: np.ndarray, version: int) -> None:
     bits = ids.view(np.uint64)
-    slots = np.full((len(ids), table.optimizer.state_size(table.dim)), 7, np.float32)
-    records = table.record.encode(bits, version, round_nearest(rows.astype(np.float32), table.dtype), slots)
+    state = np.full((len(ids), table.optimizer.state_size(table.dim)), 7, np.float32)
+    records = table.record.encode(bits, version, round_nearest(rows.astype(np.float32), table.dtype), state)
     store.write([WritePart(RowKeys(table.tag, bits), records)], SOON)

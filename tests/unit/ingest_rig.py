@@ -86,27 +86,27 @@ class Rig:
         limits: Limits | None = None,
         background: Callable[["Rig"], Background] = lambda rig: IdleBackground(),
     ) -> None:
-        self.store = GatedStore(StorageConfig("memory", (f"intake-{next(_NUMBERS)}:1",)), role="shard:0")
+        self.store = GatedStore(StorageConfig("memory", (f"ingest-{next(_NUMBERS)}:1",)), role="shard:0")
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.tables = Tables([])
         self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
-        self.intake = Ingest(Sessions(issues=True), barrier, limits)
+        self.ingest = Ingest(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
-        failed, self.handover, ledger = (lambda error: self.failed.set()), Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
+        failed, self.handover, fenced_log = (lambda error: self.failed.set()), Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
         self.applier = Applier(
-            self.intake, self.engine, self.tables, self.handover, finder=finder, background=background(self), failed=failed
+            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), failed=failed
         )
-        self.committer = Committer(self.intake, self.tables, ledger, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
+        self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.thread.start()
         self.committer.thread.start()
         self.sequences: dict[int, int] = {}
         self.open_steps: dict[int, int] = {}
 
     def hello(self, trainer: str = "a") -> int:
-        return self.intake.hello(trainer, 0)[0]
+        return self.ingest.hello(trainer, 0)[0]
 
     def push(
         self,
@@ -129,7 +129,7 @@ class Rig:
             self.open_steps[incarnation] = step
         part = PushPart(trainer, incarnation, sequence, step, more, [], sequence)
         outcome = Outcome()
-        self.intake.submit(part, (rows,), outcome, cancelled)
+        self.ingest.submit(part, (rows,), outcome, cancelled)
         self.sequences[incarnation] = sequence
         return outcome
 
@@ -137,7 +137,7 @@ class Rig:
         ids, rows = np.array(list(values), np.uint64), np.array(list(values.values()), np.float32).reshape(-1, 1)
         rows = rows[:, : 0 if kind == ERASE else 1]
         checked = CheckedRows(TABLE, ids, rows, np.empty(0, np.uint64), TABLE.optimizer.defaults())
-        return self.intake.submit_rows(RowsWork(kind, checked), Deadline.after(30))
+        return self.ingest.submit_rows(RowsWork(kind, checked), Deadline.after(30))
 
     def weights(self, ids: list[int], table: TableDef = TABLE) -> list[float]:
         from kvemb.schema.keys import RowKeys

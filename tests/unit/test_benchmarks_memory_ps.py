@@ -38,12 +38,12 @@ def create(cluster: MemoryPsCluster, name: str, dim: int = 3) -> MemoryPsTable:
 def test_rows_are_trained_as_the_update_rule_says_however_many_there_are() -> None:
     rows, rule, rng = MemoryRows(TABLE), build_optimizer(TABLE.optimizer), np.random.default_rng(0)
     ids = np.arange(5000, dtype=np.uint64)
-    weights, slots = initial_rows(TABLE, ids), rule.initial_state(len(ids), 3)
+    weights, state = initial_rows(TABLE, ids), rule.initial_state(len(ids), 3)
     for step in range(1, 7):
         some = np.sort(rng.permutation(5000)[: 900 * step])
         grads = rng.normal(size=(len(some), 3)).astype(np.float32)
         rows.push(TableRows("t", TABLE.schema, ids[some], grads))
-        weights[some], slots[some] = rule.update(weights[some], slots[some], grads, TABLE.optimizer.defaults(), step)
+        weights[some], state[some] = rule.update(weights[some], state[some], grads, TABLE.optimizer.defaults(), step)
     assert np.array_equal(rows.pull(ids), weights)
     assert len(rows) <= 5000
 

@@ -62,11 +62,11 @@ def test_adam_on_the_rows_of_a_step_is_what_our_optimizer_gives() -> None:
     assert ids.tolist() == [5, 7, 9]
     spec = adam(lr=0.01)
     optimizer = build_optimizer(spec)  # what a shard runs
-    w, slots = np.zeros((3, 1), np.float32), optimizer.initial_state(3, 1)
+    w, state = np.zeros((3, 1), np.float32), optimizer.initial_state(3, 1)
     for step, batch in enumerate(batches, 1):
         at = np.searchsorted(ids, np.unique(batch))
         grads = np.full((len(at), 1), train_loop.GRADIENT, np.float32)
-        w[at], slots[at] = optimizer.update(w[at], slots[at], grads, spec.defaults(), step)
+        w[at], state[at] = optimizer.update(w[at], state[at], grads, spec.defaults(), step)
     assert w[:, 0] == pytest.approx(expected, rel=1e-5)
 
 

@@ -37,7 +37,7 @@ def base_of(manifest: CheckpointManifest, name: str) -> BaseCheckpoint:
 
 
 def contents(url: str) -> dict[int, float]:
-    """What a load of this checkpoint would see: the slot value of every id."""
+    """What a load of this checkpoint would see: the state of every id."""
     chain, found = open_chain(url), {}
     for shard in range(chain.newest.n_shards):
         last = -1
@@ -45,8 +45,8 @@ def contents(url: str) -> dict[int, float]:
             assert int(block.ids[0]) > last, "blocks are not ascending"
             assert (block.ids[1:] > block.ids[:-1]).all()
             last = int(block.ids[-1])
-            assert block.slots is not None
-            found |= dict(zip(block.ids.tolist(), block.slots[:, 0].tolist(), strict=True))
+            assert block.state is not None
+            found |= dict(zip(block.ids.tolist(), block.state[:, 0].tolist(), strict=True))
     return found
 
 

@@ -65,10 +65,10 @@ def test_rows_come_back_bit_for_bit(definition: TableDef) -> None:
 def test_weights_only_comes_back_with_the_slots_of_a_new_row(definition: TableDef) -> None:
     data, entry, _ = file_of(definition, weights_only=True)
     got = read(definition, data, entry, weights_only=True)
-    assert got.slots is None
-    slots = definition.record.slots(got.records(definition, 1))
-    assert_array_equal(slots, build_optimizer(definition.optimizer).initial_state(len(got), definition.dim))
-    assert_array_equal(slots, new_state(definition, len(got)))
+    assert got.state is None
+    state = definition.record.state(got.records(definition, 1))
+    assert_array_equal(state, build_optimizer(definition.optimizer).initial_state(len(got), definition.dim))
+    assert_array_equal(state, new_state(definition, len(got)))
 
 
 def test_other_programs_read_ids_and_weights_as_numbers() -> None:

@@ -10,7 +10,7 @@ from kvemb.client.outbox import Outbox, Sent
 
 
 class Shard:
-    """Takes parts in order, as a shard's intake does; its answers wait until they are told."""
+    """Takes parts in order, as a shard's ingest does; its answers wait until they are told."""
 
     def __init__(self) -> None:
         self.last = 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.schema.keys import KEY_SIZE, N_SLOTS, RowKeys, join_keys, slot_tags, table_tag, text_slot
+from kvemb.schema.keys import KEY_SIZE, N_SLOTS, RowKeys, coalesce_keys, slot_tags, table_tag, text_slot
 
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 GOLDEN_TAGS = [b"Pxr", b"IsY", b"Vyi"]
@@ -76,7 +76,7 @@ def test_take_keeps_the_tag_and_picks_ids() -> None:
 @given(st.lists(st.tuples(tags, ids), min_size=1, max_size=6), st.randoms())
 def test_keys_of_several_tables_are_each_table_s(tables: list[tuple[bytes, list[int]]], chance: Random) -> None:
     each = [RowKeys(tag, np.array(numbers, dtype=np.uint64)) for tag, numbers in tables]
-    together = join_keys(each)
+    together = coalesce_keys(each)
     texts, slots = np.concatenate([keys.encode() for keys in each]), np.concatenate([keys.slots() for keys in each])
     np.testing.assert_array_equal(together.encode(), texts)
     np.testing.assert_array_equal(together.slots(), slots)

@@ -83,10 +83,10 @@ class Cluster:
         definition = parts.registry.find(definition.name)
         values = np.full((len(ids), definition.dim), value, np.float32)
         rows = CheckedRows(definition, ids_of(ids), values, np.empty(0, np.uint64), {})
-        parts.intake.submit_rows(RowsWork("assign", rows), Deadline.after(10))
+        parts.ingest.submit_rows(RowsWork("assign", rows), Deadline.after(10))
 
     def rows(self, definition: TableDef, ids: range = range(200)) -> dict[int, bytes]:
-        """Weights and slots of the rows that storage has."""
+        """Weights and state of the rows that storage has."""
         with self.store() as store:
             size, keys = definition.record.size_bytes, RowKeys(definition.tag, ids_of(ids))
             got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0].in_key_order()
@@ -323,11 +323,11 @@ def test_a_table_of_another_identity_is_refused(cluster: Cluster, tmp_path: Path
 
 def test_trainers_go_on_after_a_load_with_the_sequences_they_had(cluster: Cluster, tmp_path: Path) -> None:
     shard = cluster.start()
-    shard._parts.intake.sessions.restore("trainer-0", 4, 17)
+    shard._parts.ingest.sessions.restore("trainer-0", 4, 17)
     cluster.stop()
     manifest = save(str(tmp_path / "a"), range(100), k=2)
     cluster.decide(str(tmp_path / "a"), manifest.save_id)
-    assert ("trainer-0", 4, 17) in cluster.start()._parts.intake.sessions.kept()
+    assert ("trainer-0", 4, 17) in cluster.start()._parts.ingest.sessions.to_save()
 
 
 def test_a_plan_comes_back_as_it_went_and_a_damaged_one_is_refused() -> None:

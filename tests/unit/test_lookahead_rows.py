@@ -87,7 +87,7 @@ def test_changed_rows_take_the_place_of_those_held_in_every_lookup() -> None:
     first, second = (ahead.found for ahead in rows.by_table["a"])
     assert (first.rows[:, 0].tolist(), first.versions.tolist()) == ([1, 50], [1, 4])
     assert (second.rows[:, 0].tolist(), second.versions.tolist()) == ([50, 70], [4, 4])
-    ids, versions = rows.held()["a"]
+    ids, versions = rows.prefetched()["a"]
     assert (ids.tolist(), versions.tolist()) == ([1, 5, 7], [1, 4, 4])
 
 
@@ -137,39 +137,39 @@ class Job:
 
     def begin_step(self, *coming: RowsAhead) -> Any:
         self.state += 1 + self.state % 2
-        held = self.exact.hold(coming)
+        prefetched = self.exact.hold(coming)
         self.changes += 1
-        return held
+        return prefetched
 
-    def end_step(self, fresh: Any) -> None:
+    def end_step(self, changed: Any) -> None:
         self.changes += 1
         self.state += 1
-        self.exact.released(fresh)
+        self.exact.released(changed)
 
     @property
     def n_pulls(self) -> int:
         return len(self.storage.asked)
 
 
-FRESH = {"a": (np.array([2], np.uint64), np.full((1, 2), 8, np.float32), np.array([3], np.uint64))}
+CHANGED = {"a": (np.array([2], np.uint64), np.full((1, 2), 8, np.float32), np.array([3], np.uint64))}
 
 
 def test_exact_uses_what_was_pulled_between_steps_or_brought_up_to_date() -> None:
     job = Job()
-    held, not_held = batch(), batch()
-    for rows in (held, not_held):
+    prefetched, not_prefetched = batch(), batch()
+    for rows in (prefetched, not_prefetched):
         job.exact.pull(rows)
         job.exact.use(rows)
     assert job.n_pulls == 2, "pulled since the last release"
-    registered = job.begin_step(held)
+    registered = job.begin_step(prefetched)
     assert registered["a"][0].tolist() == [1, 2]
     in_step = batch()
     job.exact.pull(in_step)
-    job.end_step(FRESH)
-    job.exact.use(held)
+    job.end_step(CHANGED)
+    job.exact.use(prefetched)
     assert job.n_pulls == 3
-    assert held.by_table["a"][0].found.rows[:, 0].tolist() == [1, 8]
-    for rows in (not_held, in_step):
+    assert prefetched.by_table["a"][0].found.rows[:, 0].tolist() == [1, 8]
+    for rows in (not_prefetched, in_step):
         job.exact.use(rows)
     assert job.n_pulls == 5
 
@@ -199,11 +199,11 @@ def test_exact_pulls_again_when_this_connection_changed_rows_otherwise() -> None
     assert job.n_pulls == 2
     job.begin_step(rows)
     job.changes += 1  # a push of another thread
-    job.end_step(FRESH)
+    job.end_step(CHANGED)
     job.exact.use(rows)
     assert job.n_pulls == 3
     job.begin_step(rows)
-    job.end_step(FRESH)
+    job.end_step(CHANGED)
     job.exact.use(rows)
     assert job.n_pulls == 3
 
@@ -217,7 +217,7 @@ def test_rows_pulled_while_storage_lacks_a_step_are_exact_only_once_they_were_re
         assert not job.exact.fit(rows)
     assert job.storage.waited == [False, False], "pulls ahead do not wait for it"
     job.begin_step(registered)
-    job.end_step(FRESH)
+    job.end_step(CHANGED)
     job.exact.use(registered)
     assert job.n_pulls == 2
     assert registered.by_table["a"][0].found.rows[:, 0].tolist() == [1, 8]
@@ -232,7 +232,7 @@ def test_a_pull_ahead_that_fails_is_made_again_when_its_batch_comes() -> None:
     job.storage.failure = NodeUnavailableError("away")
     job.exact.pull(rows)
     assert not rows.pulled
-    assert job.begin_step(rows) == {}, "nothing is held"
+    assert job.begin_step(rows) == {}, "nothing is prefetched"
     job.end_step({})
     with pytest.raises(NodeUnavailableError, match="away"):
         job.exact.use(rows)

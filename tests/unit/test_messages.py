@@ -30,7 +30,7 @@ def rows(n: int = 2, dim: int = 3, *, versions: bool = True, hyper: dict[str, fl
     return TableRows("user", 0xAB, ids, values, ids[: n if versions else 0], hyper or {}, dtype)
 
 
-def fresh(at: list[int], versions: list[int], data: bytes) -> ChangedRowsBlock:
+def changed(at: list[int], versions: list[int], data: bytes) -> ChangedRowsBlock:
     return ChangedRowsBlock(np.array(at, np.uint32), np.array(versions, np.uint64), data)
 
 
@@ -46,10 +46,10 @@ EXAMPLES: dict[str, Message] = {
     "PushPart without tables": part([]),
     "PushPart of 16-bit gradients": part([rows(dtype="float16"), rows(dtype="bfloat16")]),
     "PushPart that asks for rows": replace(part([rows()]), return_rows=True),
-    "PushPart with held rows": replace(part([rows()]), held=[rows(3, 0)]),
+    "PushPart with held rows": replace(part([rows()]), prefetched=[rows(3, 0)]),
     "PushReply": m.PushReply(17, "applied", 9, 0.25, 3),
     "PushReply with rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [b"\x00\x01", b""]),
-    "PushReply with fresh rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [], [fresh([0, 7], [0, 2**63 + 1], b"\x00" * 6)]),
+    "PushReply with fresh rows": m.PushReply(17, "applied", 9, 0.25, 3, {}, 2, 4, [], [changed([0, 7], [0, 2**63 + 1], b"\x00" * 6)]),
     "PushReply failed": m.PushReply(17, "failed", error={"type": "PushRejectedError", "message": "no"}),
     "Reply": m.Reply({}, b"\x00\xff"),
     "DescribeReply": m.DescribeReply("demo", b"0123456789abcdef", 0, 2, "sync", 4, [{"name": "user", "dim": 3}]),
@@ -207,7 +207,7 @@ def test_rows_that_do_not_fit_together_are_refused(table: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fresh",
+    "changed",
     [
         [bytes(4), bytes(8)],
         [bytes(3), bytes(8), b""],
@@ -219,8 +219,8 @@ def test_rows_that_do_not_fit_together_are_refused(table: list[Any]) -> None:
         ["xxxx", bytes(8), b""],
     ],
 )
-def test_fresh_rows_that_do_not_fit_together_are_refused(fresh: list[Any]) -> None:
-    refused(m.PushReply, packed("PushReply", 1, "applied", 1, -1.0, 0, {}, 0, 0, [], [fresh]))
+def test_changed_rows_that_do_not_fit_together_are_refused(changed: list[Any]) -> None:
+    refused(m.PushReply, packed("PushReply", 1, "applied", 1, -1.0, 0, {}, 0, 0, [], [changed]))
 
 
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())
@@ -297,13 +297,13 @@ def test_the_digest_tells_ids_from_versions() -> None:
     assert m.digest_tables([first]) != m.digest_tables([second])
 
 
-def test_the_digest_tells_held_rows_from_pushed_ones() -> None:
-    pushed, held = rows(), rows(2, 0)
+def test_the_digest_tells_prefetched_rows_from_pushed_ones() -> None:
+    pushed, prefetched = rows(), rows(2, 0)
     digests = {
         m.digest_tables([pushed], []),
-        m.digest_tables([pushed], [held]),
-        m.digest_tables([pushed, held]),
-        m.digest_tables([], [held]),
+        m.digest_tables([pushed], [prefetched]),
+        m.digest_tables([pushed, prefetched]),
+        m.digest_tables([], [prefetched]),
     }
     assert len(digests) == 4
 

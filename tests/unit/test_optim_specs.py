@@ -113,7 +113,7 @@ def test_momentum_may_change_but_not_begin(momentum_table: object) -> None:
     assert callable(momentum_table)
     assert momentum_table(momentum=0.9).check_hyper({"momentum": 0.0})["momentum"] == 0.0
     assert momentum_table().check_hyper({"momentum": 0.0})["momentum"] == 0.0
-    with pytest.raises(InvalidInputError, match="no slot for it"):
+    with pytest.raises(InvalidInputError, match="no state for it"):
         momentum_table().check_hyper({"momentum": 0.1})
 
 

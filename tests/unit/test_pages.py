@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.schema.keys import RowKeys, join_keys
+from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
 
 # Rows per page by record size. A released layout must never change: rows would be looked for in other places.
@@ -74,16 +74,16 @@ def test_the_first_new_row_of_every_page_opens_it_and_no_other_does() -> None:
 
 
 def test_rows_of_a_page_are_near_each_other_and_ascending_ids_need_no_order() -> None:
-    near = keys_of([500, 3, 501, 4]).near()
-    assert near is not None
-    assert (near[0], near[1]) == (near[2], near[3])
-    assert near[0] > near[1]
-    huge = keys_of([2**64 - 1, 0, 2**64 - 2, 2**40]).near()
+    locality = keys_of([500, 3, 501, 4]).locality()
+    assert locality is not None
+    assert (locality[0], locality[1]) == (locality[2], locality[3])
+    assert locality[0] > locality[1]
+    huge = keys_of([2**64 - 1, 0, 2**64 - 2, 2**40]).locality()
     assert huge is not None
     assert huge[0] == huge[2] > huge[1]
-    assert keys_of([1, 2, 60]).near() is None
-    assert keys_of([]).near() is None
-    assert RowKeys(b"tab", np.array([5, 1], dtype=np.uint64)).near() is None
+    assert keys_of([1, 2, 60]).locality() is None
+    assert keys_of([]).locality() is None
+    assert RowKeys(b"tab", np.array([5, 1], dtype=np.uint64)).locality() is None
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -103,33 +103,33 @@ def test_pages_of_several_tables_are_each_table_s_and_their_rows_stay_next_to_ea
     each = [
         paged_keys(tag, rng.permutation(20_000)[:n].astype(np.uint64), layout) for tag, n in ((b"one", 400), (b"two", 3), (b"abc", 900))
     ]
-    together = join_keys(each)
+    together = coalesce_keys(each)
     assert isinstance(together, PagedKeys)
     np.testing.assert_array_equal(together.encode(), np.concatenate([keys.encode() for keys in each]))
     np.testing.assert_array_equal(together.slots(), np.concatenate([keys.slots() for keys in each]))
     np.testing.assert_array_equal(together.places, np.concatenate([keys.places for keys in each]))
-    near = together.near()
-    assert near is not None
-    in_order = together.take(np.argsort(near, kind="stable"))
+    locality = together.locality()
+    assert locality is not None
+    in_order = together.take(np.argsort(locality, kind="stable"))
     pages = [bytes(key) for key in in_order.encode()]
     assert sum(a != b for a, b in pairwise(pages)) == len(set(pages)) - 1
-    assert in_order.near() is None
+    assert in_order.locality() is None
 
 
 def test_rows_of_a_page_stay_next_to_each_other_among_more_tables_than_are_told_apart() -> None:
     rows = np.array([1, 153, 2, 154], np.uint64)  # of two pages
     tags = [bytes([first, second, ord("A")]) for first in range(65, 85) for second in range(65, 85)]
-    together = join_keys([PagedKeys(tag, rows, page_layout(76)) for tag in tags])
-    near = together.near()
-    assert near is not None
-    pages = [bytes(key) for key in together.take(np.argsort(near, kind="stable")).encode()]
+    together = coalesce_keys([PagedKeys(tag, rows, page_layout(76)) for tag in tags])
+    locality = together.locality()
+    assert locality is not None
+    pages = [bytes(key) for key in together.take(np.argsort(locality, kind="stable")).encode()]
     assert sum(a != b for a, b in pairwise(pages)) == len(set(pages)) - 1 == 2 * len(tags) - 1
 
 
 @pytest.mark.parametrize("given", [(None, None), ([True, False], None), ([False, False], [True, False])])
 def test_which_rows_make_their_page_stays_said_of_several_tables(given: tuple[list[bool] | None, ...]) -> None:
     each = [paged_keys(b"tab", np.array([1, 2], np.uint64), page_layout(76), None if new is None else np.array(new)) for new in given]
-    together = join_keys(each)
+    together = coalesce_keys(each)
     assert isinstance(together, PagedKeys)
     if all(new is None for new in given):
         assert together.opens is None

@@ -1,4 +1,4 @@
-"""Rows that a trainer holds, on the trainer's side: how they are cut for shards and messages, and what an answer becomes."""
+"""Rows that a trainer has prefetched, on the trainer's side: how they are cut for shards and messages, and what an answer becomes."""
 
 from collections.abc import Iterator
 
@@ -39,9 +39,9 @@ def answer(at: list[int], versions: list[int], rows: NDArray[np.float32], dtype:
 
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_shards: int) -> None:
-    held = [holds(USER, 1000), holds(ITEM, 300), holds(USER, 0)]
+    prefetched = [holds(USER, 1000), holds(ITEM, 300), holds(USER, 0)]
     limit = 2000
-    routed = route_prefetched(held, n_shards, limit)
+    routed = route_prefetched(prefetched, n_shards, limit)
     seen: dict[str, list[NDArray[np.uint64]]] = {"user": [], "item": []}
     for shard, messages in enumerate(routed):
         for message in messages:
@@ -50,31 +50,31 @@ def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_
                 assert (shard_of(rows.ids, n_shards) == shard).all()
                 np.testing.assert_array_equal(rows.versions, rows.ids + np.uint64(5))
                 seen[rows.definition.name].append(rows.ids)
-    for rows in held[:2]:
+    for rows in prefetched[:2]:
         assert np.array_equal(np.sort(np.concatenate(seen[rows.definition.name])), np.sort(rows.ids))
-    assert all(len(messages) == 1 for messages in route_prefetched(held, n_shards))
+    assert all(len(messages) == 1 for messages in route_prefetched(prefetched, n_shards))
     assert route_prefetched([holds(USER, 0)], n_shards) == [[] for _ in range(n_shards)]
 
 
-def test_what_is_held_does_not_change_with_the_callers_arrays() -> None:
+def test_what_is_prefetched_does_not_change_with_the_callers_arrays() -> None:
     ids, versions = np.arange(3), np.ones(3, np.uint64)
-    held = prepare_prefetched(USER, ids, versions)
+    prefetched = prepare_prefetched(USER, ids, versions)
     ids[0] = versions[0] = 9
-    assert (held.ids.tolist(), held.versions.tolist()) == ([0, 1, 2], [1, 1, 1])
+    assert (prefetched.ids.tolist(), prefetched.versions.tolist()) == ([0, 1, 2], [1, 1, 1])
 
 
 @pytest.mark.parametrize("table", [USER, ITEM])
 def test_an_answer_becomes_rows_and_those_that_do_not_exist_begin_anew(table: TableDef) -> None:
-    held = holds(table, 10)
+    prefetched = holds(table, 10)
     values = np.arange(2 * table.dim, dtype=np.float32).reshape(2, -1)
-    fresh = changed_rows_of(held, answer([1, 4, 9], [7, 0, 8], values, table.dtype))
-    np.testing.assert_array_equal(fresh.ids, held.ids[[1, 4, 9]])
-    assert fresh.versions.tolist() == [7, 0, 8]
-    np.testing.assert_array_equal(fresh.rows[[0, 2]], to_float32(round_nearest(values, table.dtype), table.dtype))
-    np.testing.assert_array_equal(fresh.rows[[1]], initial_rows(table, held.ids[[4]]))
-    assert changed_rows_of(held, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
-    both = join_changed_rows([fresh, changed_rows_of(held, answer([0], [3], values[:1], table.dtype))])
-    assert (both.ids.tolist(), both.versions.tolist()) == ([*fresh.ids.tolist(), held.ids[0]], [7, 0, 8, 3])
+    changed = changed_rows_of(prefetched, answer([1, 4, 9], [7, 0, 8], values, table.dtype))
+    np.testing.assert_array_equal(changed.ids, prefetched.ids[[1, 4, 9]])
+    assert changed.versions.tolist() == [7, 0, 8]
+    np.testing.assert_array_equal(changed.rows[[0, 2]], to_float32(round_nearest(values, table.dtype), table.dtype))
+    np.testing.assert_array_equal(changed.rows[[1]], initial_rows(table, prefetched.ids[[4]]))
+    assert changed_rows_of(prefetched, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
+    both = join_changed_rows([changed, changed_rows_of(prefetched, answer([0], [3], values[:1], table.dtype))])
+    assert (both.ids.tolist(), both.versions.tolist()) == ([*changed.ids.tolist(), prefetched.ids[0]], [7, 0, 8, 3])
 
 
 @pytest.mark.parametrize(
@@ -105,26 +105,26 @@ def connect(shard: FakeShard) -> Iterator[Connections]:
     connections.close()
 
 
-def answering(shard: FakeShard, fresh: list[ChangedRowsBlock]) -> None:
+def answering(shard: FakeShard, changed: list[ChangedRowsBlock]) -> None:
     def script(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
         yield from accept(shard, part)
-        yield PushReply(part.sequence, "applied", k=part.sequence, fresh=fresh if part.held else [])
+        yield PushReply(part.sequence, "applied", k=part.sequence, changed_rows=changed if part.prefetched else [])
 
     shard.script = script
 
 
-def test_parts_carry_what_is_held_and_its_digest_and_the_ack_the_answer(shard: FakeShard, connect: Connections) -> None:
+def test_parts_carry_what_is_prefetched_and_its_digest_and_the_ack_the_answer(shard: FakeShard, connect: Connections) -> None:
     answering(shard, [answer([2], [9], np.ones((1, 4), np.float32))])
-    session, held = connect(sync=True), holds(USER, 3)
-    ack = session.push(rows_of(1), soon(), [held])
+    session, prefetched = connect(sync=True), holds(USER, 3)
+    ack = session.push(rows_of(1), soon(), [prefetched])
     ack.wait_applied()
     (part,) = shard.parts
-    assert part.digest == digest_tables(part.tables, part.held) != digest_tables(part.tables)
-    assert (part.held[0].ids.tolist(), part.held[0].rows.shape) == (held.ids.tolist(), (3, 0))
+    assert part.digest == digest_tables(part.tables, part.prefetched) != digest_tables(part.tables)
+    assert (part.prefetched[0].ids.tolist(), part.prefetched[0].rows.shape) == (prefetched.ids.tolist(), (3, 0))
     assert ack.changed_rows is not None
-    assert ack.changed_rows["user"].ids.tolist() == [int(held.ids[2])]
+    assert ack.changed_rows["user"].ids.tolist() == [int(prefetched.ids[2])]
     shard.script = accept
-    assert session.push(rows_of(1), soon(), [held]).changed_rows is None  # not applied
+    assert session.push(rows_of(1), soon(), [prefetched]).changed_rows is None  # not applied
 
 
 def test_an_ack_does_not_know_what_the_shard_did_not_say(shard: FakeShard, connect: Connections) -> None:
@@ -144,5 +144,5 @@ def test_an_answer_that_does_not_fit_ends_the_stream_and_is_not_used(shard: Fake
     ack = session.push(rows_of(1), soon(), [holds(USER, 3)])
     ack.wait_applied()
     assert ack.changed_rows is None
-    with pytest.raises(MessageError, match="3 rows of 16 bytes are held"):
+    with pytest.raises(MessageError, match="3 rows of 16 bytes are prefetched"):
         session.wait_applied(soon())

@@ -15,8 +15,8 @@ def names(step: list[Push]) -> list[str]:
     return sorted(p.trainer for p in step)
 
 
-def barrier(*trainers: str, seats: int = 2, timeout_s: float = 10.0) -> Barrier:
-    made = Barrier(seats, timeout_s)
+def barrier(*trainers: str, n_trainers: int = 2, timeout_s: float = 10.0) -> Barrier:
+    made = Barrier(n_trainers, timeout_s)
     for trainer in trainers:
         made.join(trainer, 1)
     return made
@@ -42,12 +42,12 @@ def test_a_fast_trainer_waits_step_by_step() -> None:
     assert it.next_step() == []
 
 
-def test_all_seats_taken_names_who_sits_there() -> None:
+def test_all_places_taken_names_who_sits_there() -> None:
     with pytest.raises(BarrierError, match=r"'c'.*a, b"):
         barrier("a", "b").join("c", 1)
 
 
-def test_a_restarted_trainer_takes_its_own_seat_again() -> None:
+def test_a_restarted_trainer_takes_its_own_place_again() -> None:
     barrier("a", "b").join("a", 1)
 
 
@@ -105,13 +105,13 @@ def test_without_waiting_pushes_there_is_no_deadline() -> None:
 # --- after a restart of the shard -------------------------------------------------------------------------------------------------------
 
 
-def restarted(before: Barrier, seats: int = 3) -> Barrier:
+def restarted(before: Barrier, n_trainers: int = 3) -> Barrier:
     """The barrier of the next process, from what the last one knew."""
-    return Barrier(seats, 10.0, Membership(seats, before.membership.members, before.membership.complete))
+    return Barrier(n_trainers, 10.0, Membership(n_trainers, before.membership.members, before.membership.complete))
 
 
 def test_a_job_goes_on_when_exactly_its_members_are_back() -> None:
-    before = barrier("a", "b", "c", seats=3)
+    before = barrier("a", "b", "c", n_trainers=3)
     before.leave("c")
     it = restarted(before)
     it.join("a", 1)
@@ -123,7 +123,7 @@ def test_a_job_goes_on_when_exactly_its_members_are_back() -> None:
 
 
 def test_a_job_that_had_not_begun_waits_for_all() -> None:
-    it = restarted(barrier("a", "b", seats=3))
+    it = restarted(barrier("a", "b", n_trainers=3))
     for trainer in ("a", "b"):
         it.join(trainer, 1)
         it.add(push(trainer, 1))
@@ -133,8 +133,8 @@ def test_a_job_that_had_not_begun_waits_for_all() -> None:
     assert names(it.next_step()) == ["a", "b", "c"]
 
 
-def test_after_a_restart_the_seats_are_free_for_a_new_job() -> None:
-    it = restarted(barrier("a", "b", "c", seats=3))
+def test_after_a_restart_the_places_are_free_for_a_new_job() -> None:
+    it = restarted(barrier("a", "b", "c", n_trainers=3))
     for trainer in ("x", "y", "z"):
         it.join(trainer, 2)
         assert it.next_step() == []
@@ -148,7 +148,7 @@ def test_after_a_restart_the_seats_are_free_for_a_new_job() -> None:
 
 
 def test_a_restarted_trainer_is_not_the_member_that_the_job_had() -> None:
-    before = barrier("a", "b", "c", seats=3)
+    before = barrier("a", "b", "c", n_trainers=3)
     before.leave("b")
     before.leave("c")
     it = restarted(before)
@@ -158,18 +158,18 @@ def test_a_restarted_trainer_is_not_the_member_that_the_job_had() -> None:
 
 
 def test_one_newcomer_does_not_complete_a_job_whose_first_member_died() -> None:
-    it = restarted(barrier("a", seats=2), seats=2)
+    it = restarted(barrier("a", n_trainers=2), n_trainers=2)
     it.join("c", 2)
     it.add(push("c", 1))
     assert it.next_step() == []
 
 
 def test_when_all_have_left_nobody_is_awaited() -> None:
-    before = barrier("a", "b", seats=2)
+    before = barrier("a", "b", n_trainers=2)
     before.leave("a")
     before.leave("b")
     assert (before.membership.members, before.membership.complete) == ((), False)
-    it = restarted(before, seats=2)
+    it = restarted(before, n_trainers=2)
     it.join("a", 1)
     it.add(push("a", 1))
     assert it.next_step() == []
@@ -285,7 +285,7 @@ def test_a_dropped_trainer_comes_back_and_takes_part_from_the_next_step_on() -> 
 
 
 def test_a_member_that_is_not_back_after_a_restart_of_the_shard_is_dropped_too() -> None:
-    before = barrier("a", "b", "c", seats=3)
+    before = barrier("a", "b", "c", n_trainers=3)
     it = Barrier(3, 10.0, Membership(3, before.membership.members, before.membership.complete), "drop")
     for trainer in ("a", "b"):
         it.join(trainer, 1)
@@ -296,7 +296,7 @@ def test_a_member_that_is_not_back_after_a_restart_of_the_shard_is_dropped_too()
 
 
 def test_a_new_job_after_a_restart_of_the_shard_drops_nobody() -> None:
-    before = barrier("a", "b", "c", seats=3)
+    before = barrier("a", "b", "c", n_trainers=3)
     it = Barrier(3, 10.0, Membership(3, before.membership.members, before.membership.complete), "drop")
     it.join("x", 7)
     it.add(push("x", 1))

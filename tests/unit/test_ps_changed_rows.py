@@ -1,4 +1,4 @@
-"""What a shard says of rows that a trainer holds: by the index, from cache, last batch or storage, and nothing when it does not know."""
+"""What a shard says of prefetched rows: by the index, from cache, last batch or storage, and nothing when it does not know."""
 
 from collections.abc import Sequence
 
@@ -34,16 +34,16 @@ class Shard:
         budget = CacheBudget(cache_rows * 200) if cache_rows else None
         self.tables = Tables([], budget)
         self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
-        self.held = ChangedRowsFinder(self.store, self.tables, 5)
+        self.prefetched = ChangedRowsFinder(self.store, self.tables, 5)
         self.last: Applied | None = None
 
     def run(self, kind: str, *ids: int, table: object = ADAM) -> None:
         dim = 0 if kind == ERASE else None
         self.last = run(self.engine, Batch(kind, (rows(table, list(ids), 0.25, dim),)), never)  # type: ignore[arg-type]
 
-    def answer(self, *held: CheckedRows) -> list[ChangedRowsBlock]:
+    def answer(self, *prefetched: CheckedRows) -> list[ChangedRowsBlock]:
         assert self.last is not None
-        return self.held.answer(held, self.last.written)
+        return self.prefetched.answer(prefetched, self.last.written)
 
 
 def holds(ids: list[int], k: list[int], table: object = ADAM) -> CheckedRows:
@@ -52,13 +52,13 @@ def holds(ids: list[int], k: list[int], table: object = ADAM) -> CheckedRows:
     return CheckedRows(table, np.array(ids, np.uint64), empty, np.array(versions, np.uint64), {})  # type: ignore[arg-type]
 
 
-def check(shard: Shard, held: CheckedRows, fresh: ChangedRowsBlock, at: list[int], k: list[int]) -> None:
+def check(shard: Shard, prefetched: CheckedRows, changed: ChangedRowsBlock, at: list[int], k: list[int]) -> None:
     """Compare an answer with what is expected, and its rows with storage."""
-    assert fresh.at.tolist() == at
-    assert fresh.versions.tolist() == [make_version(1, number) if number else 0 for number in k]
-    definition = held.definition
-    ids = [int(row_id) for row_id, number in zip(held.ids[fresh.at], k, strict=True) if number]
-    stored = np.frombuffer(fresh.rows, "<u2" if definition.dtype == "bfloat16" else "<f4").reshape(-1, definition.dim)
+    assert changed.at.tolist() == at
+    assert changed.versions.tolist() == [make_version(1, number) if number else 0 for number in k]
+    definition = prefetched.definition
+    ids = [int(row_id) for row_id, number in zip(prefetched.ids[changed.at], k, strict=True) if number]
+    stored = np.frombuffer(changed.rows, "<u2" if definition.dtype == "bfloat16" else "<f4").reshape(-1, definition.dim)
     np.testing.assert_array_equal(to_float32(stored, definition.dtype), read(shard.store, definition, ids)[2])
 
 
@@ -67,9 +67,9 @@ def test_it_says_what_changed_and_how(cache_rows: int) -> None:
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(10))
     shard.run(APPLY, 3, 4, 5)
-    held = holds([9, 5, 0, 4, 77, 3], [1, 1, 1, 2, 0, 0])
-    (fresh,) = shard.answer(held)
-    check(shard, held, fresh, [1, 5], [2, 2])
+    prefetched = holds([9, 5, 0, 4, 77, 3], [1, 1, 1, 2, 0, 0])
+    (changed,) = shard.answer(prefetched)
+    check(shard, prefetched, changed, [1, 5], [2, 2])
     assert shard.answer(holds([9, 4, 77], [1, 2, 0]))[0].at.tolist() == []
 
 
@@ -79,19 +79,19 @@ def test_it_says_so_of_a_batch_in_several_pieces_too(cache_rows: int, monkeypatc
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(10))
     shard.run(APPLY, 3, 4, 5, 6, 7)
-    held = holds([9, 5, 0, 4, 77, 3], [1, 1, 1, 2, 0, 0])
-    (fresh,) = shard.answer(held)
-    check(shard, held, fresh, [1, 5], [2, 2])
+    prefetched = holds([9, 5, 0, 4, 77, 3], [1, 1, 1, 2, 0, 0])
+    (changed,) = shard.answer(prefetched)
+    check(shard, prefetched, changed, [1, 5], [2, 2])
 
 
 def test_several_tables_of_several_dtypes() -> None:
     shard = Shard()
     shard.run(APPLY, 1, 2)
     shard.run(APPLY, 2, 3, table=HALF)
-    held = holds([1, 2], [0, 1]), holds([3, 1, 2], [0, 0, 0], HALF)
-    fresh = shard.answer(*held)
-    check(shard, held[0], fresh[0], [0], [1])
-    check(shard, held[1], fresh[1], [0, 2], [2, 2])
+    prefetched = holds([1, 2], [0, 1]), holds([3, 1, 2], [0, 0, 0], HALF)
+    changed = shard.answer(*prefetched)
+    check(shard, prefetched[0], changed[0], [0], [1])
+    check(shard, prefetched[1], changed[1], [0, 2], [2, 2])
 
 
 def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
@@ -101,8 +101,8 @@ def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
     expected = read(shard.store, ADAM, [2, 3])[2]
     for address in shard.store.addresses:
         memory_node(address).down = True
-    (fresh,) = shard.answer(holds([3, 2], [0, 1]))
-    assert fresh.rows == expected[::-1].tobytes()
+    (changed,) = shard.answer(holds([3, 2], [0, 1]))
+    assert changed.rows == expected[::-1].tobytes()
     assert shard.answer(holds([3, 1], [0, 0])) == []  # row 1 would have to be read: nothing is said, and the trainer pulls
 
 
@@ -110,17 +110,17 @@ def test_rows_of_the_last_batch_are_not_read_without_a_cache() -> None:
 def test_before_a_batch_is_stored_the_answer_is_what_it_is_afterwards(cache_rows: int) -> None:
     shard = Shard(cache_rows)
     shard.run(APPLY, *range(6))
-    held = holds([9, 5, 0, 4, 77, 3], [0, 1, 1, 1, 0, 0])
+    prefetched = holds([9, 5, 0, 4, 77, 3], [0, 1, 1, 1, 0, 0])
     before: list[ChangedRowsBlock] = []
 
     def computed(batch: Sequence[PreparedRows]) -> None:
         assert read(shard.store, ADAM, [4, 77])[1].tolist() == [make_version(1, 1), 0]
-        before.extend(shard.held.answer([held], batch))
+        before.extend(shard.prefetched.answer([prefetched], batch))
 
     batch = Batch(APPLY, (rows(ADAM, [4, 5, 77], 0.25),))
     shard.last = shard.engine.run(batch, make_version(1, 2), never, computed=computed)
-    (after,) = shard.answer(held)
-    check(shard, held, before[0], [1, 3, 4, 5], [2, 2, 2, 1])
+    (after,) = shard.answer(prefetched)
+    check(shard, prefetched, before[0], [1, 3, 4, 5], [2, 2, 2, 1])
     assert (before[0].at.tolist(), before[0].versions.tolist(), before[0].rows) == (after.at.tolist(), after.versions.tolist(), after.rows)
 
 
@@ -129,9 +129,9 @@ def test_erased_and_assigned_rows() -> None:
     shard.run(APPLY, 1, 2, 3)
     shard.run(ERASE, 1, 2)
     shard.run(ASSIGN, 2, 3)
-    held = holds([1, 2, 3, 4], [1, 1, 1, 1])
-    (fresh,) = shard.answer(held)
-    check(shard, held, fresh, [0, 1, 2, 3], [0, 3, 3, 0])
+    prefetched = holds([1, 2, 3, 4], [1, 1, 1, 1])
+    (changed,) = shard.answer(prefetched)
+    check(shard, prefetched, changed, [0, 1, 2, 3], [0, 3, 3, 0])
 
 
 def test_a_row_that_storage_has_lost_is_not_told() -> None:
@@ -148,31 +148,31 @@ def test_who_asks_again_is_told_nothing_and_pulls() -> None:
     told: list[PushReply] = []
     ticket = PartTicket(1, 0, 0)
     ticket.answer(told.append)
-    fresh = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), b"1234")
-    ticket.finish(PushReply(1, "applied", 7, fresh=[fresh]))
+    changed = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), b"1234")
+    ticket.finish(PushReply(1, "applied", 7, changed_rows=[changed]))
     ticket.answer(told.append)
-    assert [reply.fresh for reply in told] == [[fresh], []]
+    assert [reply.changed_rows for reply in told] == [[changed], []]
 
 
 def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 40)
     outbox = _AnswerQueue()
-    fresh = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
+    changed = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
     for sequence in (1, 2):
         outbox.expect()
-        outbox.put(PushReply(sequence, "applied", fresh=[fresh]))
+        outbox.put(PushReply(sequence, "applied", changed_rows=[changed]))
     outbox.end_input()
-    assert [len(reply.fresh) for reply in outbox] == [1, 0]
+    assert [len(reply.changed_rows) for reply in outbox] == [1, 0]
 
 
 def asked(**changes: object) -> object:
     """A part that holds rows."""
     fields = {"rows": np.empty((len(OWNED), 0), np.float32), "versions": np.zeros(len(OWNED), np.uint64)} | changes
-    held = sent(**fields)
-    return part(held=[held], digest=digest_tables([], [held]))
+    prefetched = sent(**fields)
+    return part(prefetched=[prefetched], digest=digest_tables([], [prefetched]))
 
 
-def test_good_held_rows_come_back_checked() -> None:
+def test_good_prefetched_rows_come_back_checked() -> None:
     (checked,) = check_prefetched(asked(), find, 1, 3, sync=True)  # type: ignore[arg-type]
     assert (checked.ids.tolist(), checked.rows.shape) == (OWNED.tolist(), (len(OWNED), 0))
 
@@ -180,7 +180,7 @@ def test_good_held_rows_come_back_checked() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"versions": np.empty(0, np.uint64)}, "4 rows are held, with 0 versions"),
+        ({"versions": np.empty(0, np.uint64)}, "4 rows are prefetched, with 0 versions"),
         ({"rows": np.ones((len(OWNED), 2), np.float32)}, "rows of dim 2, expected 0"),
         ({"table": "nobody"}, "no table 'nobody'"),
         ({"schema": 255}, "another definition"),
@@ -188,15 +188,15 @@ def test_good_held_rows_come_back_checked() -> None:
         ({"ids": OWNED + np.uint64(1)}, "belongs to shard"),
     ],
 )
-def test_wrong_held_rows_are_refused(changes: dict[str, object], message: str) -> None:
+def test_wrong_prefetched_rows_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PushRejectedError, match=message):
         check_prefetched(asked(**changes), find, 1, 3, sync=True)  # type: ignore[arg-type]
 
 
-def test_held_rows_are_refused_in_async_mode_and_twice() -> None:
+def test_prefetched_rows_are_refused_in_async_mode_and_twice() -> None:
     once = asked()
     with pytest.raises(PushRejectedError, match="only shards of a sync job"):
         check_prefetched(once, find, 1, 3, sync=False)  # type: ignore[arg-type]
-    once.held.append(once.held[0])  # type: ignore[attr-defined]
-    with pytest.raises(PushRejectedError, match="held twice"):
+    once.prefetched.append(once.prefetched[0])  # type: ignore[attr-defined]
+    with pytest.raises(PushRejectedError, match="prefetched twice"):
         check_prefetched(once, find, 1, 3, sync=True)  # type: ignore[arg-type]

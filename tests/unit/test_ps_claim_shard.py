@@ -17,7 +17,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster
-from paramserver.recovery.claim_shard import EPOCH, STATE, claim, read_epoch, require_owner, save
+from paramserver.recovery.claim_shard import EPOCH, STATE, claim_shard, read_epoch, require_owner, save
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
 _NUMBERS = count()
@@ -62,7 +62,7 @@ def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
 
 def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2) -> ShardState:
     cluster_id = join(nodes, data, shard)
-    return claim(opened_store(nodes), data, shard, n_shards, cluster_id, 5)
+    return claim_shard(opened_store(nodes), data, shard, n_shards, cluster_id, 5)
 
 
 def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
@@ -88,7 +88,7 @@ def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_t
     first, store = start(nodes, data), opened_store(nodes)
     store.put_meta = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
     with pytest.raises(NodeUnavailableError):
-        claim(store, data, 0, 2, first.cluster_id, 5)
+        claim_shard(store, data, 0, 2, first.cluster_id, 5)
     assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)
     assert start(nodes, data).epoch == 3
 
@@ -156,7 +156,7 @@ def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Pat
     first = start(nodes, data)
     save(data, left(first, journal=(3, 48)))
     for epoch in (2, 3):
-        state = claim(opened_store(nodes), data, 0, 2, first.cluster_id, 5)
+        state = claim_shard(opened_store(nodes), data, 0, 2, first.cluster_id, 5)
         assert (state.epoch, state.k) == (epoch, 7)
 
 
@@ -210,14 +210,14 @@ def test_a_process_that_hung_right_after_it_was_asked_whether_it_owns_the_shard_
     nodes = addresses()
     old = DataDir(tmp_path, 0)
     cluster_id = join(nodes, old)
-    claim(opened_store(nodes), old, 0, 2, cluster_id, 5)
+    claim_shard(opened_store(nodes), old, 0, 2, cluster_id, 5)
     left = old.read(STATE)
     successors: list[DataDir] = []
 
     def check() -> None:
         require_owner(old, 1)
         successors.append(new := DataDir(tmp_path, 0, take_over=True))
-        claim(opened_store(nodes), new, 0, 2, cluster_id, 5)
+        claim_shard(opened_store(nodes), new, 0, 2, cluster_id, 5)
 
     with pytest.raises(FileNotFoundError):
         old.write(STATE, [b"old"], check)

@@ -32,8 +32,8 @@ MEAN = TableDef("m", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), reduce="mean")
 WAIT_S = 30.0
 
 
-class ScriptedLedger(FencedLog):
-    """A ledger that remembers, and does what a test says instead of reaching a disk."""
+class ScriptedLog(FencedLog):
+    """A log that remembers, and does what a test says instead of reaching a disk."""
 
     def __init__(self) -> None:
         super().__init__(None, lambda: None)
@@ -72,13 +72,13 @@ class Rig:
     """Intake, committer and hand-over; the test is the apply thread."""
 
     def __init__(self, *, trainers: int = 0, k: int = 0) -> None:
-        self.ledger = ScriptedLedger()
-        self.intake = Ingest(Sessions(True), Barrier(trainers, WAIT_S) if trainers else None, record=self.ledger.record)
+        self.fenced_log = ScriptedLog()
+        self.ingest = Ingest(Sessions(True), Barrier(trainers, WAIT_S) if trainers else None, record=self.fenced_log.record)
         self.handover, self.tables = Handover(), Tables([])
         self.failed: list[BaseException] = []
         self.over = threading.Event()
         self.committer = Committer(
-            self.intake, self.tables, self.ledger, self.handover, sync=bool(trainers), epoch=5, k=k, failed=self._fail
+            self.ingest, self.tables, self.fenced_log, self.handover, sync=bool(trainers), epoch=5, k=k, failed=self._fail
         )
         self.committer.thread.start()
         self.sequences: dict[str, int] = {}
@@ -96,9 +96,9 @@ class Rig:
             table, array, np.ones((len(ids), 1), np.float32), np.empty(0, np.uint64), table.optimizer.check_hyper({"lr": lr})
         )
         heard = Heard()
-        self.incarnation = self.intake.sessions._sessions[trainer].incarnation
+        self.incarnation = self.ingest.sessions._sessions[trainer].incarnation
         part = PushPart(trainer, self.incarnation, sequence, step or sequence, more, [], sequence)
-        self.intake.submit(part, (rows,), heard, lambda: False)
+        self.ingest.submit(part, (rows,), heard, lambda: False)
         return heard
 
     def take(self) -> Committed:
@@ -107,7 +107,7 @@ class Rig:
         return batch
 
     def batches(self) -> list[BatchEntry]:
-        return [entry for entry in self.ledger.entries if isinstance(entry, BatchEntry)]
+        return [entry for entry in self.fenced_log.entries if isinstance(entry, BatchEntry)]
 
 
 @pytest.fixture
@@ -136,20 +136,20 @@ class Gate:
 
 def test_a_push_is_accepted_only_once_its_entry_is_committed(make: Callable[..., Rig]) -> None:
     rig, gate = make(k=7), Gate()
-    rig.intake.hello("a", 0)
-    rig.ledger.on_commit = gate
+    rig.ingest.hello("a", 0)
+    rig.fenced_log.on_commit = gate
     heard = rig.push("a", [3, 4])
     duplicate = Heard()
     assert gate.reached.wait(WAIT_S)
     rig.sequences["a"] -= 1
     rows = rig.batches()[0].batch.tables
     part = PushPart("a", rig.incarnation, 1, 1, False, [], 1)
-    rig.intake.submit(part, rows, duplicate, lambda: False)
+    rig.ingest.submit(part, rows, duplicate, lambda: False)
     assert (heard, duplicate) == ([], [])
-    assert rig.intake.sessions.kept() == [("a", 1, 0)]
+    assert rig.ingest.sessions.to_save() == [("a", 1, 0)]
     gate.open.set()
     assert heard.wait().state == duplicate.wait().state == "accepted"
-    assert rig.intake.sessions.kept() == [("a", 1, 1)]
+    assert rig.ingest.sessions.to_save() == [("a", 1, 1)]
     batch, (entry,) = rig.take(), rig.batches()
     assert batch.version == entry.version == make_version(5, 8)
     assert batch.end == Position(1, 2)
@@ -159,7 +159,7 @@ def test_a_push_is_accepted_only_once_its_entry_is_committed(make: Callable[...,
 
 def test_parts_are_accepted_with_the_last_part_of_their_push(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
     parts = [rig.push("a", [n], more=n < 11, step=1) for n in range(12)]
     for heard in parts:
         assert heard.wait().state == "accepted"
@@ -169,8 +169,8 @@ def test_parts_are_accepted_with_the_last_part_of_their_push(make: Callable[...,
 
 def test_several_batches_share_a_commit(make: Callable[..., Rig]) -> None:
     rig, gate = make(), Gate()
-    rig.intake.hello("a", 0)
-    rig.ledger.on_commit = gate
+    rig.ingest.hello("a", 0)
+    rig.fenced_log.on_commit = gate
     first = rig.push("a", [1], table=MEAN)
     assert gate.reached.wait(WAIT_S)
     later = [rig.push("a", [1], table=MEAN) for _ in range(2)]  # tables of means are never merged
@@ -180,12 +180,12 @@ def test_several_batches_share_a_commit(make: Callable[..., Rig]) -> None:
     assert [heard.wait().state for heard in (first, *later)] == ["accepted"] * 3
     assert [entry.version & 0xFF for entry in rig.batches()] == [1, 2, 3]
     assert [entry.steps for entry in rig.batches()] == [(0,), (1,), (2,)]
-    assert rig.ledger.commits in ([1, 2, 4], [1, 2, 3, 4])  # after the hello's: one or two behind the gate, as room was there
+    assert rig.fenced_log.commits in ([1, 2, 4], [1, 2, 3, 4])  # after the hello's: one or two behind the gate, as room was there
 
 
 def test_what_comes_in_while_the_engine_is_busy_is_merged(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
     heard = [rig.push("a", [1]).wait() for _ in range(2)]  # the hand-over is full now
     waiting = [rig.push("a", [1, n]) for n in range(2, 5)]
     assert [len(rig.batches()), [len(one) for one in waiting]] == [2, [0, 0, 0]]
@@ -197,12 +197,12 @@ def test_what_comes_in_while_the_engine_is_busy_is_merged(make: Callable[..., Ri
 
 def test_assign_and_erase_are_journaled_in_their_place(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
     for kind in (ASSIGN, ERASE):
         rows = CheckedRows(TABLE, np.array([9, 2], np.uint64), np.ones((2, int(kind == ASSIGN)), np.float32), np.empty(0, np.uint64), {})
         work = RowsWork(kind, rows)
-        with rig.intake._changed:  # what submit_rows does before it waits
-            rig.intake._enqueue(work)
+        with rig.ingest._changed:  # what submit_rows does before it waits
+            rig.ingest._enqueue(work)
         assert rig.take().work is work
         rig.push("a", [1]).wait()
         rig.take()
@@ -213,33 +213,33 @@ def test_assign_and_erase_are_journaled_in_their_place(make: Callable[..., Rig])
 
 def test_hellos_and_goodbyes_are_durable_before_they_are_answered(make: Callable[..., Rig]) -> None:
     rig = make()
-    assert rig.intake.hello("a", 0) == (1, 0)
-    assert rig.intake.hello("a", 1) == (1, 0)  # a reconnect is nothing new
-    rig.intake.bye("a", 1)
-    rig.intake.hello("a", 1)
-    assert rig.ledger.entries == [SessionEntry("a", 1), SessionEntry("a", 0), SessionEntry("a", 1)]
-    assert rig.ledger.commits == [1, 2, 3]
+    assert rig.ingest.hello("a", 0) == (1, 0)
+    assert rig.ingest.hello("a", 1) == (1, 0)  # a reconnect is nothing new
+    rig.ingest.bye("a", 1)
+    rig.ingest.hello("a", 1)
+    assert rig.fenced_log.entries == [SessionEntry("a", 1), SessionEntry("a", 0), SessionEntry("a", 1)]
+    assert rig.fenced_log.commits == [1, 2, 3]
 
 
 def test_a_hello_that_cannot_be_kept_is_answered_when_it_is_said_again(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ledger.on_commit = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
+    rig.fenced_log.on_commit = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
     for incarnation in (0, 1, 1):  # no trainer hears of the first; another shard's would come back with its number
         with pytest.raises(ShardUnavailableError, match="disk full"):
-            rig.intake.hello("b", incarnation)
-    rig.ledger.on_commit = lambda: None
-    assert rig.intake.hello("b", 1) == (1, 0)
-    assert rig.ledger.commits == [4]
-    rig.ledger.on_append = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
-    assert rig.intake.hello("b", 1) == (1, 0)  # a reconnect is nothing new
-    rig.intake.bye("b", 1)
-    assert rig.intake.n_trainers == 0
+            rig.ingest.hello("b", incarnation)
+    rig.fenced_log.on_commit = lambda: None
+    assert rig.ingest.hello("b", 1) == (1, 0)
+    assert rig.fenced_log.commits == [4]
+    rig.fenced_log.on_append = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
+    assert rig.ingest.hello("b", 1) == (1, 0)  # a reconnect is nothing new
+    rig.ingest.bye("b", 1)
+    assert rig.ingest.n_trainers == 0
 
 
 @pytest.mark.parametrize("where", ["on_append", "on_commit"])
 def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(make: Callable[..., Rig], where: str) -> None:
     rig, tried = make(), threading.Event()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
     full = threading.Event()
     full.set()
 
@@ -248,29 +248,29 @@ def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(make: Callable[
             tried.set()
             raise JournalFullError("journal/7: No space left on device")
 
-    setattr(rig.ledger, where, write)
+    setattr(rig.fenced_log, where, write)
     heard = rig.push("a", [1])
     assert tried.wait(WAIT_S)
     tried.clear()
     assert tried.wait(WAIT_S)  # again
     assert heard == []
-    assert rig.intake.waits_for == "JournalFullError: journal/7: No space left on device"
-    assert not rig.intake.drain(Deadline.after(0))
-    assert "No space left" in rig.intake.describe_pending()
+    assert rig.ingest.waits_for == "JournalFullError: journal/7: No space left on device"
+    assert not rig.ingest.drain(Deadline.after(0))
+    assert "No space left" in rig.ingest.describe_pending()
     full.clear()
     assert heard.wait().state == "accepted"
-    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.intake.waits_for] == [1, 1, ""]
+    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.ingest.waits_for] == [1, 1, ""]
 
 
 def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:
     rig, gate = make(), threading.Event()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
 
     def full() -> None:
         gate.set()
         raise JournalFullError("no space")
 
-    rig.ledger.on_append = full
+    rig.fenced_log.on_append = full
     heard = rig.push("a", [1])
     assert gate.wait(WAIT_S)
     assert rig.committer.thread.stop(WAIT_S)
@@ -279,9 +279,9 @@ def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:
 
 def test_a_process_that_lost_the_shard_acknowledges_nothing_and_sends_its_trainers_away(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.intake.hello("a", 0)
+    rig.ingest.hello("a", 0)
     rig.push("a", [1]).wait()
-    rig.ledger.on_commit = lambda: (_ for _ in ()).throw(FencedError("epoch 6 has taken the shard over"))
+    rig.fenced_log.on_commit = lambda: (_ for _ in ()).throw(FencedError("epoch 6 has taken the shard over"))
     reply = rig.push("a", [1]).wait()
     assert reply.state == "failed"
     assert isinstance(from_wire(reply.error), ShardUnavailableError)
@@ -293,17 +293,17 @@ def test_a_process_that_lost_the_shard_acknowledges_nothing_and_sends_its_traine
 
 def test_a_bug_in_the_journal_fails_the_shard_by_name(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.intake.hello("a", 0)
-    rig.ledger.on_append = lambda: (_ for _ in ()).throw(ValueError("oops"))
+    rig.ingest.hello("a", 0)
+    rig.fenced_log.on_append = lambda: (_ for _ in ()).throw(ValueError("oops"))
     assert isinstance(from_wire(rig.push("a", [1]).wait().error), ShardFailedError)
 
 
 def test_a_sync_step_is_journaled_as_a_whole_or_not_at_all(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.intake.hello(trainer, 0)
+        rig.ingest.hello(trainer, 0)
     first = rig.push("a", [1], table=MEAN)
-    with rig.intake._changed:
+    with rig.ingest._changed:
         assert (first, rig.batches()) == ([], [])
     second = rig.push("b", [1, 2], table=MEAN)
     assert first.wait().state == second.wait().state == "accepted"
@@ -315,7 +315,7 @@ def test_a_sync_step_is_journaled_as_a_whole_or_not_at_all(make: Callable[..., R
 def test_a_refused_step_uses_its_sequences_up_durably(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.intake.hello(trainer, 0)
+        rig.ingest.hello(trainer, 0)
     parts = [rig.push("a", [1], lr=0.5), rig.push("b", [1], lr=0.25)]
     batch, (entry,) = rig.take(), rig.batches()
     assert [heard.wait().state for heard in parts] == ["accepted"] * 2
@@ -327,23 +327,23 @@ def test_a_refused_step_uses_its_sequences_up_durably(make: Callable[..., Rig]) 
 def test_a_drain_does_not_wait_for_a_step_that_lacks_somebody(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.intake.hello(trainer, 0)
+        rig.ingest.hello(trainer, 0)
     heard = rig.push("a", [1])
-    assert rig.intake.drain(Deadline.after(0))
+    assert rig.ingest.drain(Deadline.after(0))
     assert heard == []
 
 
-def test_the_ledger_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
+def test_the_log_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     asked: list[int] = []
-    ledger = FencedLog(Journal(tmp_path, "os"), lambda: asked.append(len(asked)))
-    ledger.record("a", 1)
+    fenced_log = FencedLog(Journal(tmp_path, "os"), lambda: asked.append(len(asked)))
+    fenced_log.record("a", 1)
     rows = CheckedRows(TABLE, np.array([1, 5], np.uint64), np.ones((2, 1), np.float32), np.empty(0, np.uint64), TABLE.optimizer.defaults())
-    ledger.append(BatchEntry(make_version(5, 1), Batch(APPLY, (rows,)), (0,), ()))
+    fenced_log.append(BatchEntry(make_version(5, 1), Batch(APPLY, (rows,)), (0,), ()))
     assert asked == [0]
-    ledger.commit()
-    end = ledger.end
-    assert (asked, ledger.size_bytes > 0) == ([0, 1], True)
-    ledger.close()
+    fenced_log.commit()
+    end = fenced_log.end
+    assert (asked, fenced_log.size_bytes > 0) == ([0, 1], True)
+    fenced_log.close()
     journal = Journal(tmp_path, "os")
     entries = [decode_entry(payload, lambda name, schema: TABLE) for _, payload in journal.read(START)]
     assert entries[0] == SessionEntry("a", 1)

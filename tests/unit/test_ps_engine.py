@@ -233,7 +233,7 @@ def test_assign_sets_rows_and_begins_their_optimizer_state_anew() -> None:
     assert (weights == to_float32(round_nearest(np.float32([1 / 3]), "bfloat16"), "bfloat16")).all()
     size, keys = HALF.record.size_bytes, RowKeys(HALF.tag, np.array([1, 2], np.uint64))
     got = store.read([ReadPart(keys, size, size)], Deadline.after(5))[0]
-    assert not HALF.record.slots(got.records).any()
+    assert not HALF.record.state(got.records).any()
     assert engine._tables.state(HALF).step == 1
 
 

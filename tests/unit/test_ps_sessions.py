@@ -96,12 +96,12 @@ def test_what_is_not_in_the_journal_is_not_kept_over_a_restart() -> None:
     accept(session, 1)
     accept(session, 2)
     accept(session, 3, more=True)
-    assert (session.last_sequence, sessions.kept()) == (3, [("a", 1, 0)])
+    assert (session.last_sequence, sessions.to_save()) == (3, [("a", 1, 0)])
     ticket = PartTicket(1, 0, 0)
     sessions.journaled(Push("a", 1, 1, (ReceivedPart((), ticket),)))
     sessions.journaled(Push("a", 99, 1, (ReceivedPart((), PartTicket(7, 0, 0)),)))  # of an incarnation that is no longer in force
-    assert sessions.kept() == [("a", 1, 1)]
-    again = Sessions(True, 2, sessions.kept())
+    assert sessions.to_save() == [("a", 1, 1)]
+    again = Sessions(True, 2, sessions.to_save())
     assert again.live == []
     assert again.hello("a", 1).last_sequence == 1
 
@@ -110,10 +110,10 @@ def test_the_journal_brings_sessions_back() -> None:
     sessions = Sessions(True, 3, [("a", 2, 5)])
     for trainer, incarnation, sequence in (("a", 2, 7), ("b", 4, 0), ("b", 4, 3), ("a", 2, 6), ("b", 1, 9)):
         sessions.restore(trainer, incarnation, sequence)
-    assert sessions.kept() == [("a", 2, 7), ("b", 4, 3)]
+    assert sessions.to_save() == [("a", 2, 7), ("b", 4, 3)]
     assert (sessions.next_incarnation, sessions.live) == (5, [])
     sessions.restore("a", 6)
-    assert sessions.kept()[0] == ("a", 6, 0)
+    assert sessions.to_save()[0] == ("a", 6, 0)
     with pytest.raises(FencedError):
         sessions.check_hello("a", 2)
 

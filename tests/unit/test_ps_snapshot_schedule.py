@@ -221,9 +221,9 @@ def test_a_process_that_was_shut_out_discards_no_journal(shard: Shard) -> None:
     for _ in range(9):
         shard.push()
     start = shard.journal.start
-    ledger = FencedLog(shard.journal, not_ours)
+    fenced_log = FencedLog(shard.journal, not_ours)
     with pytest.raises(FencedError):
-        ledger.discard_before(shard.applied)
+        fenced_log.discard_before(shard.applied)
     assert shard.journal.start == start
     FencedLog(shard.journal, lambda: None).discard_before(shard.applied)
     assert shard.journal.start > start

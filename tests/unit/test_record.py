@@ -20,15 +20,15 @@ def layout(*, table: str = "user", dim: int = 2, dtype: str = "float32", state_s
 def encode(form: RecordFormat, ids: np.ndarray = IDS) -> np.ndarray:
     weights = np.ones((len(ids), form.dim), dtype=np.float32)
     stored = (weights.view(np.uint32) >> 16).astype(np.uint16) if form.dtype == "bfloat16" else weights.astype(storage_dtype(form.dtype))
-    slots = np.full((len(ids), form.state_size), 0.5, dtype=np.float32)
-    return form.encode(ids, make_version(3, 70_000), stored.view(storage_dtype(form.dtype)), slots)
+    state = np.full((len(ids), form.state_size), 0.5, dtype=np.float32)
+    return form.encode(ids, make_version(3, 70_000), stored.view(storage_dtype(form.dtype)), state)
 
 
 def test_golden_record() -> None:
     record = layout().encode(
         np.array([1], np.uint64), make_version(0x0102, 0x030405060708), np.array([[1.0, -2.0]], np.float32), np.array([[0.5]], np.float32)
     )
-    # schema, then the id check of ("user", 1); k and epoch little-endian; weights; slot
+    # schema, then the id check of ("user", 1); k and epoch little-endian; weights; state
     assert record.tobytes().hex() == GOLDEN_RECORD
     assert record.tobytes()[:1] == b"\xab"
     assert record.tobytes()[4:] == bytes.fromhex("0807060504030201") + np.array([1, -2, 0.5], "<f4").tobytes()
@@ -46,8 +46,8 @@ def test_a_record_reads_back_in_every_dtype(dtype: str, itemsize: int, dim: int,
     form.check(records, IDS, FOUND)
     np.testing.assert_array_equal(form.weights(records), np.ones((4, dim), np.float32))
     np.testing.assert_array_equal(form.weights(records[:, : form.prefix_bytes]), np.ones((4, dim), np.float32))
-    np.testing.assert_array_equal(form.slots(records), np.full((4, state_size), 0.5, np.float32))
-    assert form.weights(records).dtype == form.slots(records).dtype == np.float32
+    np.testing.assert_array_equal(form.state(records), np.full((4, state_size), 0.5, np.float32))
+    assert form.weights(records).dtype == form.state(records).dtype == np.float32
     assert [split_version(int(version)) for version in form.versions(records)] == [(3, 70_000)] * 4
 
 

@@ -99,7 +99,7 @@ class Shard:
         self.engine.run(Batch(kind, (rows,)), make_version(self.engine.epoch, self.engine.k + 1), never)
 
     def contents(self) -> Contents:
-        """Weights and slots of every row by table and id, as storage has them."""
+        """Weights and state of every row by table and id, as storage has them."""
         found: Contents = {}
         for definition in (ITEM, USER):
             ids = np.sort(self.tables.state(definition).arrays()[0])

@@ -168,7 +168,7 @@ def put(store: MemoryStore, row_id: int, version: int) -> None:
     """Write another record of this row, as nobody should."""
     ids = np.array([row_id], np.uint64)
     record = read(store, ADAM, ids)[2].copy()
-    ADAM.record.encode(ids, np.array([version], np.uint64), np.zeros((1, 2), np.float32), ADAM.record.slots(record), record)
+    ADAM.record.encode(ids, np.array([version], np.uint64), np.zeros((1, 2), np.float32), ADAM.record.state(record), record)
     address, key = place(store, row_id)
     memory_node(address).put(key, record.tobytes())
 

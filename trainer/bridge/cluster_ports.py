@@ -56,7 +56,7 @@ class LookaheadPort(Protocol):
         """Return whether the rows that were installed may still be used."""
         ...
 
-    def held(self) -> Prefetched | None:
+    def prefetched(self) -> Prefetched | None:
         """Return ids and versions, by table, of the rows of the batches to come that a step's push is to register; None for none."""
         ...
 
@@ -64,8 +64,8 @@ class LookaheadPort(Protocol):
         """Take note of a step's push."""
         ...
 
-    def released(self, fresh: Changed | None) -> None:
-        """Take over those of the rows held that the step changed; None if that is not known."""
+    def released(self, changed: Changed | None) -> None:
+        """Take over those of the prefetched rows that the step changed; None if that is not known."""
         ...
 
 

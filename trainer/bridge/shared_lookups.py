@@ -89,13 +89,13 @@ class SharedLookups:
         self._installed = {}
         self._drop_ahead()
         self.state += 1 + self.state % 2
-        return None if self.lookahead is None else self.lookahead.held()
+        return None if self.lookahead is None else self.lookahead.prefetched()
 
-    def end_step(self, fresh: Changed | None) -> None:
-        """Take note that the step's push was handed over, in a sync job released; `fresh` is what came back with that."""
+    def end_step(self, changed: Changed | None) -> None:
+        """Take note that the step's push was handed over, in a sync job released; `changed` is what came back with that."""
         self.state += 1
         if self.lookahead is not None:
-            self.lookahead.released(fresh)
+            self.lookahead.released(changed)
 
     def _note(self, waited_s: float, pulled: Sequence[LookupResult]) -> None:
         """Add up what a pull took, for the report in force, too."""

@@ -8,7 +8,7 @@ What must not live here: threads, pipelines, and when a step happens; those call
   shards are asked again, and if one has applied more than k batches since, the rows are pulled anew.
 * `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts what it does of that itself, for whatever
   model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and
-  versions; with the release come back those that the step changed, and take the place of what was held. Whatever of earlier changes a
+  versions; with the release come back those that the step changed, and take the place of what was prefetched. Whatever of earlier changes a
   pull has seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later.
   So a release need not wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were
   registered.
@@ -29,7 +29,7 @@ from .rows_ahead import Changed, Puller, RowsAhead, prefetched_of_all
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as
 Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
-"""Ids and versions of rows that are held for batches to come, by table."""
+"""Ids and versions of rows that are prefetched for batches to come, by table."""
 
 
 class Consistency(Protocol):
@@ -51,7 +51,7 @@ class Consistency(Protocol):
         """Take note that a step is about to be pushed; return what to register with it of the batches that come next."""
         ...
 
-    def released(self, fresh: Changed | None) -> None:
+    def released(self, changed: Changed | None) -> None:
         """Take over what the step's release brought back; None if the shards could not say."""
         ...
 
@@ -77,7 +77,7 @@ class Stale:
         """Register nothing."""
         return None
 
-    def released(self, fresh: Changed | None) -> None:
+    def released(self, changed: Changed | None) -> None:
         """Do nothing."""
 
     def __str__(self) -> str:
@@ -129,9 +129,9 @@ class Exact(Stale):
     def __init__(self, cluster: Puller, state: Callable[[], int], changes: Callable[[], int], all_stored: Callable[[], bool]) -> None:
         super().__init__(cluster)
         self._state, self._changes, self._all_stored = state, changes, all_stored
-        self._held: Sequence[RowsAhead] = ()
-        self._held_at = 0
-        self._n_used = self._n_again = self._n_held = self._n_changed = 0
+        self._prefetched: Sequence[RowsAhead] = ()
+        self._prefetched_at = 0
+        self._n_used = self._n_again = self._n_prefetched = self._n_changed = 0
 
     def pull(self, rows: RowsAhead) -> None:
         """Look a batch's rows up, and note when that began, if storage had then all that had changed.
@@ -162,28 +162,28 @@ class Exact(Stale):
 
     def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
         """Register the rows of the batches that come next."""
-        self._held, self._held_at = coming, self._changes()
-        held = prefetched_of_all(coming)
-        self._n_held += sum(len(ids) for ids, _ in held.values())
-        return held
+        self._prefetched, self._prefetched_at = coming, self._changes()
+        prefetched = prefetched_of_all(coming)
+        self._n_prefetched += sum(len(ids) for ids, _ in prefetched.values())
+        return prefetched
 
-    def released(self, fresh: Changed | None) -> None:
+    def released(self, changed: Changed | None) -> None:
         """Bring the rows that were registered up to date, if nothing but the step's own push has changed rows meanwhile."""
-        held, self._held = self._held, ()
+        prefetched, self._prefetched = self._prefetched, ()
         now = self._now()
-        if fresh is None or now[1] != self._held_at + _PUSH:
+        if changed is None or now[1] != self._prefetched_at + _PUSH:
             return
-        self._n_changed += sum(len(ids) for ids, _, _ in fresh.values())
-        for rows in held:
+        self._n_changed += sum(len(ids) for ids, _, _ in changed.values())
+        for rows in prefetched:
             if rows.pulled:
-                rows.change(fresh)
+                rows.change(changed)
                 rows.as_of = now
 
     def _now(self) -> tuple[int, int]:
         return self._state(), self._changes()
 
     def __str__(self) -> str:
-        changed = f"{self._n_changed / max(1, self._n_held):.2%} of the rows held over a step changed in it"
+        changed = f"{self._n_changed / max(1, self._n_prefetched):.2%} of the rows prefetched over a step changed in it"
         return f"exact: {changed}; the rows of {self._n_again} of {self._n_used} batches were pulled again when they came"
 
 

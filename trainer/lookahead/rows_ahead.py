@@ -124,12 +124,12 @@ class RowsAhead:
             self._whole = {name: found_of(wanted, pulled[name]) for name, wanted in self._wanted.items()}
             self.by_table = {name: _share_out(lookups, self._whole[name]) for name, lookups in self._asked.items()}
 
-    def held(self) -> dict[str, tuple[NDArray[Any], Ids]]:
+    def prefetched(self) -> dict[str, tuple[NDArray[Any], Ids]]:
         """Return the ids, in their table's dtype, and versions of all rows, by table."""
         return {name: (to_caller(found.ids, self._id_dtype[name]), found.versions) for name, found in self._whole.items()}
 
     def change(self, changed: Changed) -> None:
-        """Take over rows, of those that are held here."""
+        """Take over rows, of those that are prefetched here."""
         for name in self._whole.keys() & changed.keys():
             parts = {id(ahead.found): ahead.found for ahead in self.by_table[name]}
             for found in {id(self._whole[name]): self._whole[name], **parts}.values():
@@ -182,16 +182,16 @@ def prefetched_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[A
     A row that two batches hold in different versions gets one that no row has: whatever it is now, it is another.
     """
     if len(batches) == 1:
-        return batches[0].held()
+        return batches[0].prefetched()
     every: dict[str, list[tuple[NDArray[Any], Ids]]] = {}
     for batch in batches:
-        for name, held in batch.held().items():
-            every.setdefault(name, []).append(held)
-    return {name: _merged(held) for name, held in every.items()}
+        for name, prefetched in batch.prefetched().items():
+            every.setdefault(name, []).append(prefetched)
+    return {name: _merged(prefetched) for name, prefetched in every.items()}
 
 
-def _merged(held: Sequence[tuple[NDArray[Any], Ids]]) -> tuple[NDArray[Any], Ids]:
-    ids, versions = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
+def _merged(prefetched: Sequence[tuple[NDArray[Any], Ids]]) -> tuple[NDArray[Any], Ids]:
+    ids, versions = (np.concatenate(arrays) for arrays in zip(*prefetched, strict=True))
     groups = group_by_id(ids.view(np.uint64))
     oldest, newest = groups.minimum(versions), ~groups.minimum(~versions)
     return groups.ids.view(ids.dtype), np.where(oldest == newest, oldest, _NO_VERSION)

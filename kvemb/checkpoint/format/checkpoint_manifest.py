@@ -66,7 +66,7 @@ class CheckpointManifest:
         cluster: the saved cluster's name.
         cluster_id: 32 hex digits; versions compare within one cluster only.
         created_s: seconds since 1970 when the save began.
-        weights_only: whether the rows come without optimizer slots.
+        weights_only: whether the rows come without the optimizer's state.
         cuts: one per shard, by shard.
         tables: by name.
         files: data files, sorted by (table, role, shard, part).

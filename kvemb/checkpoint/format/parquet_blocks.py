@@ -1,8 +1,8 @@
 """Data files: blocks of rows to Parquet bytes and back. Bytes in, bytes out; no storage here.
 
 Columns: id (int64 or uint64, by the table's id_dtype), version (uint64: epoch << 48 | k), weights (fixed-size list of float or halffloat),
-slots (fixed-size list of float; absent where there are none). bfloat16 weights stand there as the floats they are: Parquet has neither that
-type nor 16-bit integers, so that their bits alone would take as many bytes and no other program could read them.
+slots (the optimizer's state: fixed-size list of float; absent where there is none). bfloat16 weights stand there as floats. Parquet has
+neither that type nor 16-bit integers: their bits alone would take as many bytes, and no other program could read them.
 
 Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012), and a file that is not compressed cannot unfold into more
 memory than it has bytes. The checksum is taken over the very bytes that are parsed.
@@ -51,7 +51,7 @@ def encode_rows(definition: TableDef, blocks: Sequence[RowBlock], weights_only: 
     Args:
         definition: the table.
         blocks: ascending by id, within and from one to the next.
-        weights_only: leave the slots out.
+        weights_only: leave the state out.
     """
     return _encode(_schema(definition, weights_only), [_columns(definition, block, weights_only) for block in blocks])
 
@@ -69,7 +69,7 @@ def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_onl
         definition: the table.
         data: the whole file.
         entry: what the manifest says of it.
-        weights_only: whether the checkpoint has no slots.
+        weights_only: whether the checkpoint has no state.
         where: its URL, for messages.
 
     Raises:
@@ -79,10 +79,10 @@ def decode_rows(definition: TableDef, data: bytes, entry: FileEntry, weights_onl
     for columns in _decode(_schema(definition, weights_only), data, entry, row_bytes(definition, weights_only), where):
         ids, versions = columns["id"].view(np.uint64), columns["version"]
         last = _check_ascending(ids, last, where)
-        slots = columns.get("slots")
-        if slots is None and not weights_only:
-            slots = np.empty((len(ids), 0), np.float32)
-        yield RowBlock(ids, versions, _stored(definition, columns["weights"], where), slots)
+        state = columns.get("slots")
+        if state is None and not weights_only:
+            state = np.empty((len(ids), 0), np.float32)
+        yield RowBlock(ids, versions, _stored(definition, columns["weights"], where), state)
 
 
 def decode_ids(definition: TableDef, data: bytes, entry: FileEntry, where: str) -> Iterator[NDArray[np.uint64]]:
@@ -169,8 +169,8 @@ def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[
     weights = _lists(_readable(definition, block.weights), _weight_type(definition))
     columns = [_id_array(definition, block.ids), pa.array(block.versions), weights]
     if _has_slots(definition, weights_only):
-        assert block.slots is not None
-        columns.append(_lists(block.slots, pa.float32()))
+        assert block.state is not None
+        columns.append(_lists(block.state, pa.float32()))
     return columns
 
 

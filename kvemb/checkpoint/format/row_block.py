@@ -20,13 +20,13 @@ class RowBlock:
         ids: uint64 [n].
         versions: uint64 [n].
         weights: [n, dim] in the storage dtype, contiguous.
-        slots: float32 [n, state_size], contiguous; None where a checkpoint holds weights only.
+        state: float32 [n, state_size], contiguous; None where a checkpoint holds weights only.
     """
 
     ids: NDArray[np.uint64]
     versions: NDArray[np.uint64]
     weights: NDArray[Any]
-    slots: NDArray[np.float32] | None
+    state: NDArray[np.float32] | None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -39,41 +39,41 @@ class RowBlock:
             definition: the table.
             ids: uint64 [n], ascending.
             records: uint8 [n, record bytes] of these ids; copied.
-            weights_only: leave the slots out.
+            weights_only: leave the state out.
         """
         record = definition.record
         weights = np.ascontiguousarray(records[:, HEADER_SIZE : record.prefix_bytes]).view(storage_dtype(definition.dtype))
-        slots = None if weights_only else np.ascontiguousarray(records[:, record.prefix_bytes :]).view("<f4")
-        return RowBlock(ids, record.versions(records), weights, slots)
+        state = None if weights_only else np.ascontiguousarray(records[:, record.prefix_bytes :]).view("<f4")
+        return RowBlock(ids, record.versions(records), weights, state)
 
     def records(self, definition: TableDef, versions: NDArray[np.uint64] | int) -> NDArray[np.uint8]:
         """Return the rows as records with these versions: uint8 [n, record bytes]. Slots that are not there are a new row's."""
-        slots = new_state(definition, len(self)) if self.slots is None else self.slots
-        return definition.record.encode(self.ids, versions, self.weights, slots)
+        state = new_state(definition, len(self)) if self.state is None else self.state
+        return definition.record.encode(self.ids, versions, self.weights, state)
 
     def take(self, rows: NDArray[Any] | slice) -> "RowBlock":
         """Return some of the rows."""
-        slots = None if self.slots is None else self.slots[rows]
-        return RowBlock(self.ids[rows], self.versions[rows], self.weights[rows], slots)
+        state = None if self.state is None else self.state[rows]
+        return RowBlock(self.ids[rows], self.versions[rows], self.weights[rows], state)
 
     @staticmethod
     def concatenate(blocks: Sequence["RowBlock"]) -> "RowBlock":
         """Put blocks behind each other; at least one."""
         if len(blocks) == 1:
             return blocks[0]
-        slots = [block.slots for block in blocks if block.slots is not None]
+        state = [block.state for block in blocks if block.state is not None]
         return RowBlock(
             np.concatenate([block.ids for block in blocks]),
             np.concatenate([block.versions for block in blocks]),
             np.concatenate([block.weights for block in blocks]),
-            np.concatenate(slots) if slots else None,
+            np.concatenate(state) if state else None,
         )
 
 
 def new_state(definition: TableDef, n: int) -> NDArray[np.float32]:
-    """Return the slots of n rows that were never pushed: float32 [n, state_size]."""
-    slots = definition.optimizer.slots()
-    one_row = np.repeat(np.array([s.initial for s in slots], np.float32), [s.size(definition.dim) for s in slots])
+    """Return the state of n rows that were never pushed: float32 [n, state_size]."""
+    fields = definition.optimizer.state_fields()
+    one_row = np.repeat(np.array([s.initial for s in fields], np.float32), [s.size(definition.dim) for s in fields])
     return np.tile(one_row, (n, 1))
 
 

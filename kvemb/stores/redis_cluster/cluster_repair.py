@@ -148,7 +148,7 @@ class ClusterRepair:
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
         if not isinstance(keys, PagedKeys):
             return 0
-        pages, n_changed = keys.distinct_pages(), 0
+        pages, n_changed = keys.unique_pages(), 0
         slots, slot_map = pages.slots(), self._topology.refreshed(deadline)
         process = None if repair is None else self._require_repair(*repair, deadline).process
         for node in np.unique(slot_map.nodes[slots]).tolist():

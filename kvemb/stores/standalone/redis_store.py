@@ -77,7 +77,7 @@ class RedisStore(NodeStore):
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
         if not isinstance(keys, PagedKeys):
             return 0
-        pages, n_changed = keys.distinct_pages(), 0
+        pages, n_changed = keys.unique_pages(), 0
         for address in self.addresses if repair is None else [repair[0]]:
             names = [bytes(key) for key in pages.encode()[self.keys_of(address, pages)]]
             if names:

@@ -117,16 +117,16 @@ class Prepared(LoaderRuns[Any]):
         """Return whether the rows that were installed may still be used. Called by the model's modules."""
         return self._installed is None or self._consistency.fit(self._installed)
 
-    def held(self) -> Prefetched | None:
+    def prefetched(self) -> Prefetched | None:
         """Return what a step is to register of the batches to come: of as many as there were since the last step. See `LookaheadPort`."""
         n, self._n_since_step = max(1, self._n_since_step), 0
         if not isinstance(self._consistency, Exact) or self._pipeline is None:
             return None
         return self._consistency.hold(self._pipeline.coming(n))
 
-    def released(self, fresh: Changed | None) -> None:
+    def released(self, changed: Changed | None) -> None:
         """Take over what a step changed. See `LookaheadPort`."""
-        self._consistency.released(fresh)
+        self._consistency.released(changed)
 
     def pushed(self, ack: AckPort) -> None:
         """Take note of a push. Called by SparseOptimizer."""

@@ -125,7 +125,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_owned()
         sharing = self._sharing()
-        held, holding = _begin_step(sharing)  # may wait for rows, which counts as that
+        prefetched, holding = _begin_step(sharing)  # may wait for rows, which counts as that
         began_s = time.perf_counter()
         hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
         parts = {} if self._overflowed() else self._parts()  # no table at all: even an empty one would count a step of it
@@ -134,7 +134,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             parts = {name: part for name, part in parts.items() if len(part[0])}
         waited_s = 0.0 if sync or not parts else self._timed(self._unapplied.wait_room)
         if sync or parts:
-            self._push(parts, {name: hyper[name] for name in parts}, held)
+            self._push(parts, {name: hyper[name] for name in parts}, prefetched)
             _tell(sharing, self.last_ack)
         for pending in self._pending.values():
             pending.use_up()
@@ -143,9 +143,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             waited_s = self._timed(self.last_ack.wait_released)
         elif parts and self.last_ack is not None:
             waited_s += self._timed(partial(self._unapplied.add, self.last_ack))
-        fresh = None if held is None or self.last_ack is None else self.last_ack.changed_rows
+        changed = None if prefetched is None or self.last_ack is None else self.last_ack.changed_rows
         for shared in sharing:
-            shared.end_step(fresh if shared in holding else None)
+            shared.end_step(changed if shared in holding else None)
         if (report := current_report()) is not None:
             ack, waits = self.last_ack if sync or parts else None, {"release_s" if sync else "window_s": waited_s}
             report.step(ack, push_s=push_s, **waits, loss=loss)
@@ -187,7 +187,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups' run-time values. Rows and their slots are kept by the cluster; waiting gradients are not
+        """Return the groups' run-time values. Rows and their state are kept by the cluster; waiting gradients are not
         saved.
         """
         state = super().state_dict()
@@ -240,11 +240,11 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _parts(self) -> dict[str, GradientPart]:
         return {name: merge_gradients(pending, unscale_factor(self)) for name, pending in self._pending.items()}
 
-    def _push(self, parts: dict[str, GradientPart], hyper: dict[str, dict[str, float]], held: Prefetched | None) -> None:
+    def _push(self, parts: dict[str, GradientPart], hyper: dict[str, dict[str, float]], prefetched: Prefetched | None) -> None:
         id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
         rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
         versions = {name: part[2] for name, part in parts.items()}
-        more = {} if held is None else {"prefetched": held}  # only those that pull ahead need a cluster that knows of it
+        more = {} if prefetched is None else {"prefetched": prefetched}  # only those that pull ahead need a cluster that knows of it
         self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
 
 
@@ -254,14 +254,14 @@ def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, li
     Returns:
         What to register, and for whom: of those that hold rows of one table the first; the others pull again.
     """
-    held: dict[str, Any] = {}
+    prefetched: dict[str, Any] = {}
     holding = []
     for shared in sharing:
         mine = shared.begin_step()
-        if mine is not None and not held.keys() & mine.keys():
-            held.update(mine)
+        if mine is not None and not prefetched.keys() & mine.keys():
+            prefetched.update(mine)
             holding.append(shared)
-    return held if holding else None, holding
+    return prefetched if holding else None, holding
 
 
 def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
