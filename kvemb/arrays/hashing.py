@@ -109,8 +109,8 @@ def hash_ids(strings: Sequence[str] | NDArray[Any]) -> NDArray[np.int64]:
     """Turn strings into 64-bit ids: XXH64 (seed 0) of the UTF-8 bytes, seen as int64 so that torch can hold them.
 
     The mapping is public and fixed: any XXH64 library computes the same ids. This is preprocessing (a Python loop over
-    the distinct strings, each hashed once), not a data path: hash when the data set is written or loaded, not in the
-    training step. Two of n distinct strings share an id with probability about n**2 / 2**65.
+    the unique strings, each hashed once), not a data path: hash when the data set is written or loaded, not in the
+    training step. Two of n unique strings share an id with probability about n**2 / 2**65.
 
     Args:
         strings: a flat sequence of str, or a NumPy array (any shape) of str, StringDType, or object holding str.

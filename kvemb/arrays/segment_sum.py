@@ -30,8 +30,8 @@ class Groups:
     """Rows grouped by id; make one with `group_by_id`.
 
     Args:
-        ids: uint64 [n], distinct, ascending.
-        order: intp [m]: the rows sorted by id, equal ids in order of appearance; None when the ids were distinct and
+        ids: uint64 [n], unique, ascending.
+        order: intp [m]: the rows sorted by id, equal ids in order of appearance; None when the ids were unique and
             ascending already.
         starts: intp [n]: where each id's rows begin in that order.
     """
@@ -110,7 +110,7 @@ def segment_sum(ids: NDArray[np.uint64], grads: NDArray[np.float32]) -> tuple[ND
         grads: float32 [m, d].
 
     Returns:
-        (uint64 [n] distinct and ascending, float32 [n, d] sums). When `ids` is distinct and ascending already these are
+        (uint64 [n] unique and ascending, float32 [n, d] sums). When `ids` is unique and ascending already these are
         the arguments themselves, not copies. Up to 8 rows of an id are added one after another in order of appearance,
         more of them in a fixed tree.
 

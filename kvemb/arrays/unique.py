@@ -1,4 +1,4 @@
-"""The distinct ids of a batch and where each of its rows finds its own, by hashing. Pure NumPy, no loop over rows or ids.
+"""The unique ids of a batch and where each of its rows finds its own, by hashing. Pure NumPy, no loop over rows or ids.
 
 What must not live here: sums over groups, for which ids must come in a defined order (kvemb.arrays.segment_sum).
 
@@ -22,10 +22,10 @@ _FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D
 
 @dataclass(frozen=True, eq=False)
 class Unique:
-    """The distinct ids of a batch; make one with `unique` or `unique_ascending`.
+    """The unique ids of a batch; make one with `unique` or `unique_ascending`.
 
     Args:
-        ids: uint64 [n], distinct; ascending, or in no defined order.
+        ids: uint64 [n], unique; ascending, or in no defined order.
         inverse: intp [m]: for each id of the batch its position in `ids`; None when that is 0, 1, 2, ….
     """
 
@@ -34,7 +34,7 @@ class Unique:
 
 
 def unique(ids: NDArray[np.uint64]) -> Unique:
-    """Find the distinct ids.
+    """Find the unique ids.
 
     Args:
         ids: uint64 [m], not changed.
@@ -59,7 +59,7 @@ def unique(ids: NDArray[np.uint64]) -> Unique:
 
 
 def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
-    """Find the distinct ids in ascending order, as pushes want them: only they are sorted, not their duplicates.
+    """Find the unique ids in ascending order, as pushes want them: only they are sorted, not their duplicates.
 
     Args:
         ids: uint64 [m], not changed.

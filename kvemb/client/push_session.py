@@ -60,7 +60,7 @@ class PushSession:
         """Send a push.
 
         Args:
-            tables: one entry per table, ids distinct. The arrays are copied before this returns.
+            tables: one entry per table, ids unique. The arrays are copied before this returns.
             deadline: of the hello and of the wait for room in every shard's window.
             prefetched: rows that the trainer holds, one entry per table; sync mode only. The ack keeps the arrays.
 

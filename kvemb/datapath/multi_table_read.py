@@ -38,7 +38,7 @@ class WantedRows:
 
     Args:
         definition: the table.
-        ids: uint64 [n], distinct, n > 0.
+        ids: uint64 [n], unique, n > 0.
     """
 
     definition: TableDef

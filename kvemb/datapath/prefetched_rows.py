@@ -32,7 +32,7 @@ class PrefetchedRows:
 
     Args:
         definition: the table.
-        ids: uint64 [n], distinct.
+        ids: uint64 [n], unique.
         versions: uint64 [n], as pulled.
     """
 
@@ -67,7 +67,7 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
 
     Args:
         definition: the table.
-        ids: any integer array, distinct.
+        ids: any integer array, unique.
         versions: uint64 [*ids.shape], as the pull returned them; 0 = did not exist.
 
     Raises:

@@ -1,6 +1,6 @@
 """Pull: from ids of any shape to their weights, with one storage read for all tables.
 
-ids -> distinct ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much (kvemb.datapath.piecewise_read) ->
+ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much (kvemb.datapath.piecewise_read) ->
 weights, rows that do not exist computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes
 nothing. What must not live here: connections and markers (kvemb.stores), the parameter servers, which rows a trainer may keep
 (kvemb.datapath.row_cache; those are filled in first, and storage is asked for the others).
@@ -61,8 +61,8 @@ class _CacheLookup:
         request: as asked.
         ids: uint64 [k]: to be read from storage.
         kept: what was in the cache; None for nothing.
-        rows: float32 [n, dim] of the distinct ids, with that filled in.
-        at: intp [k]: where `ids` stand among the distinct ids.
+        rows: float32 [n, dim] of the unique ids, with that filled in.
+        at: intp [k]: where `ids` stand among the unique ids.
     """
 
     request: PullRequest
@@ -161,7 +161,7 @@ def _merge(lookup: _CacheLookup, kept: CacheHits, share: TableShare | None, with
 
 
 def _is_ours(request: PullRequest) -> bool:
-    """Whether rows of the distinct ids, in their order, in an array of ours are what the pull returns."""
+    """Whether rows of the unique ids, in their order, in an array of ours are what the pull returns."""
     return request.wanted.inverse is None and request.out is None
 
 

@@ -40,7 +40,7 @@ def prepare_push(
         minus_one: see `kvemb.arrays.ids.normalize`.
 
     Returns:
-        Rows with distinct ids; its arrays may be views of the arguments.
+        Rows with unique ids; its arrays may be views of the arguments.
 
     Raises:
         InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), sums beyond the
@@ -60,7 +60,7 @@ def prepare_push(
 
 
 def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> TableRows:
-    """Check an assign: ids distinct, rows finite floats [*ids.shape, dim].
+    """Check an assign: ids unique, rows finite floats [*ids.shape, dim].
 
     Raises:
         InvalidInputError: otherwise.
@@ -84,8 +84,8 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
         InvalidInputError: wrong ids.
     """
     flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
-    distinct = group_by_id(flat).ids
-    return TableRows(definition.name, definition.schema, distinct, np.empty((len(distinct), 0), np.float32))
+    unique = group_by_id(flat).ids
+    return TableRows(definition.name, definition.schema, unique, np.empty((len(unique), 0), np.float32))
 
 
 def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.float32]:

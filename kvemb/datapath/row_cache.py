@@ -46,7 +46,7 @@ _NEVER = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 @dataclass(frozen=True)
 class RowCacheStats:
-    """What became of the ids that pulls looked up (distinct ids of each call), and the memory in use."""
+    """What became of the ids that pulls looked up (unique ids of each call), and the memory in use."""
 
     n_lookups: int
     n_hits: int
@@ -174,7 +174,7 @@ class RowCache:
                     table.forget(ids)  # they changed, and how is not known here
 
     def fill(self, definition: TableDef, ids: Ids, out: NDArray[np.float32]) -> CacheHits | None:
-        """Look up n distinct ids; fill in the rows that may be used.
+        """Look up n unique ids; fill in the rows that may be used.
 
         Args:
             definition: of their table.

@@ -37,7 +37,7 @@ def home(ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
 
 
 def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
-    """Look for n distinct ids.
+    """Look for n unique ids.
 
     Args:
         tag_words: uint64 [buckets], the tags of the 8 places of each bucket, the first in the lowest byte; 0 for a place that is empty.

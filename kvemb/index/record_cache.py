@@ -76,7 +76,7 @@ class RecordCache:
         return at
 
     def put(self, ids: Ids, records: NDArray[np.uint8], tokens: Ids | None, at: NDArray[np.int64] | None = None) -> None:
-        """Keep n distinct rows.
+        """Keep n unique rows.
 
         Args:
             ids: uint64 [n].
@@ -118,14 +118,14 @@ class RecordCache:
         self._release(at)
 
     def pin(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Keep rows until they are unpinned or forgotten; return the places, of these distinct ones, that were not pinned before."""
+        """Keep rows until they are unpinned or forgotten; return the places, of these unique ones, that were not pinned before."""
         new = at[~self._pinned[at]]
         self._pinned[new] = True
         self.n_pinned += len(new)
         return new
 
     def unpin(self, at: NDArray[np.int64]) -> None:
-        """Let pinned rows at n distinct places make room again."""
+        """Let pinned rows at n unique places make room again."""
         self._pinned[at] = False
         self.n_pinned -= len(at)
 

@@ -4,7 +4,7 @@ Shards know by it which rows exist, and both caches of rows (`kvemb.index.record
 
 A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
 (id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty, by which ids are found
-(`kvemb.index.hash_probe`). All operations take batches of distinct ids, a block at a time so that what one step leaves is still in the
+(`kvemb.index.hash_probe`). All operations take batches of unique ids, a block at a time so that what one step leaves is still in the
 processor's cache for the next; there is no loop over rows.
 
 Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken, so a row costs 20 to 23.7 bytes from about
@@ -45,7 +45,7 @@ class IndexLookup:
     It stays good whatever happens to the index: when ids have come or moved since, they are looked up again.
 
     Args:
-        ids: uint64 [n], distinct; they must not change.
+        ids: uint64 [n], unique; they must not change.
         places: int64 [n], -1 for an id that has none.
         buckets: int64 [n], where the search for each ended.
         layout: number of the index's layout then.
@@ -92,10 +92,10 @@ class RowIndex:
         return np.concatenate([self._versions(self._find(ids[block])[0]) for block in _blocks(len(ids))])
 
     def put(self, ids: Ids, versions: Versions) -> None:
-        """Set the versions of n distinct ids, known or new.
+        """Set the versions of n unique ids, known or new.
 
         Args:
-            ids: uint64 [n], distinct.
+            ids: uint64 [n], unique.
             versions: uint64 [n], neither 0 nor 2**64 - 1.
         """
         assert not ((versions == 0) | (versions == _ERASED)).any()
@@ -103,7 +103,7 @@ class RowIndex:
             self._put(self.find(ids[block]), versions[block], ids[block.start :])
 
     def find(self, ids: Ids) -> IndexLookup:
-        """Look n distinct ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
+        """Look n unique ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
         if len(ids) <= _BLOCK_ROWS:
             return IndexLookup(ids, *self._find(ids), self._layout)
         places, buckets = zip(*(self._find(ids[block]) for block in _blocks(len(ids))), strict=True)
@@ -119,7 +119,7 @@ class RowIndex:
         self._put(self._still(found), np.full(len(found.ids), version, np.uint64), found.ids)
 
     def erase(self, ids: Ids) -> int:
-        """Forget n distinct ids; return how many of them existed."""
+        """Forget n unique ids; return how many of them existed."""
         n_rows = self._n_rows
         for block in _blocks(len(ids)):
             places = self._find(ids[block])[0]

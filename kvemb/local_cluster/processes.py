@@ -170,7 +170,7 @@ def python_env() -> dict[str, str]:
 
 
 def free_ports(n: int) -> list[int]:
-    """Return n distinct loopback ports that nobody listens on, each set aside for about a minute.
+    """Return n unique loopback ports that nobody listens on, each set aside for about a minute.
 
     A connection that was just closed keeps the system from giving its port to another process that asks for any; a server that
     listens with SO_REUSEADDR, as all of ours do, may have it.

@@ -31,7 +31,7 @@ class TableRows:
     Args:
         table: name.
         schema: the sender's 8-bit digest of the table's definition.
-        ids: uint64 [n], distinct.
+        ids: uint64 [n], unique.
         rows: [n, dim] of `kvemb.arrays.rounding.storage_dtype(dtype)` (dim 0 where the message carries no rows).
         versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
         hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.

@@ -164,7 +164,7 @@ def paged_keys(
 
     Args:
         tag: the table's 3 characters.
-        ids: uint64 [n], distinct.
+        ids: uint64 [n], unique.
         layout: of the table.
         new: bool [n], for writes: rows that do not exist, or may not, so that their page may not either; None = any row.
         name: of the table, for messages.

@@ -142,7 +142,7 @@ class TableDef:
         """Return the keys of rows.
 
         Args:
-            ids: uint64 [n], distinct.
+            ids: uint64 [n], unique.
             pages: whether the storage takes rows in pages (`Capabilities.pages`).
             new: bool [n], for writes: rows that may not exist yet; None = any.
         """

@@ -13,7 +13,7 @@ class ReadPart:
     """Read n rows of one table, or of several whose records have one size.
 
     Args:
-        keys: n distinct keys; of several tables, `kvemb.schema.keys.coalesce_keys` has made one batch of them.
+        keys: n unique keys; of several tables, `kvemb.schema.keys.coalesce_keys` has made one batch of them.
         record_bytes: the size every record of these tables has.
         prefix_bytes: how many bytes of each record are wanted; the rest may travel, but is not copied. Of rows in pages at least the
             header, by which rows are told from no rows.
@@ -71,7 +71,7 @@ class WritePart:
     """Write n whole records of one table, or of several whose records have one size.
 
     Args:
-        keys: n distinct keys.
+        keys: n unique keys.
         records: uint8 [n, record_bytes], contiguous.
         tokens: uint64 [n] from the read that this write follows; 0 = the row must not exist yet. Ignored by stores without CAS.
     """

@@ -40,7 +40,7 @@ class CopyOnWriteRecords:
         """Keep n records; an id that has one already keeps that one.
 
         Args:
-            ids: uint64 [n], distinct.
+            ids: uint64 [n], unique.
             records: uint8 [n, record bytes]; copied.
 
         Raises:

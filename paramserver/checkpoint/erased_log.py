@@ -34,7 +34,7 @@ class ErasedLog:
                 self._n_ids -= len(gone)
 
     def after(self, version: int, table: str) -> Ids | None:
-        """Return the ids erased by batches after this version (ascending, distinct; they may exist again); None if it is not known."""
+        """Return the ids erased by batches after this version (ascending, unique; they may exist again); None if it is not known."""
         with self._lock:
             if version < self._since:
                 return None

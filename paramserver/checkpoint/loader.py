@@ -257,7 +257,7 @@ class Loader:
 
 
 def _without(arrays: Sequence[Ids], loaded: Ids) -> Ids:
-    """Return the distinct ids of these arrays that are not among `loaded` (ascending): uint64 [n], ascending.
+    """Return the unique ids of these arrays that are not among `loaded` (ascending): uint64 [n], ascending.
 
     Example:
         >>> _without([np.array([7, 1, 9], np.uint64), np.array([9, 4], np.uint64)], np.array([1, 2, 4], np.uint64)).tolist()

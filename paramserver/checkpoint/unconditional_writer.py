@@ -34,7 +34,7 @@ class UnconditionalWriter:
         self._access = RowAccess(store, timeout_s)
 
     def write(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
-        """Write whole records (uint8 [n, record bytes]) of distinct ids over whatever is there."""
+        """Write whole records (uint8 [n, record bytes]) of unique ids over whatever is there."""
         self._in_pieces(lambda some: self._access.write_over(definition, ids[some], records[some]), definition, ids)
 
     def erase(self, definition: TableDef, ids: Ids) -> None:

@@ -147,7 +147,7 @@ class RowAccess:
 
         Args:
             definition: the table.
-            ids: uint64 [n], distinct.
+            ids: uint64 [n], unique.
             records: uint8 [n, record bytes].
             judge: told (ids, versions there, versions to be written) before each write on storage with compare-and-swap; raises to refuse.
 
@@ -175,7 +175,7 @@ class RowAccess:
 
         Args:
             definition: the table.
-            ids: uint64 [n], distinct.
+            ids: uint64 [n], unique.
             may: which rows are to go; without it all that is there, also what another program wrote.
 
         Raises:

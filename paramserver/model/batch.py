@@ -22,7 +22,7 @@ class CheckedRows:
 
     Args:
         definition: the table.
-        ids: uint64 [n], distinct, owned by this shard.
+        ids: uint64 [n], unique, owned by this shard.
         rows: float32 [n, dim], finite: gradients or weights; [n, 0] for erase.
         versions: uint64 [n] as the pull saw them, or [0].
         hyper: every run-time value in force.

@@ -52,7 +52,7 @@ class TableState:
 
         Args:
             ids: uint64 [n].
-            keep: these are n distinct rows of a batch to be applied; their array does not change until it is.
+            keep: these are n unique rows of a batch to be applied; their array does not change until it is.
         """
         if not keep:
             return self._index.get(ids)
@@ -64,13 +64,13 @@ class TableState:
         self.step += 1
 
     def applied(self, ids: Ids, version: int) -> None:
-        """Record that n distinct rows now have this version. Apply thread only."""
+        """Record that n unique rows now have this version. Apply thread only."""
         found, self._kept = self._find(ids), None
         with self._lock:
             self._index.set_at(found, version)
 
     def erased(self, ids: Ids) -> int:
-        """Record that n distinct rows are gone; return how many existed. Apply thread only."""
+        """Record that n unique rows are gone; return how many existed. Apply thread only."""
         self._kept = None
         with self._lock:
             return self._index.erase(ids)

@@ -215,7 +215,7 @@ class Repairer:
 
         Args:
             state: the table.
-            ids: uint64 [n], distinct; those that the index does not have are passed over.
+            ids: uint64 [n], unique; those that the index does not have are passed over.
             timeout_s: of the look at storage.
 
         Raises:

@@ -39,7 +39,7 @@ class WantedVersions:
 
     Args:
         table: only its definition and optimizer are used.
-        ids: uint64 [n], distinct, in any order.
+        ids: uint64 [n], unique, in any order.
         versions: uint64 [n], of the shard's index; none 0.
     """
 
@@ -65,7 +65,7 @@ class Reconstructor:
         """Return the records of rows as they were at these versions.
 
         Args:
-            wanted: of tables that are distinct.
+            wanted: of tables that are unique.
             or_newer: take a record of the snapshot that is newer than asked for as it is. While a journal is replayed, the snapshot may
                 have been taken behind the place that replay has reached; the batches up to the record's version then leave it alone.
 

@@ -28,7 +28,7 @@ class _BatchEffect:
     """What one batch does to some of the rows.
 
     Args:
-        at: intp [n], distinct places among the rows.
+        at: intp [n], unique places among the rows.
         grads: float32 [n, dim].
         version: that these rows get.
         factors: of the optimizer at this batch.
@@ -58,7 +58,7 @@ class Rounds:
         """Have rows updated, behind what was added before.
 
         Args:
-            at: intp [n], distinct places of rows.
+            at: intp [n], unique places of rows.
             grads: float32 [n, dim]; kept.
             version: that they get, above that of every batch before.
             factors: `Optimizer.factors` of the batch.
@@ -97,7 +97,7 @@ class _Updates:
     """The updates of all batches, by row: u rows with m updates, of b batches.
 
     Args:
-        rows: intp [u], distinct places; those with the most updates first, so that a round is the beginning of the one before.
+        rows: intp [u], unique places; those with the most updates first, so that a round is the beginning of the one before.
         first: intp [u], where each row's updates begin in `order`.
         counts: intp [u], how many they are; descending.
         order: intp [m], the updates row by row, and of each row in the order of the batches.

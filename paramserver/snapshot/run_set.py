@@ -97,7 +97,7 @@ class Runs:
 
         Args:
             definition: the table.
-            ids: uint64 [n], ascending and distinct.
+            ids: uint64 [n], ascending and unique.
 
         Raises:
             JournalDamagedError: a block that was needed does not hold what was written.

@@ -1,4 +1,4 @@
-"""Distinct ids: right for every mix of duplicates, hashes that collide included."""
+"""Unique ids: right for every mix of duplicates, hashes that collide included."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import kvemb.arrays.unique
 from kvemb.arrays.unique import unique
 
 
-def require_distinct(ids: NDArray[np.uint64]) -> None:
+def require_unique(ids: NDArray[np.uint64]) -> None:
     before = ids.copy()
     found = unique(ids)
     inverse = np.arange(len(ids)) if found.inverse is None else found.inverse
@@ -21,15 +21,15 @@ def require_distinct(ids: NDArray[np.uint64]) -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 9), max_size=60))
 def test_few_ids_are_sorted(ids: list[int]) -> None:
-    require_distinct(np.array(ids, np.uint64))
+    require_unique(np.array(ids, np.uint64))
 
 
 @pytest.mark.parametrize("n_ids", [1, 7, 5000, 10**7])
 @pytest.mark.parametrize("n", [2047, 2048, 30_000])
 def test_many_ids_are_hashed(n: int, n_ids: int) -> None:
     rng = np.random.default_rng(n_ids)
-    require_distinct(rng.integers(0, n_ids, n).astype(np.uint64))
-    require_distinct(rng.integers(0, n_ids, n).astype(np.uint64) << np.uint64(40))
+    require_unique(rng.integers(0, n_ids, n).astype(np.uint64))
+    require_unique(rng.integers(0, n_ids, n).astype(np.uint64) << np.uint64(40))
 
 
 @given(st.data())
@@ -37,15 +37,15 @@ def test_hashing_is_right_for_small_batches_too(data: st.DataObject) -> None:
     ids = np.array(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=60)), np.uint64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvemb.arrays.unique, "_HASH_FROM", 1)
-        require_distinct(ids)
+        require_unique(ids)
 
 
 def test_ids_that_collide_in_every_hash_are_sorted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvemb.arrays.unique, "_FACTORS", (np.uint64(1), np.uint64(3)))  # small ids then all share a place
-    require_distinct(np.random.default_rng(0).integers(0, 3000, 5000).astype(np.uint64))
+    require_unique(np.random.default_rng(0).integers(0, 3000, 5000).astype(np.uint64))
 
 
-def test_distinct_ids_come_back_as_they_are() -> None:
+def test_unique_ids_come_back_as_they_are() -> None:
     ids = np.random.default_rng(0).permutation(5000).astype(np.uint64)
     found = unique(ids)
     assert found.inverse is None

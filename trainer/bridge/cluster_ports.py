@@ -101,7 +101,7 @@ class ClusterPort(Protocol):
         hyper: Mapping[str, Mapping[str, float]] | None = None,
         prefetched: Prefetched | None = None,
     ) -> AckPort:
-        """Hand over gradients; the ids of each table are distinct. `prefetched`: in a sync job, see `Cluster.push`."""
+        """Hand over gradients; the ids of each table are unique. `prefetched`: in a sync job, see `Cluster.push`."""
         ...
 
 

@@ -108,7 +108,7 @@ def categorical_column_with_vocabulary_list(
 
     Args:
         key: the feature's name.
-        vocabulary_list: text (str, or its UTF-8 bytes), or integers; distinct.
+        vocabulary_list: text (str, or its UTF-8 bytes), or integers; unique.
         dtype: "string" or "int64"; what the list holds unless given.
         default_value: the row of values that are not listed; -1: they are left out.
         num_oov_buckets: rows behind the vocabulary to which values that are not listed are hashed; not with default_value.

@@ -1,11 +1,11 @@
 """Values to buckets, the same on every machine and in every process: XXH64 (seed 0) of a value's bytes, modulo the buckets.
 
 The bytes of text are its UTF-8 form, those of an integer its 8 bytes in little-endian order, so any XXH64 library computes the same
-buckets. Integers are hashed by vector operations. Text cannot be (NumPy has no hash of strings): a Python loop over the distinct
+buckets. Integers are hashed by vector operations. Text cannot be (NumPy has no hash of strings): a Python loop over the unique
 strings of a call, at the edge where text comes in. What must not live here: which values count as missing (`feature_bags`).
 
-CPU time, 100,000 values in one call: 24 ns per integer (their decimal text, in a loop: 254); per string 0.10 µs with 100 distinct
-ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are distinct. Stateless, hence thread- and fork-safe.
+CPU time, 100,000 values in one call: 24 ns per integer (their decimal text, in a loop: 254); per string 0.10 µs with 100 unique
+ones among them, 0.15 with 19,000 (Zipf 1.05), 0.71 where all are unique. Stateless, hence thread- and fork-safe.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def hash_integers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def hash_texts(values: Sequence[object]) -> NDArray[np.uint64]:
-    """XXH64 of the UTF-8 bytes of each string, or of bytes as they are; each distinct value is hashed once."""
+    """XXH64 of the UTF-8 bytes of each string, or of bytes as they are; each unique value is hashed once."""
     try:
         known = {value: xxhash.xxh64_intdigest(text_bytes(value)) for value in set(values)}
     except TypeError as error:  # an unhashable element

@@ -2,9 +2,9 @@
 
 What must not live here: threads, and what a framework makes of rows.
 
-Strategy: of all that a batch asks a table for, the distinct ids are pulled once, all tables in one pull; then each lookup gets the rows of
-its own distinct ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory
-have the same distinct ids, which are found once.
+Strategy: of all that a batch asks a table for, the unique ids are pulled once, all tables in one pull; then each lookup gets the rows of
+its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory
+have the same unique ids, which are found once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class LookupResult:
     """What a lookup of m ids found.
 
     Args:
-        ids: uint64 [n], distinct and ascending; not to be changed.
+        ids: uint64 [n], unique and ascending; not to be changed.
         inverse: intp [m], positions in `ids`; not to be changed.
         rows: float32 [n, dim].
         versions: uint64 [n].
@@ -76,7 +76,7 @@ class EarlyLookup:
 
 
 def unique_of(ids: Ids) -> Unique:
-    """Return the distinct ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
+    """Return the unique ids, in memory of their own: `ids` may be the caller's tensor, which may change before the step that pushes."""
     wanted = unique_ascending(ids)
     return Unique(ids.copy(), wanted.inverse) if wanted.ids is ids else wanted
 
@@ -101,7 +101,7 @@ class RowsAhead:
         for table, ids in asked:
             self._asked.setdefault(table.name, []).append(_copy_once(ids, copies))
         known: dict[tuple[int, int], Unique] = {}
-        self._wanted = {name: _distinct_of_all(lookups, known) for name, lookups in self._asked.items()}
+        self._wanted = {name: _unique_of_all(lookups, known) for name, lookups in self._asked.items()}
         self.by_table: dict[str, list[EarlyLookup]] = {}
         """What `pull` found, by table."""
         self._whole: dict[str, LookupResult] = {}
@@ -153,8 +153,8 @@ class RowsAhead:
         return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
 
 
-def _distinct_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Unique]) -> Unique:
-    """The distinct ids of all lookups of a table; `known` has those of the same memory, of this batch's other tables."""
+def _unique_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Unique]) -> Unique:
+    """The unique ids of all lookups of a table; `known` has those of the same memory, of this batch's other tables."""
     if len(lookups) > 1:
         return unique_ascending(np.concatenate(lookups))
     (ids,) = lookups

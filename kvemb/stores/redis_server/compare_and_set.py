@@ -53,7 +53,7 @@ def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: s
     Args:
         address: "host:port".
         access: credentials, and what connects.
-        changes: of distinct keys.
+        changes: of unique keys.
         run_id: of the server process.
         deadline: of the call.
 
@@ -76,7 +76,7 @@ def make_way(
 
     Args:
         address, access, run_id, deadline: as of `swap`.
-        keys: of pages, distinct.
+        keys: of pages, unique.
         page_bytes: of a page.
         clear: whether to take away what is no string.
 

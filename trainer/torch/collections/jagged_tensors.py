@@ -137,7 +137,7 @@ class KeyedJaggedTensor(_JaggedValues):
     """Several features with b bags each: all bags of the first key, then all of the second, ….
 
     Args:
-        keys: the features' names, distinct.
+        keys: the features' names, unique.
         values: [m].
         weights: [m], a weight for each value, or None.
         lengths: integers [len(keys) * b]. Give these or `offsets`.

@@ -53,7 +53,7 @@ class KeyedRecipe:
     """What both collections have in common: features by table, and the names of results.
 
     Args:
-        configs: one per table, of distinct names.
+        configs: one per table, of unique names.
     """
 
     def __init__(self, configs: Sequence[EmbeddingConfig]) -> None:

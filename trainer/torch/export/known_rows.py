@@ -15,7 +15,7 @@ class KnownRows(nn.Module):
     """Rows of some ids, found by binary search; any other id has a row of zeros.
 
     Args:
-        ids: int64 [n], distinct, ascending, at least one.
+        ids: int64 [n], unique, ascending, at least one.
         weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
         padding_idx: the id, one of `ids`, whose row gets no gradient here.
 

@@ -117,7 +117,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, TableModule]]:
 
 
 def _chosen(found: Mapping[str, TableModule], ids: Mapping[str, ArrayLike]) -> dict[str, NDArray[np.int64]]:
-    """Return the ids of each path that has some, distinct and ascending, its table's padding ids among them."""
+    """Return the ids of each path that has some, unique and ascending, its table's padding ids among them."""
     tables = {module.table.name for module in found.values()}
     unknown = sorted(set(ids) - set(found) - tables)
     if unknown:

@@ -39,7 +39,7 @@ _STEPS = "the optimizer that was given to distribute, or of a SparseOptimizer ma
 
 
 class Lookup:
-    """Distinct ids uint64 [n], the versions uint64 [n] that the pull saw, and the id uint64 that must not be pushed, if
+    """Unique ids uint64 [n], the versions uint64 [n] that the pull saw, and the id uint64 that must not be pushed, if
     any.
     """
 
@@ -146,7 +146,7 @@ class PendingLookups:
         self.put_back()
 
     def _merge(self) -> None:
-        """Make one leaf of all, with a row for each distinct id, and the sum of its gradients."""
+        """Make one leaf of all, with a row for each unique id, and the sum of its gradients."""
         live = [leaf.grad is not None for leaf in self.leaves]
         if sum(live) < 2:
             return

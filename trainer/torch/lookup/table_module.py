@@ -1,4 +1,4 @@
-"""One lookup: the distinct ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves
+"""One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves
 there.
 
 What must not live here: how rows are combined (`embedding`), what waits for a step (`pending_lookups`), when it is pushed

@@ -29,7 +29,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     """Turn features into one float32 tensor [b, width]: a block per column, in the order of the columns' names.
 
     Args:
-        feature_columns: numeric and embedding columns (`trainer.columns`), of distinct names.
+        feature_columns: numeric and embedding columns (`trainer.columns`), of unique names.
         cluster: where the tables of embedding columns are created, or opened if they exist with the same identity. A table of up to
             2**30 buckets is dense (`create_table`'s num_ids); beyond that its rows have keys of their own.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.

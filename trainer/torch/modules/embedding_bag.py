@@ -1,7 +1,7 @@
 """Combining the rows of bags: torch.nn.functional.embedding_bag with a faster way back for many ids.
 
 Torch's backward sorts all ids to bring duplicates together. Here gradients are added up where they belong as they come, which took 0.1 to
-0.7 of the time in the same run (82,000 ids of 2,000 rows, dim 1 to 128); where most ids are distinct it can take longer, so it is done
+0.7 of the time in the same run (82,000 ids of 2,000 rows, dim 1 to 128); where most ids are unique it can take longer, so it is done
 from two ids per row on. How equal the gradients are:
 
 * Plain sums are the same bits. They take this way only from `STABLE_FROM` ids on, where torch sorts by digits, so that duplicates keep

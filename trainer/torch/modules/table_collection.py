@@ -21,7 +21,7 @@ class TableCollection(LookupModule, Generic[RecipeT]):
     """A module over several tables. The modules in `tables` hold what waits for a step; they are never called themselves.
 
     Args:
-        tables: kvemb tables of one cluster, distinct.
+        tables: kvemb tables of one cluster, unique.
         recipe: what is computed of their rows.
         n_groups: pull them in at most so many pulls.
     """

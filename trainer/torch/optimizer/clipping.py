@@ -103,7 +103,7 @@ def _waiting(model: nn.Module) -> dict[str, list[PendingLookups]]:
 
 
 def _merged(pendings: list[PendingLookups]) -> list[Tensor]:
-    """Return the gradients of one table's rows: none, or one tensor [n, dim] with a line per distinct id."""
+    """Return the gradients of one table's rows: none, or one tensor [n, dim] with a line per unique id."""
     pairs = [
         (lookup, leaf.grad)
         for pending in pendings

@@ -13,7 +13,7 @@ from kvemb.arrays.segment_sum import group_by_id as group_ids
 from ..lookup.pending_lookups import PendingLookups
 
 GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
-"""Distinct ids [n], gradients [n, dim], versions [n] of one table."""
+"""Unique ids [n], gradients [n, dim], versions [n] of one table."""
 
 
 def unscale_factor(optimizer: torch.optim.Optimizer) -> float:
@@ -29,7 +29,7 @@ def merge_gradients(pending: PendingLookups, factor: float) -> GradientPart:
     ]
     if not pushed:
         return _empty(pending.table.dim)
-    if len(pushed) == 1:  # the ids of one lookup are distinct
+    if len(pushed) == 1:  # the ids of one lookup are unique
         ids, grads, versions = pushed[0]
         return ids, grads * np.float32(factor) if factor != 1.0 else grads, versions
     columns = zip(*pushed, strict=True)
