@@ -46,6 +46,10 @@ class Deadline:
         """The same for a number that a caller gave; see `checked_timeout`."""
         return Deadline.after(checked_timeout(timeout_s))
 
+    def within(self, timeout_s: float) -> "Deadline":
+        """Return this deadline, or the one so many seconds from now where that is earlier."""
+        return Deadline.after(min(self.remaining_s(), max(0.0, timeout_s)))
+
     def remaining_s(self) -> float:
         """Seconds left; never negative."""
         return max(0.0, self.at_s - time.monotonic())

@@ -19,7 +19,6 @@ from ..apply.applier import Applier
 from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
-from ..checkpoint.checkpoint_handlers import ShardArchive
 from ..checkpoint.save_observer import SaveObserver
 from ..checkpoint.saver import Saver
 from ..disk.data_dir import DataDir
@@ -32,6 +31,7 @@ from ..recovery.shard_parts import ShardParts
 from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
+from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.service import Server
 from ..snapshot import Snapshotter
@@ -97,7 +97,8 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
-        self._server = Server(Handlers(parts, ShardArchive(self._saver, parts.registry, on_load), self._background), listen)
+        checkpoints = CheckpointHandlers(self._saver, parts.registry, on_load)
+        self._server = Server(Handlers(parts, self._background), checkpoints, listen)
         self._watch = NodeWatch(
             store,
             timeout_s,

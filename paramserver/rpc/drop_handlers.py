@@ -22,7 +22,6 @@ from ..model.table_registry import Registry
 from ..model.tables import Tables
 
 _PORTION = 1 << 19  # rows erased by one batch
-_LONGEST_WAIT_S = 3600.0
 
 
 class DropHandlers:
@@ -44,7 +43,7 @@ class DropHandlers:
         names = [table.name for table in self._registry.dropping] if self._shard == 0 else []
         return "; ".join(f"table {name!r} is being dropped; drop_table({name!r}) goes on where that was broken off" for name in names)
 
-    def begin(self, request: TableRequest, remaining_s: float) -> TableReply:
+    def begin(self, request: TableRequest, deadline: Deadline) -> TableReply:
         """Take a table's name away (shard 0); return its definition.
 
         Raises:
@@ -60,15 +59,14 @@ class DropHandlers:
             )
         return TableReply(self._registry.begin_drop(request.table).to_dict())
 
-    def erase(self, request: EraseTableRequest, remaining_s: float | None) -> EraseTableReply:
+    def erase(self, request: EraseTableRequest, deadline: Deadline) -> EraseTableReply:
         """Erase some of this shard's rows of a table that is being dropped.
 
         Raises:
             ParameterServerError: it is not being dropped, as far as storage says.
             DeadlineExceededError: what was accepted before is not applied yet, or the rows not erased yet.
         """
-        longest_s = _LONGEST_WAIT_S if remaining_s is None else min(remaining_s, _LONGEST_WAIT_S)
-        deadline = Deadline.after(max(0.0, min(request.timeout_s, longest_s)))
+        deadline = deadline.within(request.timeout_s)
         self._registry.load()
         if request.key in {table.key for table in self._registry.gone}:
             return EraseTableReply(0, 0)
@@ -89,7 +87,7 @@ class DropHandlers:
             self._tables.forget(definition)
         return EraseTableReply(n_erased, state.n_rows)
 
-    def end(self, request: TableRequest, remaining_s: float) -> Empty:
+    def end(self, request: TableRequest, deadline: Deadline) -> Empty:
         """Free the name of a table, by its key, once every shard has answered that it has no row of it (shard 0).
 
         Raises:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 
@@ -26,15 +25,11 @@ from kvemb.protocol.messages import (
     HelloRequest,
     IdsReply,
     IdsRequest,
-    LoadRequest,
     ProgressReply,
     PushPart,
     RepairReply,
     RepairRequest,
     RowsRequest,
-    SaveReply,
-    SaveRequest,
-    SaveStatusRequest,
     StatusReply,
     StepReply,
     TableReply,
@@ -52,33 +47,19 @@ from .stream_limits import BytesInHand
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12
-_LONGEST_WAIT_S = 3600.0
 log = logging.getLogger("paramserver")
 
 
-class Archive(Protocol):
-    """Saves and loads of the shard; see `paramserver.checkpoint.checkpoint_handlers`."""
-
-    def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
-        """Cut the shard and begin to save it."""
-
-    def progress(self, save_id: str) -> SaveReply:
-        """Say how far a save is."""
-
-    def load(self, request: LoadRequest) -> None:
-        """Check a load, or begin it."""
-
-
 class Handlers:
-    """The verbs of one shard. Thread-safe. Every verb takes its request and the seconds that the caller still waits."""
+    """The verbs of one shard, but for checkpoints and drops. Thread-safe. Every verb takes its request, and how long the caller waits."""
 
-    def __init__(self, parts: ShardParts, archive: Archive, background: BackgroundWork) -> None:
-        self._parts, self._archive, self._background = parts, archive, background
+    def __init__(self, parts: ShardParts, background: BackgroundWork) -> None:
+        self._parts, self._background = parts, background
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
         self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.ingest)
 
-    def hello(self, request: HelloRequest, remaining_s: float) -> HelloReply:
+    def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""
         ours = self._parts.cluster_id
         if request.cluster_id != ours:
@@ -92,19 +73,19 @@ class Handlers:
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
         return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.first_step(request.trainer))
 
-    def bye(self, request: ByeRequest, remaining_s: float) -> Empty:
+    def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
         """Let a trainer go."""
         self._parts.ingest.bye(request.trainer, request.incarnation)
         log.info("trainer %s left", request.trainer)
         return Empty()
 
-    def describe(self, request: Empty, remaining_s: float) -> DescribeReply:
+    def describe(self, request: Empty, deadline: Deadline) -> DescribeReply:
         """Say what a client must know."""
         parts, servers = self._parts, self._parts.config.servers
         tables = [table.to_dict() for table in parts.registry.tables]
         return DescribeReply(parts.config.cluster, parts.cluster_id, parts.shard, self._n_shards, servers.mode, servers.trainers, tables)
 
-    def create_table(self, request: CreateTableRequest, remaining_s: float) -> TableReply:
+    def create_table(self, request: CreateTableRequest, deadline: Deadline) -> TableReply:
         """Create or open a table (shard 0)."""
         try:
             table = TableDef.from_dict(request.table)
@@ -112,7 +93,7 @@ class Handlers:
             raise InvalidInputError(f"table definition: {error}") from error
         return TableReply(self._parts.registry.create(table, exist_ok=request.exist_ok).to_dict())
 
-    def get_table(self, request: TableRequest, remaining_s: float) -> TableReply:
+    def get_table(self, request: TableRequest, deadline: Deadline) -> TableReply:
         """Return a table's definition."""
         return TableReply(self._parts.registry.find(request.table).to_dict())
 
@@ -120,31 +101,31 @@ class Handlers:
         """Make the server's end of a push stream."""
         return PushReceiver(self._parts.ingest, self._check_part, requests, self._in_hand)
 
-    def assign(self, request: RowsRequest, remaining_s: float) -> Empty:
+    def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:
         """Set rows, in order with pushes; answered once applied."""
-        self._change_rows(ASSIGN, request, remaining_s)
+        self._change_rows(ASSIGN, request, deadline)
         return Empty()
 
-    def erase(self, request: RowsRequest, remaining_s: float) -> CountReply:
+    def erase(self, request: RowsRequest, deadline: Deadline) -> CountReply:
         """Erase rows, in order with pushes; answered once applied, with the number of rows that existed."""
-        return CountReply(self._change_rows(ERASE, request, remaining_s))
+        return CountReply(self._change_rows(ERASE, request, deadline))
 
-    def flush(self, request: FlushRequest, remaining_s: float) -> Empty:
+    def flush(self, request: FlushRequest, deadline: Deadline) -> Empty:
         """Wait until everything accepted is applied and in storage."""
-        self._parts.ingest.flush(Deadline.after(min(_wait_s(remaining_s), max(0.0, request.timeout_s))))
+        self._parts.ingest.flush(deadline.within(request.timeout_s))
         return Empty()
 
-    def count(self, request: TableRequest, remaining_s: float) -> CountReply:
+    def count(self, request: TableRequest, deadline: Deadline) -> CountReply:
         """Count the rows of a table on this shard; without a name those of all tables."""
         if not request.table:
             return CountReply(sum(state.n_rows for state in self._parts.tables.all()))
         return CountReply(self._parts.tables.state(self._parts.registry.find(request.table)).n_rows)
 
-    def step(self, request: TableRequest, remaining_s: float) -> StepReply:
+    def step(self, request: TableRequest, deadline: Deadline) -> StepReply:
         """Say how often the optimizer was applied to a table on this shard."""
         return StepReply(self._parts.tables.state(self._parts.registry.find(request.table)).step)
 
-    def ids(self, request: IdsRequest, remaining_s: float) -> IdsReply:
+    def ids(self, request: IdsRequest, deadline: Deadline) -> IdsReply:
         """List ids of a table on this shard in ascending order."""
         if not 1 <= request.limit <= MAX_IDS:
             raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_IDS}")
@@ -153,21 +134,7 @@ class Handlers:
         state = self._parts.tables.state(self._parts.registry.find(request.table))
         return IdsReply(state.page(request.after, request.first, request.limit).astype("<u8").tobytes())
 
-    def save(self, request: SaveRequest, remaining_s: float) -> SaveReply:
-        """Cut the shard and begin to save it; answered once it is cut."""
-        wait_s = min(_wait_s(remaining_s), max(0.0, request.timeout_s))
-        return self._archive.save(request, Deadline.after(wait_s))
-
-    def save_status(self, request: SaveStatusRequest, remaining_s: float) -> SaveReply:
-        """Say how far a save is."""
-        return self._archive.progress(request.save_id)
-
-    def load(self, request: LoadRequest, remaining_s: float) -> Empty:
-        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
-        self._archive.load(request)
-        return Empty()
-
-    def repair(self, request: RepairRequest, remaining_s: float) -> RepairReply:
+    def repair(self, request: RepairRequest, deadline: Deadline) -> RepairReply:
         """Have lost nodes repaired, and the named ones compared; answered when that is done.
 
         Raises:
@@ -182,10 +149,10 @@ class Handlers:
         if unknown:
             raise InvalidInputError(f"no storage node {', '.join(unknown)}; there are {', '.join(known)}")
         ticket = self._background.ask_repair(known if request.all_nodes else request.addresses)
-        ticket.wait(Deadline.after(min(_wait_s(remaining_s), max(0.0, request.timeout_s))))
+        ticket.wait(deadline.within(request.timeout_s))
         return RepairReply(ticket.nodes, ticket.rows, time.monotonic() - started_s)
 
-    def compare(self, request: CompareRequest, remaining_s: float) -> CountReply:
+    def compare(self, request: CompareRequest, deadline: Deadline) -> CountReply:
         """Compare rows with storage, those that the index knows; answered with how many had to be restored.
 
         Raises:
@@ -205,14 +172,14 @@ class Handlers:
         if not len(ids) or self._parts.ingest.failure:
             return CountReply(0)
         ticket = self._background.ask_compare(state, ids)
-        ticket.wait(Deadline.after(_wait_s(remaining_s)))
+        ticket.wait(deadline)
         return CountReply(ticket.rows)
 
-    def progress(self, request: Empty, remaining_s: float) -> ProgressReply:
+    def progress(self, request: Empty, deadline: Deadline) -> ProgressReply:
         """Say up to which batch storage has everything."""
         return ProgressReply(self._parts.engine.epoch, self._parts.engine.stored_k)
 
-    def status(self, request: Empty, remaining_s: float) -> StatusReply:
+    def status(self, request: Empty, deadline: Deadline) -> StatusReply:
         """Say how the shard is doing."""
         parts = self._parts
         pending, lag_s = parts.ingest.pending()
@@ -242,12 +209,6 @@ class Handlers:
         find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
         return check_part(part, find, shard, self._n_shards), check_prefetched(part, find, shard, self._n_shards, sync=sync)
 
-    def _change_rows(self, kind: str, request: RowsRequest, remaining_s: float) -> int:
+    def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
-        wait_s = min(_wait_s(remaining_s), max(0.0, request.timeout_s))
-        return self._parts.ingest.submit_rows(RowsWork(kind, rows), Deadline.after(wait_s))
-
-
-def _wait_s(remaining_s: float | None) -> float:
-    """How long a verb may wait: as long as its caller does."""
-    return _LONGEST_WAIT_S if remaining_s is None else max(0.0, min(remaining_s, _LONGEST_WAIT_S))
+        return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s))

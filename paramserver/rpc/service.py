@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvemb.errors import KvembError, ParameterServerError, ShardUnavailableError, to_wire
+from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
@@ -34,10 +35,12 @@ from kvemb.protocol.messages import (
     TableRequest,
 )
 
+from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
 from .stream_limits import MAX_STREAMS, Streams
 
 MAX_WAITING_CALLS = 48
+_LONGEST_WAIT_S = 3600.0  # of a call whose caller gave no deadline
 _SPARE_THREADS = 16  # answer hello, status and health while every stream and every waiting call is taken
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -53,15 +56,15 @@ class Server:
     """A gRPC server around a shard's handlers.
 
     Args:
-        handlers: what to call.
+        handlers, checkpoints: what to call.
         listen: "host:port"; port 0 takes a free one.
 
     Raises:
         ParameterServerError: the address cannot be had.
     """
 
-    def __init__(self, handlers: Handlers, listen: str) -> None:
-        self._handlers = handlers
+    def __init__(self, handlers: Handlers, checkpoints: CheckpointHandlers, listen: str) -> None:
+        self._handlers, self._checkpoints = handlers, checkpoints
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
         n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
@@ -95,7 +98,7 @@ class Server:
         self._threads.shutdown(wait=True)
 
     def _rpc_methods(self) -> dict[str, Any]:
-        handlers = self._handlers
+        handlers, checkpoints = self._handlers, self._checkpoints
         unary = {
             "Hello": self._unary(HelloRequest, handlers.hello),
             "Describe": self._unary(Empty, handlers.describe),
@@ -113,23 +116,24 @@ class Server:
             "Status": self._unary(Empty, handlers.status),
             "Progress": self._unary(Empty, handlers.progress),
             "Bye": self._unary(ByeRequest, handlers.bye),
-            "Save": self._unary(SaveRequest, handlers.save, waits=True),
-            "SaveStatus": self._unary(SaveStatusRequest, handlers.save_status),
-            "Load": self._unary(LoadRequest, handlers.load, waits=True),
+            "Save": self._unary(SaveRequest, checkpoints.save, waits=True),
+            "SaveStatus": self._unary(SaveStatusRequest, checkpoints.status),
+            "Load": self._unary(LoadRequest, checkpoints.load, waits=True),
             "Compare": self._unary(CompareRequest, handlers.compare, waits=True),
             "Repair": self._unary(RepairRequest, handlers.repair, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
         return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
 
-    def _unary(self, request_type: type[Message], verb: Callable[[Any, float], Message], *, waits: bool = False) -> Any:
+    def _unary(self, request_type: type[Message], verb: Callable[[Any, Deadline], Message], *, waits: bool = False) -> Any:
         """Make a handler; `waits` marks verbs that may hold their thread for long, of which only so many may run at once."""
 
         def handle(data: bytes, context: Any) -> bytes:
             try:
                 request = request_type.decode(data)
-                remaining_s = context.time_remaining()
-                reply = self._bounded(verb, request, remaining_s) if waits else verb(request, remaining_s)
+                left_s = context.time_remaining()
+                deadline = Deadline.after(_LONGEST_WAIT_S if left_s is None else min(left_s, _LONGEST_WAIT_S))
+                reply = self._bounded(verb, request, deadline) if waits else verb(request, deadline)
                 return Reply({}, reply.encode()).encode()
             except KvembError as error:
                 return Reply(to_wire(error), b"").encode()
@@ -139,11 +143,11 @@ class Server:
 
         return handle
 
-    def _bounded(self, verb: Callable[[Any, float], Message], request: Message, remaining_s: float) -> Message:
+    def _bounded(self, verb: Callable[[Any, Deadline], Message], request: Message, deadline: Deadline) -> Message:
         if not self._waiting.acquire(blocking=False):
             raise ShardUnavailableError(f"{MAX_WAITING_CALLS} flushes, assigns, erases, saves and repairs are waiting already; try again")
         try:
-            return verb(request, remaining_s)
+            return verb(request, deadline)
         finally:
             self._waiting.release()
 

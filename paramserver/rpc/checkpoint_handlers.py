@@ -1,0 +1,45 @@
+"""The shard's end of save and load: messages in, messages out. What they do is in `paramserver.checkpoint`."""
+
+from collections.abc import Callable
+
+from kvemb.errors import ParameterServerError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import Empty, LoadRequest, SaveReply, SaveRequest, SaveStatusRequest
+
+from ..checkpoint.loader import check
+from ..checkpoint.save_job import SaveOrder
+from ..checkpoint.saver import Saver
+from ..model.table_registry import Registry
+
+
+class CheckpointHandlers:
+    """Answers one shard's saves and loads. Thread-safe.
+
+    Args:
+        saver: of the shard.
+        registry: of the shard.
+        on_load: called once when the shard is to start anew, to load; None where nobody would start it.
+    """
+
+    def __init__(self, saver: Saver, registry: Registry, on_load: Callable[[], None] | None) -> None:
+        self._saver, self._registry, self._on_load = saver, registry, on_load
+
+    def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
+        """Cut the shard and begin to save it; answered once it is cut."""
+        order = SaveOrder(request.save_id, request.url, request.base_version, request.weights_only)
+        self._saver.begin(order, deadline.within(request.timeout_s))
+        return SaveReply(*self._saver.progress(request.save_id))
+
+    def status(self, request: SaveStatusRequest, deadline: Deadline) -> SaveReply:
+        """Say how far a save is."""
+        return SaveReply(*self._saver.progress(request.save_id))
+
+    def load(self, request: LoadRequest, deadline: Deadline) -> Empty:
+        """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
+        if self._on_load is None:
+            raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
+        if request.begin:
+            self._on_load()
+        else:
+            check(request.url, request.save_id, self._registry)
+        return Empty()
