@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.datapath.pull import initial_rows
 from kvemb.errors import KvembError, to_wire
 from kvemb.index.row_index import RowIndex
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message, TableRows
@@ -74,7 +73,7 @@ class MemoryRows:
         if not missing.any():
             return self._weights.take(places, axis=0)
         rows = self._weights.take(np.maximum(places, 0), axis=0)
-        rows[missing] = initial_rows(self._definition, ids[missing])
+        rows[missing] = self._definition.initial_rows(ids[missing])
         return rows
 
     def push(self, pushed: TableRows) -> None:
@@ -95,7 +94,7 @@ class MemoryRows:
             self._index.put(ids[new], places[new])
             self._grow(len(self._index))
             created = slice(n_before, len(self._index))
-            self._weights[created] = initial_rows(self._definition, ids[new])
+            self._weights[created] = self._definition.initial_rows(ids[new])
             self._state[created] = self._optimizer.initial_state(len(new), self._definition.dim)
         return places.view(np.int64) - 1
 

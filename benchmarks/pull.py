@@ -17,7 +17,6 @@ from benchmarks.options import fraction, positive, whole
 from benchmarks.report import Report, Section
 from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
-from kvemb.datapath.pull import initial_rows
 from kvemb.errors import KvembError
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.storage_kinds import KINDS
@@ -227,7 +226,7 @@ def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
     expected = np.empty((len(positions), definition.dim), np.float32)
     expected[exists] = target.weights[positions[exists]]
     if not exists.all():
-        expected[~exists] = initial_rows(definition, ids[~exists])
+        expected[~exists] = definition.initial_rows(ids[~exists])
     return Batch(positions, ids, expected, len(np.unique(ids)))
 
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 import yaml
 
 from kvemb.errors import ConfigError, InvalidInputError
+from kvemb.init import ALGORITHM_VERSION
 from kvemb.schema.table_def import TableDef
 
 
@@ -256,10 +257,10 @@ def _tables(tree: object) -> tuple[TableDef, ...]:
     for name, fields in tree.items():
         if not isinstance(fields, Mapping):
             raise ConfigError(f"tables.{name}: got {type(fields).__name__}, expected a mapping with dim, optimizer and initializer")
-        if {"name", "tag_attempt", "life"} & set(fields):
-            raise ConfigError(f"tables.{name}: the keys name, tag_attempt and life are not set here")
+        if {"name", "tag_attempt", "life", "init_algorithm"} & set(fields):
+            raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
         try:
-            tables.append(TableDef.from_dict({"name": name, **fields}))
+            tables.append(TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **fields}))
         except (InvalidInputError, TypeError) as error:
             raise ConfigError(f"tables.{name}: {error}") from error
     return tuple(tables)

@@ -1,10 +1,11 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
-`kvemb.specs.initializer` draws their numbers, which are the same on every machine. What must not live here: anything but these
-functions.
+`kvemb.specs.first_draws` draws their numbers, which are the same on every machine: what is drawn at random is one of 65,536 values, the
+middles of as many equal parts of the distribution. What must not live here: anything but these functions.
 """
 
-from kvemb.specs.initializer import ALGORITHM_VERSION, FANS, Initializer
+from kvemb.specs.first_draws import ALGORITHM_VERSION
+from kvemb.specs.initializer import FANS, Initializer
 
 __all__ = [
     "ALGORITHM_VERSION",
@@ -42,7 +43,9 @@ def constant(value: float) -> Initializer:
 
 
 def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
-    """Draw uniformly between `low` and `high`; rounding to float32 can give either bound.
+    """Draw uniformly between `low` and `high`: one of 65,536 evenly spaced values, half a step away from either bound.
+
+    Rounding to the table's dtype can give a bound.
 
     Example:
         >>> uniform(high=1).to_dict()
@@ -52,7 +55,9 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
 
 
 def normal(mean: float = 0.0, std: float = 0.01) -> Initializer:
-    """Draw from the normal distribution N(mean, std**2).
+    """Draw from the normal distribution N(mean, std**2), in 65,536 equally likely values.
+
+    None is farther than 4.325 std from the mean; the variance is 0.99998 of std**2, and the kurtosis 2.9992.
 
     Example:
         >>> normal(std=0.1).to_dict()
@@ -64,7 +69,7 @@ def normal(mean: float = 0.0, std: float = 0.01) -> Initializer:
 def truncated_normal(mean: float = 0.0, std: float = 0.01) -> Initializer:
     """Draw from N(mean, std**2) cut at mean +- 2 std, as torch's and TensorFlow's truncated normals are by default.
 
-    `std` belongs to the distribution before the cut; what remains has 0.8796 std.
+    `std` belongs to the distribution before the cut; what remains has 0.8796 std. There are 65,536 equally likely values.
 
     Example:
         >>> truncated_normal().to_dict()

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import coalesce_keys
@@ -123,12 +122,6 @@ def read_tables(
     return [share for _, share in sorted(zip(chain.from_iterable(groups), shares, strict=True), key=itemgetter(0))]
 
 
-def initial_rows(definition: TableDef, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The first values of rows as the table's storage dtype holds them: float32 [n, dim]."""
-    drawn = definition.initializer.rows(ids, definition.dim, table=definition.name, seed=definition.seed)
-    return to_float32(round_nearest(drawn, definition.dtype), definition.dtype)
-
-
 def items(rows: NDArray[np.float32]) -> NDArray[Any]:
     """See each row as one opaque item: these are copied whole, which is several times as fast as value by value."""
     return rows.view(f"V{4 * rows.shape[1]}")[:, 0]
@@ -185,7 +178,7 @@ class _OneLayout:
                 new = missing[start:stop]
                 ids = one.ids.take(new - rows.start)
                 not_found.append((one.definition, ids))
-                weights[new if self._at is None else self._at.take(new)] = items(initial_rows(one.definition, ids))
+                weights[new if self._at is None else self._at.take(new)] = items(one.definition.initial_rows(ids))
         return weights
 
 

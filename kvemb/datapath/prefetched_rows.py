@@ -17,7 +17,6 @@ from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import normalize, to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.arrays.segment_sum import group_by_id
-from kvemb.datapath.pull import initial_rows
 from kvemb.errors import InvalidInputError, MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, TableRows
 from kvemb.protocol.messages import MAX_PART_BYTES
@@ -143,7 +142,7 @@ def changed_rows_of(prefetched: PrefetchedRows, got: ChangedRowsBlock) -> Change
     if exists.all():
         return ChangedRows(ids, to_float32(stored, definition.dtype), got.versions)
     rows = np.empty((len(ids), definition.dim), np.float32)
-    rows[exists], rows[~exists] = to_float32(stored, definition.dtype), initial_rows(definition, ids[~exists])
+    rows[exists], rows[~exists] = to_float32(stored, definition.dtype), definition.initial_rows(ids[~exists])
     return ChangedRows(ids, rows, got.versions)
 
 

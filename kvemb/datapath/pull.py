@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize
 from kvemb.arrays.unique import Unique, unique
-from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, initial_rows, items
+from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, items
 from kvemb.datapath.piecewise_read import ReadTimeout, read_piecewise
 from kvemb.datapath.row_cache import CacheHits, RowCache
 from kvemb.datapath.thread_arena import ThreadArena
@@ -24,8 +24,6 @@ from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
-
-__all__ = ["PullRequest", "Pulled", "initial_rows", "prepare_pull", "pull"]
 
 _memory = ThreadArena()
 

@@ -14,21 +14,24 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb import init as initializers
 from kvemb.arrays.hashing import digest64
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, TableMismatchError
-from kvemb.init import Initializer
+from kvemb.init import ALGORITHM_VERSION, Initializer
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
+from kvemb.specs.first_draws import ALGORITHMS
 
 MAX_DIM = 65536
 MAX_NAME_BYTES = 255
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
-_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce", "tag_attempt", "num_ids", "life"}
+_UNNAMED_ALGORITHM = 1
+"""Of definitions that name no algorithm of first values: there was only this one."""
+_KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
+_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class TableDef:
             pages (`kvemb.schema.pages`). None: ids of the whole domain, and a key for every row.
         life: how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life
             are never taken for another's.
+        init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
 
     Raises:
         InvalidInputError: on any value out of range; nothing was created.
@@ -65,6 +69,7 @@ class TableDef:
     tag_attempt: int = 0
     num_ids: int | None = None
     life: int = 0
+    init_algorithm: int = ALGORITHM_VERSION
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
@@ -76,6 +81,12 @@ class TableDef:
         if self.num_ids is not None:
             most, shown = (1 << 63, "2**63") if self.id_dtype == "int64" else ((1 << 64) - 1, "2**64 - 1")  # what msgpack can carry
             self._settle_integer("num_ids", 1, most + 1, f"[1, {shown}], or None")
+        self._settle_integer("init_algorithm", 1, 1 << 32, "[1, 2**32)")
+        if self.init_algorithm not in ALGORITHMS:
+            raise InvalidInputError(
+                f"table {self.name!r}: its first values are drawn by algorithm {self.init_algorithm!r}, this kvemb knows "
+                f"{' and '.join(map(str, ALGORITHMS))}; it was made by a newer kvemb: install that one here, too"
+            )
         if self.reduce not in _REDUCES:
             raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
         try:
@@ -103,7 +114,7 @@ class TableDef:
             "dtype": self.dtype,
             "id_dtype": self.id_dtype,
             "optimizer": self.optimizer.identity(),
-            "initializer": self.initializer.to_dict() | {"algorithm": initializers.ALGORITHM_VERSION},
+            "initializer": self.initializer.to_dict() | {"algorithm": self.init_algorithm},
             "seed": self.seed,
             "reduce": self.reduce,
         } | ({} if self.num_ids is None else {"num_ids": self.num_ids, "page_layout": LAYOUT_VERSION})
@@ -163,6 +174,14 @@ class TableDef:
         inside = (rows < np.uint64(self.num_ids)) & (rows >= np.repeat(firsts, n))  # the last page may end behind 64 bits
         return self.keys(rows[inside], pages=True)
 
+    def initial_rows(self, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """Return the first values of rows, as the table's storage dtype holds them: float32 [n, dim], a new array.
+
+        Args:
+            ids: uint64 [n].
+        """
+        return self.initializer.rows(ids, self.dim, table=self.name, seed=self.seed, dtype=self.dtype, algorithm=self.init_algorithm)
+
     def require_same(self, other: "TableDef") -> None:
         """Refuse a definition with another identity than this existing one.
 
@@ -173,10 +192,17 @@ class TableDef:
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
             lines = [f"  {key}: exists with {mine.get(key)!r}, asked for {theirs.get(key)!r}" for key in different]
+            advice = "Open it with its own definition, or choose another name."
+            if self.identity() == other.opened_as(self).identity():  # a user never asks for an algorithm, but a checkpoint does
+                advice = "Rows that were never pushed would change. To load them, drop the table first; the load makes it as it was."
             raise TableMismatchError(
                 f"table {self.name!r} exists with another identity:\n" + "\n".join(lines) + "\n"
-                f"existing: {mine}\nasked:    {theirs}\nOpen it with its own definition, or choose another name."
+                f"existing: {mine}\nasked:    {theirs}\n{advice}"
             )
+
+    def opened_as(self, existing: "TableDef") -> "TableDef":
+        """Return the same definition with what no user chooses, and an existing table keeps: its algorithm of first values."""
+        return replace(self, init_algorithm=existing.init_algorithm)
 
     def with_tag_attempt(self, attempt: int) -> "TableDef":
         """Return the same definition with the given candidate for the key tag."""
@@ -194,11 +220,16 @@ class TableDef:
             "seed": self.seed,
             "reduce": self.reduce,
             "tag_attempt": self.tag_attempt,
-        } | {name: value for name, value in (("num_ids", self.num_ids), ("life", self.life or None)) if value is not None}
+        } | {name: value for name, value in self._rarer().items() if value is not None}
+
+    def _rarer(self) -> dict[str, int | None]:
+        """What is only written where it says something: earlier definitions keep their bytes."""
+        algorithm = None if self.init_algorithm == _UNNAMED_ALGORITHM else self.init_algorithm
+        return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm}
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":
-        """Rebuild a definition; unknown or missing keys are refused by name.
+        """Rebuild a definition; unknown or missing keys are refused by name. Without init_algorithm it is from the time of the first one.
 
         Raises:
             InvalidInputError: on a key or value that no definition has.
@@ -207,7 +238,7 @@ class TableDef:
         missing = sorted({"name", "dim", "optimizer", "initializer"} - set(fields))
         if unknown or missing:
             raise InvalidInputError(f"table definition: unknown keys {unknown}, missing keys {missing}")
-        rest = {key: fields[key] for key in fields if key not in ("optimizer", "initializer")}
+        rest = {"init_algorithm": _UNNAMED_ALGORITHM} | {key: fields[key] for key in fields if key not in ("optimizer", "initializer")}
         return TableDef(
             optimizer=OptimizerSpec.from_dict(fields["optimizer"]),
             initializer=Initializer.from_dict(fields["initializer"]),

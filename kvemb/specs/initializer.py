@@ -1,14 +1,7 @@
-"""The first value of a row as a pure function of (table name, seed, id, column).
+"""How the rows of a table begin, as users ask for it: kinds, their parameters, their plain form, and the rows.
 
-Every trainer and parameter server computes the same bits for a row that does not exist yet, so a pull of an unseen id
-writes nothing. Only integer operations and IEEE + - * / sqrt are used, never NumPy's log, exp, cos or pow, whose last
-bits differ between CPUs. What users call to get an initializer is in kvemb.init. What must not live here: storage dtypes
-(kvemb.arrays.rounding), records, I/O, global random state.
-
-Strategy: a counter generator (kvemb.arrays.hashing) gives one 64-bit word per (row, column). Its upper 52 bits, centred, are a uniform
-number in (0, 1). Normal values come from it by the inverse distribution function (kvemb.arrays.inverse_normal), one word each. So column
-c depends neither on the number of columns nor on what begins the columns beside it. Blocks of rows keep memory bounded. Stateless, hence
-thread- and fork-safe.
+The first value of a row is a pure function of (table name, seed, id, column), so a pull of an unseen id writes nothing. Its draws are made
+in kvemb.specs.first_draws. What users call to get an initializer is in kvemb.init. What must not live here: generators, records, I/O.
 """
 
 import math
@@ -20,13 +13,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import column_words, digest64, mix64, row_blocks
-from kvemb.arrays.inverse_normal import inverse_normal_cdf
+from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.errors import InvalidInputError
-
-ALGORITHM_VERSION: Final = 1
-"""Part of every table's definition: it rises whenever the bits of any initial row change. Golden vectors are kept for
-each version."""
+from kvemb.specs.first_draws import ALGORITHM_VERSION, Distribution, draw, row_states
 
 # What each kind takes, in canonical order, with its default. None: no default ("value"), or the table's dim ("fan_in",
 # "fan_out").
@@ -45,7 +34,6 @@ _FIXED: Final = ("zeros", "constant")  # these draw nothing
 FANS: Final = ("fan_in", "fan_out")
 _FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 _MAX_DEVIATION: Final = 8.5  # No draw is farther from the mean, in std: Phi(-8.5) < 2**-53.
-_BELOW_MINUS_2: Final = 0.022750131948179207  # Phi(-2), the mass cut off on each side of a truncated normal.
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,16 @@ class Initializer:
         self._check_together()
         self._settle_parts()
 
-    def rows(self, ids: NDArray[np.uint64], dim: int, *, table: str, seed: int) -> NDArray[np.float32]:
+    def rows(
+        self,
+        ids: NDArray[np.uint64],
+        dim: int,
+        *,
+        table: str,
+        seed: int,
+        dtype: str = "float32",
+        algorithm: int = ALGORITHM_VERSION,
+    ) -> NDArray[np.float32]:
         """Compute the first values of rows; an id's row does not depend on the other ids, their order or number.
 
         Args:
@@ -90,6 +87,8 @@ class Initializer:
                 parts, their widths' sum.
             table: the table's name; tables of different names draw independent values.
             seed: the table's seed, any int.
+            dtype: the table's storage dtype, to whose nearest numbers values are rounded.
+            algorithm: which version draws; see `kvemb.specs.first_draws`.
 
         Returns:
             float32 [n, dim], a new array.
@@ -114,9 +113,14 @@ class Initializer:
         out = np.empty((len(ids), dim), np.float32)
         ranges = list(self._ranges(dim))
         draws = any(part.kind not in _FIXED for _, _, part in ranges)
-        states = _row_states(ids, table, seed) if draws else ids
+        states = row_states(ids, table, seed, algorithm) if draws else ids
         for first, end, part in ranges:
-            part._fill(out[:, first:end], first, states)
+            columns = out[:, first:end]
+            if part.kind in _FIXED:
+                value = np.array(dict(part.params).get("value", 0.0), np.float32)
+                columns[...] = to_float32(round_nearest(value, dtype), dtype)
+            else:
+                draw(columns, first, states, part._distribution(end - first, dtype), algorithm)
         return out
 
     def check_dim(self, dim: int) -> None:
@@ -181,19 +185,6 @@ class Initializer:
             yield first, first + width, part
             first += width
 
-    def _fill(self, out: NDArray[np.float32], first: int, states: NDArray[np.uint64]) -> None:
-        """Write `out`, whose first column is column `first` of the row; `states`: of the rows, for kinds that draw."""
-        if self.kind in _FIXED:
-            out[...] = dict(self.params).get("value", 0.0)
-            return
-        width = out.shape[1]
-        offset, scale = self._affine(width)
-        for block in row_blocks(len(out), width):
-            drawn = self._standard(_uniforms(states[block], first, width))
-            np.multiply(drawn, scale, out=drawn)
-            np.add(drawn, offset, out=drawn)
-            out[block] = drawn  # Rounds to nearest: the only rounding to float32.
-
     def _check_together(self) -> None:
         p = dict(self.params)
         if "low" in p and p["low"] > p["high"]:
@@ -206,28 +197,18 @@ class Initializer:
         if max(bounds) > _FLOAT32_MAX:
             raise InvalidInputError(f"initializer {self.to_dict()} could leave the range of float32")
 
-    def _affine(self, dim: int) -> tuple[float, float]:
-        """(offset, scale) such that offset + scale * standard draw has this distribution."""
+    def _distribution(self, dim: int, dtype: str) -> Distribution:
+        """What `dim` columns of this kind are drawn from."""
         p = dict(self.params)
         if self.kind == "uniform":
-            return p["low"], p["high"] - p["low"]
+            return Distribution("uniform", p["low"], p["high"] - p["low"], dtype)
         if self.kind in ("normal", "truncated_normal"):
-            return p["mean"], p["std"]
+            return Distribution(self.kind, p["mean"], p["std"], dtype)
         fans = p.get("fan_in", dim) + p.get("fan_out", dim)
         if self.kind == "xavier_normal":
-            return 0.0, p["gain"] * math.sqrt(2.0 / fans)
+            return Distribution("normal", 0.0, p["gain"] * math.sqrt(2.0 / fans), dtype)
         bound = p["gain"] * math.sqrt(6.0 / fans)
-        return -bound, 2.0 * bound
-
-    def _standard(self, u: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Turn uniform numbers in (0, 1) into draws of the kind's standard distribution."""
-        if self.kind in ("uniform", "xavier_uniform"):
-            return u
-        if self.kind != "truncated_normal":
-            return inverse_normal_cdf(u)
-        np.multiply(u, 1.0 - 2.0 * _BELOW_MINUS_2, out=u)
-        np.add(u, _BELOW_MINUS_2, out=u)
-        return np.clip(inverse_normal_cdf(u), -2.0, 2.0)
+        return Distribution("uniform", -bound, 2.0 * bound, dtype)
 
 
 def _checked(kind: str, name: str, value: float) -> float:
@@ -270,24 +251,3 @@ def _parts_from(given: object) -> tuple[tuple[int, Initializer], ...]:
             raise InvalidInputError(f"{where}: {error}") from error
         parts.append((d["width"], part))
     return tuple(parts)
-
-
-def _row_states(ids: NDArray[np.uint64], table: str, seed: int) -> NDArray[np.uint64]:
-    """[n] one generator state per id."""
-    parts = ("id", "stream")
-    key = np.array([digest64("kvemb.init", ALGORITHM_VERSION, part, table, seed) for part in parts], np.uint64)
-    states = mix64(ids ^ key[0])
-    np.add(states, key[1], out=states)
-    return states
-
-
-def _uniforms(states: NDArray[np.uint64], first: int, width: int) -> NDArray[np.float64]:
-    """[m, width], from column `first` on: odd multiples of 2**-53 in (0, 1), never 0 or 1, symmetric about 1/2, every step exact."""
-    words = np.empty((len(states), width), np.uint64)
-    scratch = np.empty_like(words)
-    column_words(states, first, words, scratch)
-    np.right_shift(words, np.uint64(12), out=words)
-    # 52 bits and a half, not 53: the largest 53-bit word plus a half would round up to 1.
-    u = words.astype(np.float64)
-    np.add(u, 0.5, out=u)
-    return np.multiply(u, 2.0**-52, out=u)

@@ -159,7 +159,7 @@ class Registry:
                 self._read()
             existing = self._now.tables.get(table.name)
             if existing is not None:
-                existing.require_same(table)
+                existing.require_same(table.opened_as(existing))
                 if not exist_ok:
                     raise InvalidInputError(f"table {table.name!r} exists already; give exist_ok=True to open it")
                 return existing

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.arrays.rounding import round_nearest, round_stochastic
 from kvemb.errors import FencedError, LostRowError
 from kvemb.index.row_index import RowIndex
 from kvemb.schema.record import split_version
@@ -201,14 +201,12 @@ def first_values(
         records: uint8 [n, record bytes].
         exists: bool [n]; where false, the record has no meaning and the row is created.
     """
-    definition, dim, dtype = state.definition, state.definition.dim, state.definition.dtype
+    definition = state.definition
     weights, row_state = _own(definition.record.weights(records), records), _own(definition.record.state(records), records)
     if not exists.all():
         new = ~exists
-        first = definition.initializer.rows(ids[new], dim, table=definition.name, seed=definition.seed)
-        # As the storage dtype shows it: a pull before the creation rounds the same way.
-        weights[new] = to_float32(round_nearest(first, dtype), dtype)
-        row_state[new] = state.optimizer.initial_state(len(first), dim)
+        weights[new] = definition.initial_rows(ids[new])  # those that a pull before the creation shows
+        row_state[new] = state.optimizer.initial_state(int(new.sum()), definition.dim)
     return weights, row_state
 
 

@@ -29,9 +29,7 @@ class Replayed:
     def __post_init__(self) -> None:
         self.optimizer = build_optimizer(self.definition.optimizer)
         self.ids = np.arange(self.n_rows, dtype=np.uint64)
-        self.weights = self.definition.initializer.rows(
-            self.ids, self.definition.dim, table=self.definition.name, seed=self.definition.seed
-        )
+        self.weights = self.definition.initial_rows(self.ids)
         self.state = self.optimizer.initial_state(self.n_rows, self.definition.dim)
         self.exists = np.zeros(self.n_rows, bool)
         self.steps = [0, 0]

@@ -255,4 +255,4 @@ def cluster(tmp_path: Path, server: Server) -> Iterator[Cluster]:
 
 
 def first_rows(ids: list[int]) -> np.ndarray:
-    return TABLE.initializer.rows(np.array(ids, np.uint64), TABLE.dim, table=TABLE.name, seed=TABLE.seed)
+    return TABLE.initial_rows(np.array(ids, np.uint64))

@@ -60,7 +60,7 @@ class MemoryTable:
         self.minus_one_allowed = True
 
     def _read(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint64]]:
-        weights = self.definition.initializer.rows(ids, self.dim, table=self.name, seed=self.definition.seed)
+        weights = self.definition.initial_rows(ids)
         state, versions = self.optimizer.initial_state(len(ids), self.dim), np.zeros(len(ids), np.uint64)
         for at, row_id in enumerate(ids.tolist()):
             if row_id in self.rows:

@@ -9,7 +9,6 @@ import pytest
 from benchmarks.memory_ps import MemoryPs, MemoryRows, serve
 from benchmarks.memory_ps_client import MemoryPsCluster, MemoryPsTable
 from kvemb import init, optim
-from kvemb.datapath.pull import initial_rows
 from kvemb.errors import ParameterServerError
 from kvemb.protocol.message_format import TableRows
 from kvemb.schema.table_def import TableDef
@@ -38,7 +37,7 @@ def create(cluster: MemoryPsCluster, name: str, dim: int = 3) -> MemoryPsTable:
 def test_rows_are_trained_as_the_update_rule_says_however_many_there_are() -> None:
     rows, rule, rng = MemoryRows(TABLE), build_optimizer(TABLE.optimizer), np.random.default_rng(0)
     ids = np.arange(5000, dtype=np.uint64)
-    weights, state = initial_rows(TABLE, ids), rule.initial_state(len(ids), 3)
+    weights, state = TABLE.initial_rows(ids), rule.initial_state(len(ids), 3)
     for step in range(1, 7):
         some = np.sort(rng.permutation(5000)[: 900 * step])
         grads = rng.normal(size=(len(some), 3)).astype(np.float32)
@@ -50,7 +49,7 @@ def test_rows_are_trained_as_the_update_rule_says_however_many_there_are() -> No
 
 def test_a_pull_creates_nothing() -> None:
     rows = MemoryRows(TABLE)
-    assert np.array_equal(rows.pull(np.array([3], np.uint64)), initial_rows(TABLE, np.array([3], np.uint64)))
+    assert np.array_equal(rows.pull(np.array([3], np.uint64)), TABLE.initial_rows(np.array([3], np.uint64)))
     assert len(rows) == 0
 
 
@@ -61,7 +60,7 @@ def test_rows_of_several_tables_on_several_shards_come_back_in_their_places(clus
     grads = {table.name: np.ones((len(ids), table.dim), np.float32) for table in tables}
     cluster.push({name: (ids, grads[name]) for name in grads}, hyper={"a": {**tables[0].hyper, "lr": 0.5}}).wait_applied()
     for table, lr in zip(tables, (0.5, 0.1), strict=True):
-        assert np.array_equal(before[table.name][0], initial_rows(table.definition, ids.view(np.uint64)))
+        assert np.array_equal(before[table.name][0], table.definition.initial_rows(ids.view(np.uint64)))
         after, _ = table.pull(ids, return_versions=True)
         assert after == pytest.approx(before[table.name][0] - lr, abs=1e-4)  # Adam's first step
 

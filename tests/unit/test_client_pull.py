@@ -10,7 +10,7 @@ from memory_store import MemoryStore, memory_node
 import kvemb.datapath.pull
 from kvemb import init, optim
 from kvemb.config import StorageConfig
-from kvemb.datapath.pull import initial_rows, prepare_pull, pull
+from kvemb.datapath.pull import prepare_pull, pull
 from kvemb.errors import DeadlineExceededError, InvalidInputError, RecordError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
@@ -30,7 +30,7 @@ def test_rows_that_do_not_exist_are_the_initializer_s_and_nothing_is_written(sto
     before = [dict(memory_node(address).values) for address in store.addresses]
     ids = np.arange(50, dtype=np.uint64)
     rows = pull_one(store, table, ids)
-    assert np.array_equal(rows, initial_rows(table, ids))
+    assert np.array_equal(rows, table.initial_rows(ids))
     assert np.array_equal(rows, pull_one(store, table, ids))
     assert [memory_node(address).values for address in store.addresses] == before
 
@@ -43,7 +43,7 @@ def test_stored_rows_and_new_ones_come_back_each_in_its_place(store: CountingSto
     result = pull(store, [prepare_pull(USER, ids)], SOON, versions=True)[0]
     assert result.rows.shape == (2, 3, 4)
     assert np.array_equal(result.rows[0, 0], weights[3])
-    assert np.array_equal(result.rows[0, 1], initial_rows(USER, np.array([100], np.uint64))[0])
+    assert np.array_equal(result.rows[0, 1], USER.initial_rows(np.array([100], np.uint64))[0])
     assert np.array_equal(result.rows[0, 2], weights[0])
     assert np.array_equal(result.rows[1], weights[[1, 3, 2]])
     assert result.versions.tolist() == [[77, 0, 77], [77, 77, 77]]
@@ -126,7 +126,7 @@ def test_a_large_batch_with_many_duplicates_is_read_once_per_id(store: CountingS
     ids = np.random.default_rng(0).integers(0, 300, 5000)
     rows = pull_one(store, USER, ids)
     assert len(store.reads[0][0].keys) == len(np.unique(ids))
-    assert np.array_equal(rows, initial_rows(USER, ids.view(np.uint64)))
+    assert np.array_equal(rows, USER.initial_rows(ids.view(np.uint64)))
 
 
 SIMILAR = [TableDef(f"similar{i}", 4, optim.adam(), init.uniform(), dtype="float16" if i > 2 else "float32") for i in range(6)]
@@ -162,7 +162,7 @@ def test_tables_whose_records_are_alike_are_read_as_one(any_store: CountingStore
     for salt, (table, some, request, got) in enumerate(zip(tables, ids, requests, results, strict=True)):
         there = np.isin(some, [1, 2, 3, 5, 7])
         expected = np.repeat(some[..., None] + np.float32(100 * salt), 4, axis=-1).astype(np.float32)
-        expected[~there] = initial_rows(table, some[~there].astype(np.uint64))
+        expected[~there] = table.initial_rows(some[~there].astype(np.uint64))
         assert np.array_equal(got.rows, expected)
         assert got.rows is request.out or request.out is None
         assert np.array_equal(got.versions, np.where(there, 1 + salt, 0))

@@ -156,6 +156,7 @@ def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None
         ("tables.user.num_ids", "all", "tables.user.*num_ids"),
         ("tables.user.name", "item", "tables.user.*name"),
         ("tables.user.tag_attempt", 1, "tables.user.*tag_attempt"),
+        ("tables.user.init_algorithm", 1, "tables.user.*init_algorithm"),
         ("tables.user.dtype", "float8", "tables.user.*float8"),
         ("tables.user.dtype", 5, "tables.user"),
         ("tables.user.dtype", ["float32"], "tables.user"),

@@ -21,9 +21,11 @@ from kvemb.arrays import inverse_normal
 from kvemb.arrays.hashing import digest64
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
+from kvemb.specs import first_draws
+from kvemb.specs.first_draws import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "init_v1.json").read_text())
+GOLDEN = [json.loads((Path(__file__).parent / "golden" / f"init_v{version}.json").read_text()) for version in ALGORITHMS]
 NORMAL = statistics.NormalDist()
 ALL = [
     init.zeros(),
@@ -36,6 +38,7 @@ ALL = [
 ]
 RANDOM = ALL[2:]
 each_kind = pytest.mark.parametrize("initializer", ALL, ids=lambda i: i.kind)
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 each_random_kind = pytest.mark.parametrize("initializer", RANDOM, ids=lambda i: i.kind)
 
 
@@ -43,46 +46,64 @@ def some_ids(n, seed=0):
     return np.random.default_rng(seed).integers(0, 2**64, n, dtype=np.uint64)
 
 
-def rows(initializer, ids, dim, table="user", seed=7):
-    return initializer.rows(np.asarray(ids, np.uint64), dim, table=table, seed=seed)
+def rows(initializer, ids, dim, table="user", seed=7, **how):
+    return initializer.rows(np.asarray(ids, np.uint64), dim, table=table, seed=seed, **how)
 
 
-def scalar_uniform(table, seed, id_, column):
-    """The algorithm, version 1, written a second time in Python integers."""
+def scalar_word(algorithm, table, seed, id_, counter):
+    """A word of the counter generator, written a second time in Python integers."""
 
     def mix(z):
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
 
-    key_0, key_1 = (digest64("kvemb.init", 1, part, table, seed) for part in ("id", "stream"))
-    word = mix((mix(id_ ^ key_0) + key_1 + (column + 1) * 0x9E3779B97F4A7C15) % 2**64)
-    return (2 * (word >> 12) + 1) / 2**53
+    key_0, key_1 = (digest64("kvemb.init", algorithm, part, table, seed) for part in ("id", "stream"))
+    return mix((mix(id_ ^ key_0) + key_1 + (counter + 1) * 0x9E3779B97F4A7C15) % 2**64)
+
+
+def scalar_uniform(algorithm, table, seed, id_, column):
+    """The uniform number of a column: of its own word, or of its quarter of a word."""
+    if algorithm == 1:
+        return (2 * (scalar_word(1, table, seed, id_, column) >> 12) + 1) / 2**53
+    lane = scalar_word(2, table, seed, id_, column // 4) >> 16 * (column % 4) & 0xFFFF
+    return (2 * lane + 1) / 2**17
 
 
 # --- the same bits for ever ---
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["initializer"]["kind"])
-def test_rows_are_the_golden_bits_of_this_algorithm_version(case):
-    assert GOLDEN["algorithm_version"] == init.ALGORITHM_VERSION
-    initializer = Initializer.from_dict(case["initializer"])
-    got = rows(initializer, GOLDEN["ids"], GOLDEN["dim"], GOLDEN["table"], GOLDEN["seed"])
+@pytest.mark.parametrize(
+    ("golden", "case"),
+    [
+        pytest.param(golden, case, id=f"{golden['algorithm_version']}-{case['initializer']['kind']}")
+        for golden in GOLDEN
+        for case in golden["cases"]
+    ],
+)
+def test_rows_are_the_golden_bits_of_their_algorithm(golden, case):
+    initializer, algorithm = Initializer.from_dict(case["initializer"]), golden["algorithm_version"]
+    got = rows(initializer, golden["ids"], golden["dim"], golden["table"], golden["seed"], algorithm=algorithm)
     assert [row.astype(">f4").tobytes().hex() for row in got] == case["rows"]
 
 
-def test_golden_vectors_cover_every_kind():
-    assert {case["initializer"]["kind"] for case in GOLDEN["cases"]} == {i.kind for i in ALL} | {"columns"}
+def test_golden_vectors_cover_every_kind_and_algorithm():
+    assert [golden["algorithm_version"] for golden in GOLDEN] == list(ALGORITHMS)
+    assert max(ALGORITHMS) == init.ALGORITHM_VERSION
+    for golden in GOLDEN:
+        assert {case["initializer"]["kind"] for case in golden["cases"]} == {i.kind for i in ALL} | {"columns"}
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(st.integers(0, 2**64 - 1), st.integers(), st.text(max_size=5))
-def test_values_equal_the_scalar_reference(id_, seed, table):
-    u = [scalar_uniform(table, seed, id_, c) for c in range(3)]
-    assert rows(init.uniform(0, 1), [id_], 3, table, seed)[0].tolist() == [float(np.float32(x)) for x in u]
-    np.testing.assert_allclose(rows(init.normal(0, 1), [id_], 3, table, seed)[0], [NORMAL.inv_cdf(x) for x in u], 1e-7)
+def test_values_equal_the_scalar_reference(algorithm, id_, seed, table):
+    u = [scalar_uniform(algorithm, table, seed, id_, c) for c in range(7)]
+    got = {each.kind: rows(each, [id_], 7, table, seed, algorithm=algorithm)[0] for each in (init.uniform(0, 1), init.normal(0, 1))}
+    assert got["uniform"].tolist() == [float(np.float32(x)) for x in u]
+    np.testing.assert_allclose(got["normal"], [NORMAL.inv_cdf(x) for x in u], 1e-7)
     low = NORMAL.cdf(-2)
     cut = [NORMAL.inv_cdf(low + x * (1 - 2 * low)) for x in u]
-    np.testing.assert_allclose(rows(init.truncated_normal(0, 1), [id_], 3, table, seed)[0], cut, 1e-7, 1e-15)
+    np.testing.assert_allclose(rows(init.truncated_normal(0, 1), [id_], 7, table, seed, algorithm=algorithm)[0], cut, 1e-7, 1e-15)
 
 
 def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
@@ -90,11 +111,12 @@ def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
         "import hashlib, numpy as np; from kvemb import init\n"
         "ids = np.arange(5000, dtype=np.uint64)\n"
         "kinds = init.normal(), init.truncated_normal(), init.uniform()\n"
-        "made = [i.rows(ids, 16, table='t', seed=1) for i in kinds]\n"
+        "made = [i.rows(ids, 16, table='t', seed=1, algorithm=a) for i in kinds for a in (1, 2)]\n"
         "print(hashlib.sha256(b''.join(m.tobytes() for m in made)).hexdigest())\n"
     )
     ids = np.arange(5000, dtype=np.uint64)
-    made = [i.rows(ids, 16, table="t", seed=1) for i in (init.normal(), init.truncated_normal(), init.uniform())]
+    kinds = init.normal(), init.truncated_normal(), init.uniform()
+    made = [i.rows(ids, 16, table="t", seed=1, algorithm=a) for i in kinds for a in ALGORITHMS]
     here = hashlib.sha256(b"".join(m.tobytes() for m in made)).hexdigest()
     simd = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
     env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(simd), "PYTHONPATH": str(ROOT)}
@@ -102,14 +124,14 @@ def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
     assert plain.stdout.strip() == here
 
 
-@pytest.mark.parametrize("module", [init, kvemb.specs.initializer, inverse_normal], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [init, kvemb.specs.initializer, first_draws, inverse_normal], ids=lambda m: m.__name__)
 def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
     tree = ast.parse(Path(module.__file__).read_text())
     called = {f"{n.value.id}.{n.attr}" for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
     elementary = {name for name in called if name.startswith(("np.", "math."))}
     portable = {
         "np.add", "np.subtract", "np.multiply", "np.divide", "np.sqrt", "math.sqrt",
-        "np.maximum", "np.clip", "np.where", "np.right_shift", "np.empty", "np.empty_like",
+        "np.maximum", "np.clip", "np.where", "np.right_shift", "np.empty", "np.empty_like", "np.arange", "np.uint16",
         "np.full", "np.array", "np.ascontiguousarray", "np.flatnonzero", "np.finfo", "np.ndarray",
         "np.float32", "np.float64", "np.uint64", "np.integer", "np.floating",
     }  # fmt: skip
@@ -119,21 +141,23 @@ def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
 # --- a pure function of (table, seed, id, column) ---
 
 
+@each_algorithm
 @each_kind
-def test_a_row_does_not_depend_on_its_batch(initializer):
+def test_a_row_does_not_depend_on_its_batch(initializer, algorithm):
     ids = some_ids(5_000)
-    whole = rows(initializer, ids, 16)
+    whole = rows(initializer, ids, 16, algorithm=algorithm)
     order = np.random.default_rng(1).permutation(5_000)
-    np.testing.assert_array_equal(rows(initializer, ids[order], 16), whole[order])
-    np.testing.assert_array_equal(rows(initializer, ids[4_321:4_322], 16), whole[4_321:4_322])
-    np.testing.assert_array_equal(rows(initializer, ids[[3, 3]], 16), whole[[3, 3]])
+    for some in (order, [4_321], [3, 3]):
+        np.testing.assert_array_equal(rows(initializer, ids[some], 16, algorithm=algorithm), whole[some])
 
 
+@each_algorithm
 @each_kind
-def test_a_column_does_not_depend_on_the_number_of_columns(initializer):
+def test_a_column_does_not_depend_on_the_number_of_columns(initializer, algorithm):
     ids = some_ids(300)
-    np.testing.assert_array_equal(rows(initializer, ids, 8), rows(initializer, ids, 16)[:, :8])
-    np.testing.assert_array_equal(rows(initializer, ids[:3], 1), rows(initializer, ids[:3], 40_000)[:, :1])
+    wide = rows(initializer, ids, 40_000, algorithm=algorithm)
+    for dim in (*range(1, 70), 127, 300):
+        np.testing.assert_array_equal(rows(initializer, ids, dim, algorithm=algorithm), wide[:, :dim])
 
 
 @each_random_kind

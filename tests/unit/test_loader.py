@@ -47,7 +47,9 @@ class Cluster:
                 "storage": {"kind": "memory", "nodes": [f"load-{next(_NUMBERS)}:1"]},
                 "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(folder / "data")},
                 "tables": {
-                    table.name: {key: value for key, value in table.to_dict().items() if key not in ("name", "tag_attempt")}
+                    table.name: {
+                        key: value for key, value in table.to_dict().items() if key not in ("name", "tag_attempt", "init_algorithm")
+                    }
                     for table in (USER, OTHER)
                 },
             },

@@ -17,7 +17,6 @@ from kvemb.datapath.prefetched_rows import (
     prepare_prefetched,
     route_prefetched,
 )
-from kvemb.datapath.pull import initial_rows
 from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushPart, PushReply, digest_tables
@@ -71,7 +70,7 @@ def test_an_answer_becomes_rows_and_those_that_do_not_exist_begin_anew(table: Ta
     np.testing.assert_array_equal(changed.ids, prefetched.ids[[1, 4, 9]])
     assert changed.versions.tolist() == [7, 0, 8]
     np.testing.assert_array_equal(changed.rows[[0, 2]], to_float32(round_nearest(values, table.dtype), table.dtype))
-    np.testing.assert_array_equal(changed.rows[[1]], initial_rows(table, prefetched.ids[[4]]))
+    np.testing.assert_array_equal(changed.rows[[1]], table.initial_rows(prefetched.ids[[4]]))
     assert changed_rows_of(prefetched, answer([], [], values[:0], table.dtype)).rows.shape == (0, table.dim)
     both = join_changed_rows([changed, changed_rows_of(prefetched, answer([0], [3], values[:1], table.dtype))])
     assert (both.ids.tolist(), both.versions.tolist()) == ([*changed.ids.tolist(), prefetched.ids[0]], [7, 0, 8, 3])

@@ -1,6 +1,7 @@
 """Start-up: who may provision, who owns a shard, and when a start is refused. And the registry of tables in storage."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -180,6 +181,14 @@ def test_another_identity_is_refused_and_another_default_is_not() -> None:
         first.create(TABLE, exist_ok=False)
     again = first.create(TableDef("user", 4, kvemb.optim.adam(lr=0.7), kvemb.init.normal()), exist_ok=True)
     assert again == TABLE
+
+
+def test_a_table_that_exists_keeps_its_algorithm_of_first_values() -> None:
+    made = registry(addresses())
+    earlier = made.create(replace(TABLE, init_algorithm=1), exist_ok=False)
+    assert made.create(TABLE, exist_ok=True) == earlier
+    with pytest.raises(TableMismatchError, match="seed"):
+        made.create(replace(TABLE, seed=9), exist_ok=True)
 
 
 def test_tags_are_unique() -> None:

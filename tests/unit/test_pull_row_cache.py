@@ -5,7 +5,7 @@ import pytest
 from memory_store import memory_node
 
 from kvemb.arrays.rounding import round_nearest
-from kvemb.datapath.pull import initial_rows, prepare_pull, pull
+from kvemb.datapath.pull import prepare_pull, pull
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import NodeUnavailableError, RecordError
 from kvemb.protocol.message_format import TableRows
@@ -51,7 +51,7 @@ def test_every_row_comes_from_where_it_is(store: CountingStore, cache: RowCache,
     out = {"new": None, "out": np.zeros(shape, np.float32), "strided out": strided}[given]
     got = pull(store, [prepare_pull(table, wanted, out)], SOON, versions=True, cache=cache)[0]
     expected = np.repeat(np.where(np.isin(wanted, [5, 8]), -wanted, wanted).astype(np.float32)[..., None], table.dim, axis=-1)
-    expected[wanted == 100] = initial_rows(table, np.array([100], np.uint64))
+    expected[wanted == 100] = table.initial_rows(np.array([100], np.uint64))
     assert np.array_equal(got.rows, expected)
     assert got.rows is out or out is None
     version = np.where(np.isin(wanted, [5, 8]), make_version(EPOCH, K), make_version(EPOCH, 4))
@@ -71,7 +71,7 @@ def test_tables_are_read_together_and_a_table_that_is_all_there_not_at_all(store
     assert asked(store) == [1]
     assert rows[0].tolist() == [[1] * 4] * 3
     assert rows[1][0].tolist() == [1, 1]
-    assert np.array_equal(rows[1][1:], initial_rows(ITEM, np.array([9], np.uint64)))
+    assert np.array_equal(rows[1][1:], ITEM.initial_rows(np.array([9], np.uint64)))
 
 
 def test_what_a_pull_returned_is_the_caller_s(store: CountingStore, cache: RowCache) -> None:

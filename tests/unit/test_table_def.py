@@ -1,6 +1,7 @@
 """A table's definition: which numbers are integers, and that messages name the table."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,19 +38,49 @@ def test_an_unknown_storage_dtype_names_the_table() -> None:
 
 
 # A released definition's digest and registry must never change: its rows and its cluster would be refused.
-GOLDEN_SCHEMAS = [144, 237]
 GOLDEN_REGISTRY = (
     "94ac6b76656d622d7461626c657301019189a46e616d65a475736572a364696d04a56474797065a7666c6f61743332a869645f6474797065a5696e743634a96f7074"
     "696d697a657285a46b696e64a3736764a26c72cb3f50624dd2f1a9fca86d6f6d656e74756dcb0000000000000000ac7765696768745f6465636179cb000000000000"
     "0000a86e65737465726f76c2ab696e697469616c697a657281a46b696e64a57a65726f73a47365656400a6726564756365a373756dab7461675f617474656d707400"
 )
+GOLDEN_REGISTRY_2 = GOLDEN_REGISTRY.replace("9189a4", "918aa4", 1) + "ae696e69745f616c676f726974686d02"
 
 
 def test_golden_definitions() -> None:
+    """Of the time when first values had one algorithm, which was not written down, and of now."""
     adam = TableDef("item", 16, optim.adam(), init.uniform(), dtype="float16", id_dtype="uint64", seed=3, reduce="mean")
-    assert [definition().schema, adam.schema] == GOLDEN_SCHEMAS
-    assert encode_registry(1, [definition()]).hex() == GOLDEN_REGISTRY
-    assert definition(num_ids=1000).schema == 126
+    for algorithm, schemas, registry in ((1, [144, 237, 126], GOLDEN_REGISTRY), (2, [208, 183, 157], GOLDEN_REGISTRY_2)):
+        first, second = definition(init_algorithm=algorithm), replace(adam, init_algorithm=algorithm)
+        assert [first.schema, second.schema, definition(num_ids=1000, init_algorithm=algorithm).schema] == schemas
+        assert encode_registry(1, [first]).hex() == registry
+        assert decode_registry(bytes.fromhex(registry))[1] == {"user": first}
+    assert definition().init_algorithm == 2
+
+
+def test_a_definition_that_names_no_algorithm_has_the_first_and_its_rows() -> None:
+    drawn = definition(initializer=init.normal(), dtype="bfloat16")
+    fields = drawn.to_dict()
+    del fields["init_algorithm"]
+    earlier, ids = TableDef.from_dict(fields), np.arange(9, dtype=np.uint64)
+    assert earlier == replace(drawn, init_algorithm=1)
+    assert "init_algorithm" not in earlier.to_dict()
+    for one in (earlier, drawn):
+        rows = one.initializer.rows(ids, 4, table="user", seed=0, dtype="bfloat16", algorithm=one.init_algorithm)
+        np.testing.assert_array_equal(one.initial_rows(ids), rows)
+    assert (earlier.initial_rows(ids) != drawn.initial_rows(ids)).all()
+    with pytest.raises(TableMismatchError, match="drop the table first"):
+        drawn.require_same(earlier)
+    with pytest.raises(TableMismatchError, match="Open it with its own definition"):
+        drawn.require_same(replace(earlier, seed=5))
+    earlier.require_same(drawn.opened_as(earlier))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(3, "drawn by algorithm 3, this kvemb knows 1 and 2"), (0, "give an integer"), ("2", "'2'"), (True, "True")]
+)
+def test_an_algorithm_that_is_not_known_is_refused_naming_the_table(value: object, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"table 'user': .*{says}"):
+        TableDef.from_dict(definition().to_dict() | {"init_algorithm": value})
 
 
 def test_num_ids_is_identity_and_survives_the_registry() -> None:
@@ -67,7 +98,7 @@ def test_num_ids_is_identity_and_survives_the_registry() -> None:
 
 def test_parts_of_rows_are_identity_and_survive_the_registry_and_files() -> None:
     biased = definition(initializer=init.columns((1, init.zeros()), (3, init.normal(std=0.5))))
-    assert biased.schema == 117
+    assert (biased.schema, replace(biased, init_algorithm=1).schema) == (19, 117)
     assert decode_registry(encode_registry(1, [biased]))[1] == {"user": biased}
     assert TableDef.from_dict(json.loads(json.dumps(biased.to_dict()))) == biased
     biased.require_same(TableDef.from_dict(biased.to_dict()))
