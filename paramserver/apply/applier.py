@@ -13,13 +13,14 @@ from kvemb.schema.record import split_version
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause
 from ..ingest.ingest import Ingest
+from ..ingest.ingest_state import AbandonedError
 from ..journal import START, Position
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 from ..owned_thread import OwnedThread
 from .changed_rows import ChangedRowsFinder
-from .committer import AbandonedError, Committed, Handover
+from .committer import Committed, Handover
 from .returned_rows import OthersCount, returned_rows, weights_at_hand
 from .staleness import part_staleness
 
@@ -67,7 +68,7 @@ class Applier:
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
         self._others = OthersCount()
-        self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.stop, handover.close))
+        self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
         self.applied = applied
 
     def _run(self) -> None:
@@ -75,33 +76,33 @@ class Applier:
         while not self._handover.closed:
             batch = self._handover.get(timeout_s=0.0 if busy else self._until_due_s())
             busy = False
-            if self._ingest.failure:
+            if self._ingest.state.why_failed:
                 continue  # its pushes have their answer
             try:
                 if batch is not None:
                     replies = self._apply(batch)
                     self.applied = batch.end
-                    self._ingest.settle(batch.work, replies)
+                    self._ingest.outcomes.settle(batch.work, replies)
                 elif self._wait_s() == 0:
                     self._engine.write_dirty(self.pause)
-                    self._ingest.written()
+                    self._ingest.outcomes.written()
                 busy = self._background.step(self.applied, self.pause)
-                self._ingest.trouble.storage_works()  # whatever was tried again is done
+                self._ingest.state.trouble.storage_works()  # whatever was tried again is done
             except AbandonedError:
                 return
             except Exception as error:
                 log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-                self._ingest.fail(error)
+                self._ingest.outcomes.fail(error)
                 self._failed(error)
 
     def _wait_s(self) -> float | None:
         """How long dirty rows may wait for another batch."""
         behind = self._engine.behind
-        return None if behind is None or self._ingest.failure else behind.due_in_s()
+        return None if behind is None or self._ingest.state.why_failed else behind.due_in_s()
 
     def _until_due_s(self) -> float | None:
         """How long there is nothing to do but to wait for a batch."""
-        background = None if self._ingest.failure else self._background.due_in_s()
+        background = None if self._ingest.state.why_failed else self._background.due_in_s()
         return min((due for due in (self._wait_s(), background) if due is not None), default=None)
 
     def _apply(self, batch: Committed) -> dict[int, PushReply]:
@@ -120,7 +121,7 @@ class Applier:
 
         def release(computed: Sequence[PreparedRows]) -> None:
             replies = [_reply(part, "released", of, k_and_epoch, self._changed_rows(part, computed)) for part, of in asked]
-            self._ingest.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
+            self._ingest.outcomes.release([(part.ticket, reply) for (part, _), reply in zip(asked, replies, strict=True)])
 
         computed, between = release if asked else None, self._between
         applied = self._engine.run(batch.batch, batch.version, self.pause, computed=computed, between=between)
@@ -143,7 +144,7 @@ class Applier:
 
     def _between(self) -> None:
         """Look up between two pieces of a batch: what was tried again is done, and the shard may have been told to stop."""
-        self._ingest.written()
+        self._ingest.outcomes.written()
         if self.thread.told_to_end:
             raise AbandonedError
 
@@ -154,7 +155,7 @@ class Applier:
             AbandonedError: the shard is to stop.
         """
         text = f"{type(error).__name__}: {error}"
-        if self._ingest.trouble.storage_waits(text):
+        if self._ingest.state.trouble.storage_waits(text):
             log.warning("retrying because %s", text)
         if self.thread.wait(pause_s):
             raise AbandonedError from error

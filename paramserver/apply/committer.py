@@ -11,14 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from kvemb.errors import JournalFullError, KvembError
-from kvemb.net.backoff import pauses
+from kvemb.errors import KvembError
 from kvemb.schema.record import make_version
 
 from ..ingest.aggregate import merge_pushes
 from ..ingest.ingest import Ingest
+from ..ingest.ingest_state import AbandonedError
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.fenced_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
@@ -26,14 +25,7 @@ from ..model.tables import Tables
 from ..owned_thread import OwnedThread
 
 DEPTH = 2
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 log = logging.getLogger("paramserver")
-
-T = TypeVar("T")
-
-
-class AbandonedError(Exception):
-    """The shard was told to stop while this thread waited for storage or disk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +122,7 @@ class Committer:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
         self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
-        self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.stop, handover.close))
+        self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
 
     @property
     def k(self) -> int:
@@ -148,13 +140,13 @@ class Committer:
             return
         except Exception as error:
             log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-            self._ingest.fail(error)
+            self._ingest.outcomes.fail(error)
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:
         committed = [self._append(work) for work in group]
-        self._until_there_is_room(self._fenced_log.commit)
-        self._ingest.journaled(group)
+        self._ingest.state.trouble.until_there_is_room(self._fenced_log.commit, self.thread.wait)
+        self._ingest.outcomes.journaled(group)
         for batch in committed:
             self._handover.put(batch)
 
@@ -164,7 +156,7 @@ class Committer:
         version = make_version(self._epoch, self._k + 1)
         steps = tuple(self._step(rows.definition.key, batch) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
-        end = self._until_there_is_room(lambda: self._fenced_log.append(entry))
+        end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self._k += 1
         if batch.kind == APPLY:
             self._steps.update({rows.definition.key: step + 1 for rows, step in zip(batch.tables, steps, strict=True)})
@@ -181,20 +173,6 @@ class Committer:
             definition = next(rows.definition for rows in batch.tables if rows.definition.key == key)
             self._steps[key] = self._tables.state(definition).step
         return self._steps[key]
-
-    def _until_there_is_room(self, write: Callable[[], T]) -> T:
-        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
-            try:
-                done = write()
-                self._ingest.trouble.journal_works()
-                return done
-            except JournalFullError as error:
-                text = f"{type(error).__name__}: {error}"
-                if self._ingest.trouble.journal_waits(text):
-                    log.warning("nothing is acknowledged because %s", text)
-                if self.thread.wait(pause_s):
-                    raise AbandonedError from error
-        raise AssertionError("unreachable")
 
 
 def _watermarks(work: Work) -> Iterator[Watermark]:

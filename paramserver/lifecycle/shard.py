@@ -127,7 +127,7 @@ class Shard:
         self._server.set_serving(False)
         self._watch.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
-        drained = self._parts.ingest.drain(Deadline.after(drain_timeout_s))
+        drained = self._parts.ingest.backlog.drain(Deadline.after(drain_timeout_s))
         ended = [one.thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for one in (self._committer, self._applier)]
         trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
@@ -183,7 +183,7 @@ class Shard:
 
     def _save_image(self, position: Position, pause: Pause) -> None:
         self._parts.engine.write_dirty(pause)
-        self._parts.ingest.written()
+        self._parts.ingest.outcomes.written()
         save(self._data, image(self._parts, position))
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
@@ -199,7 +199,7 @@ class Shard:
         self._background.ask_repair({address})
 
     def _trouble(self) -> str:
-        text = self._parts.ingest.failure or self._parts.ingest.describe_pending()
+        text = self._parts.ingest.state.why_failed or self._parts.ingest.backlog.describe()
         if self.fenced:
             return text
         return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
@@ -216,7 +216,7 @@ class Shard:
         return ""
 
     def _lost_the_shard(self, error: FencedError) -> None:
-        self._parts.ingest.fail(error)
+        self._parts.ingest.outcomes.fail(error)
         self._failed(error)
 
     def _failed(self, error: BaseException) -> None:

@@ -16,7 +16,7 @@ def image(parts: ShardParts, position: Position) -> ShardState:
     """
     assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
     tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
-    sessions, members, complete = parts.ingest.to_save()
+    sessions, members, complete = parts.ingest.attendance.to_save()
     return ShardState(
         cluster_id=parts.cluster_id,
         shard=parts.shard,

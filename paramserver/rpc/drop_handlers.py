@@ -76,7 +76,7 @@ class DropHandlers:
                 f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
             )
         self._ingest.refuse_table(definition.key)
-        self._ingest.flush(deadline)
+        self._ingest.backlog.flush(deadline)
         state = self._tables.state(definition)
         ids, n_erased = state.page(0, True, _PORTION), 0
         if len(ids):

@@ -69,13 +69,13 @@ class Handlers:
             )
         if request.n_shards != self._n_shards:
             raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
-        incarnation, last = self._parts.ingest.hello(request.trainer, request.incarnation)
+        incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
-        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.first_step(request.trainer))
+        return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.attendance.first_step(request.trainer))
 
     def bye(self, request: ByeRequest, deadline: Deadline) -> Empty:
         """Let a trainer go."""
-        self._parts.ingest.bye(request.trainer, request.incarnation)
+        self._parts.ingest.attendance.bye(request.trainer, request.incarnation)
         log.info("trainer %s left", request.trainer)
         return Empty()
 
@@ -112,7 +112,7 @@ class Handlers:
 
     def flush(self, request: FlushRequest, deadline: Deadline) -> Empty:
         """Wait until everything accepted is applied and in storage."""
-        self._parts.ingest.flush(deadline.within(request.timeout_s))
+        self._parts.ingest.backlog.flush(deadline.within(request.timeout_s))
         return Empty()
 
     def count(self, request: TableRequest, deadline: Deadline) -> CountReply:
@@ -142,8 +142,8 @@ class Handlers:
             InvalidInputError: no such node.
             DeadlineExceededError: it goes on.
         """
-        if self._parts.ingest.failure:
-            raise ShardFailedError(self._parts.ingest.failure)
+        if self._parts.ingest.state.why_failed:
+            raise ShardFailedError(self._parts.ingest.state.why_failed)
         known, started_s = self._parts.repairer.addresses, time.monotonic()
         unknown = sorted(set(request.addresses) - set(known))
         if unknown:
@@ -169,7 +169,7 @@ class Handlers:
         state = self._parts.tables.state(table)
         ids = np.unique(np.frombuffer(request.ids, "<u8").astype(np.uint64))
         ids = ids[state.known(ids)]
-        if not len(ids) or self._parts.ingest.failure:
+        if not len(ids) or self._parts.ingest.state.why_failed:
             return CountReply(0)
         ticket = self._background.ask_compare(state, ids)
         ticket.wait(deadline)
@@ -182,7 +182,7 @@ class Handlers:
     def status(self, request: Empty, deadline: Deadline) -> StatusReply:
         """Say how the shard is doing."""
         parts = self._parts
-        pending, lag_s = parts.ingest.pending()
+        pending, lag_s = parts.ingest.backlog.n_and_age_s()
         cache = parts.tables.cache_budget
         return StatusReply(
             shard=parts.shard,
@@ -192,11 +192,11 @@ class Handlers:
             pending_parts=pending,
             lag_s=lag_s,
             n_rows=sum(state.n_rows for state in parts.tables.all()),
-            n_trainers=parts.ingest.n_trainers,
+            n_trainers=parts.ingest.attendance.n_trainers,
             cache_bytes=cache.used_bytes,
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
-            failure=parts.ingest.failure or parts.ingest.waits_for or self.drop.unfinished,
+            failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self.drop.unfinished,
             journal_bytes=parts.fenced_log.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,

@@ -106,7 +106,7 @@ class Rig:
         self.open_steps: dict[int, int] = {}
 
     def hello(self, trainer: str = "a") -> int:
-        return self.ingest.hello(trainer, 0)[0]
+        return self.ingest.attendance.hello(trainer, 0)[0]
 
     def push(
         self,

@@ -136,7 +136,7 @@ class Gate:
 
 def test_a_push_is_accepted_only_once_its_entry_is_committed(make: Callable[..., Rig]) -> None:
     rig, gate = make(k=7), Gate()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     rig.fenced_log.on_commit = gate
     heard = rig.push("a", [3, 4])
     duplicate = Heard()
@@ -159,7 +159,7 @@ def test_a_push_is_accepted_only_once_its_entry_is_committed(make: Callable[...,
 
 def test_parts_are_accepted_with_the_last_part_of_their_push(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     parts = [rig.push("a", [n], more=n < 11, step=1) for n in range(12)]
     for heard in parts:
         assert heard.wait().state == "accepted"
@@ -169,7 +169,7 @@ def test_parts_are_accepted_with_the_last_part_of_their_push(make: Callable[...,
 
 def test_several_batches_share_a_commit(make: Callable[..., Rig]) -> None:
     rig, gate = make(), Gate()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     rig.fenced_log.on_commit = gate
     first = rig.push("a", [1], table=MEAN)
     assert gate.reached.wait(WAIT_S)
@@ -185,7 +185,7 @@ def test_several_batches_share_a_commit(make: Callable[..., Rig]) -> None:
 
 def test_what_comes_in_while_the_engine_is_busy_is_merged(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     heard = [rig.push("a", [1]).wait() for _ in range(2)]  # the hand-over is full now
     waiting = [rig.push("a", [1, n]) for n in range(2, 5)]
     assert [len(rig.batches()), [len(one) for one in waiting]] == [2, [0, 0, 0]]
@@ -197,11 +197,11 @@ def test_what_comes_in_while_the_engine_is_busy_is_merged(make: Callable[..., Ri
 
 def test_assign_and_erase_are_journaled_in_their_place(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     for kind in (ASSIGN, ERASE):
         rows = CheckedRows(TABLE, np.array([9, 2], np.uint64), np.ones((2, int(kind == ASSIGN)), np.float32), np.empty(0, np.uint64), {})
         work = RowsWork(kind, rows)
-        with rig.ingest._changed:  # what submit_rows does before it waits
+        with rig.ingest.state.changed:  # what submit_rows does before it waits
             rig.ingest._enqueue(work)
         assert rig.take().work is work
         rig.push("a", [1]).wait()
@@ -213,10 +213,10 @@ def test_assign_and_erase_are_journaled_in_their_place(make: Callable[..., Rig])
 
 def test_hellos_and_goodbyes_are_durable_before_they_are_answered(make: Callable[..., Rig]) -> None:
     rig = make()
-    assert rig.ingest.hello("a", 0) == (1, 0)
-    assert rig.ingest.hello("a", 1) == (1, 0)  # a reconnect is nothing new
-    rig.ingest.bye("a", 1)
-    rig.ingest.hello("a", 1)
+    assert rig.ingest.attendance.hello("a", 0) == (1, 0)
+    assert rig.ingest.attendance.hello("a", 1) == (1, 0)  # a reconnect is nothing new
+    rig.ingest.attendance.bye("a", 1)
+    rig.ingest.attendance.hello("a", 1)
     assert rig.fenced_log.entries == [SessionEntry("a", 1), SessionEntry("a", 0), SessionEntry("a", 1)]
     assert rig.fenced_log.commits == [1, 2, 3]
 
@@ -226,20 +226,20 @@ def test_a_hello_that_cannot_be_kept_is_answered_when_it_is_said_again(make: Cal
     rig.fenced_log.on_commit = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
     for incarnation in (0, 1, 1):  # no trainer hears of the first; another shard's would come back with its number
         with pytest.raises(ShardUnavailableError, match="disk full"):
-            rig.ingest.hello("b", incarnation)
+            rig.ingest.attendance.hello("b", incarnation)
     rig.fenced_log.on_commit = lambda: None
-    assert rig.ingest.hello("b", 1) == (1, 0)
+    assert rig.ingest.attendance.hello("b", 1) == (1, 0)
     assert rig.fenced_log.commits == [4]
     rig.fenced_log.on_append = lambda: (_ for _ in ()).throw(JournalFullError("disk full"))
-    assert rig.ingest.hello("b", 1) == (1, 0)  # a reconnect is nothing new
-    rig.ingest.bye("b", 1)
-    assert rig.ingest.n_trainers == 0
+    assert rig.ingest.attendance.hello("b", 1) == (1, 0)  # a reconnect is nothing new
+    rig.ingest.attendance.bye("b", 1)
+    assert rig.ingest.attendance.n_trainers == 0
 
 
 @pytest.mark.parametrize("where", ["on_append", "on_commit"])
 def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(make: Callable[..., Rig], where: str) -> None:
     rig, tried = make(), threading.Event()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     full = threading.Event()
     full.set()
 
@@ -254,17 +254,17 @@ def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(make: Callable[
     tried.clear()
     assert tried.wait(WAIT_S)  # again
     assert heard == []
-    assert rig.ingest.waits_for == "JournalFullError: journal/7: No space left on device"
-    assert not rig.ingest.drain(Deadline.after(0))
-    assert "No space left" in rig.ingest.describe_pending()
+    assert rig.ingest.state.waits_for == "JournalFullError: journal/7: No space left on device"
+    assert not rig.ingest.backlog.drain(Deadline.after(0))
+    assert "No space left" in rig.ingest.backlog.describe()
     full.clear()
     assert heard.wait().state == "accepted"
-    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.ingest.waits_for] == [1, 1, ""]
+    assert [len(rig.batches()), rig.batches()[0].version & 0xFF, rig.ingest.state.waits_for] == [1, 1, ""]
 
 
 def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:
     rig, gate = make(), threading.Event()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
 
     def full() -> None:
         gate.set()
@@ -279,7 +279,7 @@ def test_a_full_disk_does_not_hold_up_a_stop(make: Callable[..., Rig]) -> None:
 
 def test_a_process_that_lost_the_shard_acknowledges_nothing_and_sends_its_trainers_away(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     rig.push("a", [1]).wait()
     rig.fenced_log.on_commit = lambda: (_ for _ in ()).throw(FencedError("epoch 6 has taken the shard over"))
     reply = rig.push("a", [1]).wait()
@@ -293,7 +293,7 @@ def test_a_process_that_lost_the_shard_acknowledges_nothing_and_sends_its_traine
 
 def test_a_bug_in_the_journal_fails_the_shard_by_name(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.ingest.hello("a", 0)
+    rig.ingest.attendance.hello("a", 0)
     rig.fenced_log.on_append = lambda: (_ for _ in ()).throw(ValueError("oops"))
     assert isinstance(from_wire(rig.push("a", [1]).wait().error), ShardFailedError)
 
@@ -301,9 +301,9 @@ def test_a_bug_in_the_journal_fails_the_shard_by_name(make: Callable[..., Rig]) 
 def test_a_sync_step_is_journaled_as_a_whole_or_not_at_all(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.ingest.hello(trainer, 0)
+        rig.ingest.attendance.hello(trainer, 0)
     first = rig.push("a", [1], table=MEAN)
-    with rig.ingest._changed:
+    with rig.ingest.state.changed:
         assert (first, rig.batches()) == ([], [])
     second = rig.push("b", [1, 2], table=MEAN)
     assert first.wait().state == second.wait().state == "accepted"
@@ -315,7 +315,7 @@ def test_a_sync_step_is_journaled_as_a_whole_or_not_at_all(make: Callable[..., R
 def test_a_refused_step_uses_its_sequences_up_durably(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.ingest.hello(trainer, 0)
+        rig.ingest.attendance.hello(trainer, 0)
     parts = [rig.push("a", [1], lr=0.5), rig.push("b", [1], lr=0.25)]
     batch, (entry,) = rig.take(), rig.batches()
     assert [heard.wait().state for heard in parts] == ["accepted"] * 2
@@ -327,9 +327,9 @@ def test_a_refused_step_uses_its_sequences_up_durably(make: Callable[..., Rig]) 
 def test_a_drain_does_not_wait_for_a_step_that_lacks_somebody(make: Callable[..., Rig]) -> None:
     rig = make(trainers=2)
     for trainer in ("a", "b"):
-        rig.ingest.hello(trainer, 0)
+        rig.ingest.attendance.hello(trainer, 0)
     heard = rig.push("a", [1])
-    assert rig.ingest.drain(Deadline.after(0))
+    assert rig.ingest.backlog.drain(Deadline.after(0))
     assert heard == []
 
 

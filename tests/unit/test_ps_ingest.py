@@ -103,7 +103,7 @@ def test_pushes_are_never_merged_across_an_assign(make: Callable[..., Rig]) -> N
     assert rig.store.reached.wait(30)
     rig.push(a, {1: 1.0})
     values = CheckedRows(TABLE, np.array([1], np.uint64), np.full((1, 1), 10, np.float32), np.empty(0, np.uint64), {})
-    with rig.ingest._changed:  # what submit_rows does before it waits
+    with rig.ingest.state.changed:  # what submit_rows does before it waits
         rig.ingest._enqueue(RowsWork(ASSIGN, values))
     last = rig.push(a, {1: 1.0})
     rig.store.gate.set()
@@ -115,7 +115,7 @@ def test_parts_of_one_push_are_applied_as_one(make: Callable[..., Rig]) -> None:
     rig = make()
     a = rig.hello()
     first = rig.push(a, {1: 1.0}, more=True)
-    rig.ingest.flush(Deadline.after(30))  # does not wait for an incomplete push
+    rig.ingest.backlog.flush(Deadline.after(30))  # does not wait for an incomplete push
     assert first.states == []  # nor is a part of it accepted
     last = rig.push(a, {2: 1.0, 1: 1.0})
     assert (first.wait().k, last.wait().k) == (1, 1)
@@ -171,11 +171,11 @@ def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) 
     outcome = rig.push(rig.hello(), {1: 1.0})
     rig.store.reached.wait(30)
     with pytest.raises(DeadlineExceededError, match=r"1 pushes to be applied.*NodeUnavailableError"):
-        rig.ingest.flush(Deadline.after(0.3))
+        rig.ingest.backlog.flush(Deadline.after(0.3))
     node.down = False
-    rig.ingest.flush(Deadline.after(30))
+    rig.ingest.backlog.flush(Deadline.after(30))
     assert outcome.wait().state == "applied"
-    assert rig.ingest.trouble.storage == ""
+    assert rig.ingest.state.trouble.storage == ""
 
 
 def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make: Callable[..., Rig]) -> None:
@@ -186,10 +186,10 @@ def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make
             self.rig = rig
 
         def step(self, applied: Position, pause: Pause) -> bool:
-            errors.append(self.rig.ingest.trouble.storage)
+            errors.append(self.rig.ingest.state.trouble.storage)
             if len(errors) == 1:
                 pause(StorageError("a node is away"), 0.0)
-                errors.append(self.rig.ingest.trouble.storage)
+                errors.append(self.rig.ingest.state.trouble.storage)
                 return True
             done.set()
             return False
@@ -213,14 +213,14 @@ def test_a_failed_shard_refuses_everything_with_the_cause(make: Callable[..., Ri
     assert isinstance(held.error(), ShardFailedError)
     for refused in (
         lambda: rig.push(a, {1: 1.0}),
-        lambda: rig.ingest.flush(Deadline.after(5)),
+        lambda: rig.ingest.backlog.flush(Deadline.after(5)),
         lambda: rig.change(ERASE, {1: 0.0}),
         rig.hello,
     ):
         with pytest.raises(ShardFailedError, match="NodeLostError"):
             refused()
-    assert rig.ingest.pending() == (0, 0.0)
-    assert not rig.ingest.drain(Deadline.after(5))
+    assert rig.ingest.backlog.n_and_age_s() == (0, 0.0)
+    assert not rig.ingest.backlog.drain(Deadline.after(5))
 
 
 def test_draining_finishes_what_was_accepted_and_takes_nothing_new(make: Callable[..., Rig]) -> None:
@@ -229,12 +229,12 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new(make: Callabl
     rig.hold()
     outcome = rig.push(a, {1: 1.0})
     assert rig.store.reached.wait(30)
-    assert not rig.ingest.drain(Deadline.after(0))
+    assert not rig.ingest.backlog.drain(Deadline.after(0))
     with pytest.raises(ShardUnavailableError, match="draining"):
         rig.push(a, {1: 1.0})
-    assert "a (to step 1)" in rig.ingest.describe_pending()
+    assert "a (to step 1)" in rig.ingest.backlog.describe()
     rig.store.gate.set()
-    assert rig.ingest.drain(Deadline.after(30))
+    assert rig.ingest.backlog.drain(Deadline.after(30))
     assert outcome.wait().state == "applied"
 
 
@@ -243,9 +243,9 @@ def test_a_stopped_shard_gives_up_the_batch_that_waits_for_storage(make: Callabl
     memory_node(rig.store.addresses[0]).down = True
     rig.push(rig.hello(), {1: 1.0})
     assert rig.store.reached.wait(30)
-    assert not rig.ingest.drain(Deadline.after(0))
+    assert not rig.ingest.backlog.drain(Deadline.after(0))
     assert rig.applier.thread.stop(30)
-    assert rig.ingest.pending()[0] == 1
+    assert rig.ingest.backlog.n_and_age_s()[0] == 1
 
 
 def test_an_older_incarnation_is_fenced_but_what_it_completed_counts(make: Callable[..., Rig]) -> None:

@@ -27,7 +27,7 @@ class SyncRig:
         self.on_record: Callable[[], None] = lambda: None
         barrier = Barrier(trainers, 10.0, on_lost=on_lost)
         self.ingest = Ingest(Sessions(issues=True), barrier, record=self.record, clock=lambda: self.now_s)
-        self.of = {name: self.ingest.hello(name, 0)[0] for name in "abc"[:trainers]}
+        self.of = {name: self.ingest.attendance.hello(name, 0)[0] for name in "abc"[:trainers]}
         self.sequences: dict[int, int] = {}
 
     def record(self, trainer: str, incarnation: int) -> None:
@@ -46,7 +46,7 @@ class SyncRig:
         (step,) = self.ingest.take()
         assert isinstance(step, list)
         tickets = [part.ticket for push in step for part in push.parts]
-        self.ingest.settle(step, {id(ticket): PushReply(ticket.sequence, "applied") for ticket in tickets})
+        self.ingest.outcomes.settle(step, {id(ticket): PushReply(ticket.sequence, "applied") for ticket in tickets})
         return sorted(push.trainer for push in step)
 
 
@@ -64,20 +64,24 @@ def begun(on_lost: str) -> SyncRig:
 def test_a_dropped_trainer_is_journaled_as_gone_before_a_step_goes_on_without_it() -> None:
     rig = begun("drop")
     seen: list[str] = []
-    rig.on_record = lambda: seen.append(rig.ingest.describe_pending())  # at that time the step still waits
+    rig.on_record = lambda: seen.append(rig.ingest.backlog.describe())  # at that time the step still waits
     rig.recorded.clear()
     rig.now_s += 10
     assert rig.take() == ["a", "b"]
     assert rig.recorded == [("c", 4), ("c", 0)]
     assert all("2 accepted changes" in text for text in seen)
-    assert rig.ingest.to_save()[1:] == ((("a", 1), ("b", 2)), True)
+    assert rig.ingest.attendance.to_save()[1:] == ((("a", 1), ("b", 2)), True)
 
 
 def test_what_a_dropped_trainer_sends_is_refused_and_says_why() -> None:
     rig = begun("drop")
     rig.now_s += 10
     rig.take()
-    for call in (lambda: rig.push("c", 2), lambda: rig.ingest.hello("c", rig.of["c"]), lambda: rig.ingest.bye("c", rig.of["c"])):
+    for call in (
+        lambda: rig.push("c", 2),
+        lambda: rig.ingest.attendance.hello("c", rig.of["c"]),
+        lambda: rig.ingest.attendance.bye("c", rig.of["c"]),
+    ):
         with pytest.raises(FencedError, match="dropped from the sync job: step 2 waited 10 s for c"):
             call()
 
@@ -88,8 +92,8 @@ def test_a_dropped_trainer_says_hello_again_and_is_waited_for() -> None:
     rig.now_s += 10
     assert rig.take() == ["a", "b"]
     assert isinstance(half.error(), FencedError)
-    incarnation, last = rig.ingest.hello("c", 0)
-    assert (incarnation, last, rig.ingest.first_step("c")) == (5, 0, 3)
+    incarnation, last = rig.ingest.attendance.hello("c", 0)
+    assert (incarnation, last, rig.ingest.attendance.first_step("c")) == (5, 0, 3)
     for trainer in "ab":
         rig.push(trainer, 3)
     rig.push("c", 3, incarnation=incarnation)
@@ -112,42 +116,42 @@ def test_a_full_disk_holds_up_a_drop_until_there_is_room() -> None:
     said: list[str] = []
 
     def once_full() -> None:
-        said.append(rig.ingest.waits_for)
+        said.append(rig.ingest.state.waits_for)
         if full:
             rig.ingest.wake()
             raise full.pop()
 
     rig.on_record = once_full
-    rig.ingest._changed.wait = lambda timeout=None: True  # type: ignore[method-assign]  # the disk has room at once
+    rig.ingest.state.wait_stopped = lambda timeout_s: False  # type: ignore[method-assign]  # the disk has room at once
     rig.now_s += 10
     assert rig.take() == ["a", "b"]
     assert "no space" in said[1]
-    assert rig.ingest.trouble.journal == ""
+    assert rig.ingest.state.trouble.journal == ""
 
 
 def test_a_lost_trainer_is_waited_for_and_everybody_who_asks_is_told() -> None:
     rig = begun("wait")
-    assert rig.ingest.waits_for == ""
+    assert rig.ingest.state.waits_for == ""
     rig.now_s += 3600
-    assert rig.ingest.waits_for == "step 2 waited 3600 s for c; here are a, b"
+    assert rig.ingest.state.waits_for == "step 2 waited 3600 s for c; here are a, b"
     with pytest.raises(DeadlineExceededError, match="waited 3600 s for c"):
-        rig.ingest.flush(Deadline.after(0))
-    incarnation = rig.ingest.hello("c", 0)[0]
-    assert rig.ingest.first_step("c") == 2
+        rig.ingest.backlog.flush(Deadline.after(0))
+    incarnation = rig.ingest.attendance.hello("c", 0)[0]
+    assert rig.ingest.attendance.first_step("c") == 2
     rig.push("c", 2, incarnation=incarnation)
     assert rig.take() == ["a", "b", "c"]
-    assert rig.ingest.waits_for == ""
+    assert rig.ingest.state.waits_for == ""
 
 
 def test_a_restarted_trainer_s_predecessor_is_told_that_its_push_was_given_up() -> None:
     rig = SyncRig("wait", trainers=2)
     outcome = rig.push("b", 1)
-    incarnation = rig.ingest.hello("b", 0)[0]
+    incarnation = rig.ingest.attendance.hello("b", 0)[0]
     assert isinstance(outcome.error(), FencedError)
     rig.push("a", 1)
     rig.push("b", 1, incarnation=incarnation)
     assert rig.take() == ["a", "b"]
-    assert rig.ingest.pending()[0] == 0
+    assert rig.ingest.backlog.n_and_age_s()[0] == 0
 
 
 def test_a_lost_trainer_stops_the_job_where_that_is_the_rule() -> None:

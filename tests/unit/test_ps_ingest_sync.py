@@ -21,7 +21,7 @@ def test_a_step_is_applied_once_when_all_parts_are_in(make: Callable[..., Rig]) 
     a, b = rig.hello("a"), rig.hello("b")
     first = rig.push(a, {1: 4.0}, table=MEAN)
     with pytest.raises(DeadlineExceededError):
-        rig.ingest.flush(Deadline.after(0.05))
+        rig.ingest.backlog.flush(Deadline.after(0.05))
     assert first.states == []  # accepted is the whole step, or nothing of it
     second = rig.push(b, {1: 2.0, 2: 2.0}, trainer="b", table=MEAN)
     assert (first.wait().k, second.wait().k) == (1, 1)
@@ -34,8 +34,8 @@ def test_after_a_goodbye_the_mean_is_over_those_who_stay(make: Callable[..., Rig
     for step in (1, 2):
         rig.push(a, {1: 4.0}, table=MEAN, step=step)
     rig.push(b, {}, trainer="b", table=MEAN, step=1).wait()
-    rig.ingest.bye("b", b)
-    rig.ingest.flush(Deadline.after(30))
+    rig.ingest.attendance.bye("b", b)
+    rig.ingest.backlog.flush(Deadline.after(30))
     assert rig.weights([1], MEAN) == [-6.0]
 
 

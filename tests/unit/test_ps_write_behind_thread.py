@@ -37,7 +37,7 @@ class Rig(Shard):
             self.ingest, self.engine, self.tables, self.handover, finder=finder, background=IdleBackground(), failed=failed
         )
         self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=False, epoch=1, k=0)
-        self.incarnation, self.sequence = self.ingest.hello("a", 0)
+        self.incarnation, self.sequence = self.ingest.attendance.hello("a", 0)
         self.applier.thread.start()
         self.committer.thread.start()
 
@@ -71,15 +71,15 @@ def test_a_flush_returns_when_storage_has_everything(rig: Rig) -> None:
     rig.push([0, 1])
     assert rig.push([0, 1]).state == "applied"
     assert rig.k_of([0, 1]) == [1, 1]
-    rig.ingest.flush(Deadline.after(30))
+    rig.ingest.backlog.flush(Deadline.after(30))
     assert rig.k_of([0, 1]) == [2, 2]
-    rig.ingest.flush(Deadline.after(0))
+    rig.ingest.backlog.flush(Deadline.after(0))
 
 
 def test_a_drain_ends_when_storage_has_everything(rig: Rig) -> None:
     rig.push([0, 1])
     rig.push([0, 1])
-    assert rig.ingest.drain(Deadline.after(30))
+    assert rig.ingest.backlog.drain(Deadline.after(30))
     assert rig.k_of([0, 1]) == [2, 2]
 
 
@@ -89,12 +89,12 @@ def test_a_flush_without_storage_says_what_it_waits_for_and_a_drain_gives_up(rig
     node, other = map(memory_node, rig.store.addresses)
     node.down = other.down = True
     with pytest.raises(DeadlineExceededError, match=r"waited 0.3 s for rows of applied pushes to be written to storage"):
-        rig.ingest.flush(Deadline.after(0.3))
-    assert not rig.ingest.drain(Deadline.after(0.05))
-    assert "1 applied rows are not written to storage" in rig.ingest.describe_pending()
+        rig.ingest.backlog.flush(Deadline.after(0.3))
+    assert not rig.ingest.backlog.drain(Deadline.after(0.05))
+    assert "1 applied rows are not written to storage" in rig.ingest.backlog.describe()
     node.down = other.down = False
-    assert rig.ingest.drain(Deadline.after(30))
-    assert rig.ingest.waits_for == ""
+    assert rig.ingest.backlog.drain(Deadline.after(30))
+    assert rig.ingest.state.waits_for == ""
 
 
 def test_dirty_rows_are_written_when_no_batch_comes() -> None:
@@ -103,7 +103,7 @@ def test_dirty_rows_are_written_when_no_batch_comes() -> None:
         rig.push([0])
         rig.push([0])
         rig.behind.ask = lambda: None  # type: ignore[method-assign]  # nobody asks: it is their age
-        rig.ingest.flush(Deadline.after(30))
+        rig.ingest.backlog.flush(Deadline.after(30))
         assert rig.k_of([0]) == [2]
     finally:
         rig.close()
@@ -114,5 +114,5 @@ def test_a_shard_that_another_has_taken_over_stops_when_it_finds_out_by_writing(
     rig.push([0])
     put(rig.store, 0, make_version(2, 1))
     with pytest.raises(ShardUnavailableError, match="has lost the shard"):
-        rig.ingest.flush(Deadline.after(30))
+        rig.ingest.backlog.flush(Deadline.after(30))
     assert rig.failed.wait(30)

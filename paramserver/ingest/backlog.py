@@ -1,0 +1,75 @@
+"""What was accepted and is not in storage yet: waited for by a flush and at the end, and told to whoever asks."""
+
+from kvemb.net.deadline import Deadline
+
+from ..engine.write_behind import WriteBehind
+from .ingest_state import POLL_S, IngestState
+from .unapplied_parts import UnappliedParts
+from .work_queue import WorkQueue
+
+
+class Backlog:
+    """The backlog of one shard. Thread-safe.
+
+    Args:
+        state, pending, queue: ingest's.
+        behind: what holds applied rows back from storage; None where nothing does.
+    """
+
+    def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue, behind: WriteBehind | None) -> None:
+        self._state, self._pending, self._queue, self._behind = state, pending, queue, behind
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until every push taken before this call is applied, and its rows are in storage.
+
+        Pushes whose last part is still to come are not waited for.
+
+        Raises:
+            DeadlineExceededError: with the last storage error, or what a sync step waits for.
+            ShardFailedError: it will never be applied.
+        """
+        with self._state.changed:
+            last = self._pending.last
+            while self._pending.up_to(last):
+                self._state.wait(deadline, f"{len(self._pending)} pushes to be applied")
+            if self._state.failure is not None:
+                raise self._state.failure
+            newest_k = 0 if self._behind is None else self._behind.newest_k
+            while self._owes_rows(newest_k):
+                self._state.wait(deadline, "rows of applied pushes to be written to storage")
+
+    def drain(self, deadline: Deadline) -> bool:
+        """Take nothing new from now on and wait until everything accepted is applied and written; return whether it is.
+
+        Pushes that wait for the others of their sync step were not accepted; their trainers send them again after the restart.
+        """
+        state = self._state
+        with state.changed:
+            state.drain()
+            while (owes := self._owes()) and state.failure is None and not deadline.expired:
+                state.changed.wait(min(POLL_S, deadline.remaining_s()))
+            return not owes and state.failure is None
+
+    def n_and_age_s(self) -> tuple[int, float]:
+        """Return (pushes and row changes that wait, age of the oldest in seconds)."""
+        with self._state.changed:
+            return len(self._pending), self._pending.age_s(self._state.clock())
+
+    def describe(self) -> str:
+        """Say what is not applied, for the last words of a shard that could not drain."""
+        with self._state.changed:
+            text = self._pending.describe()
+            if self._behind is not None and self._behind.n_rows:
+                text += f"; {self._behind.n_rows} applied rows are not written to storage"
+            return text + (f"; last error: {waits}" if (waits := self._state.waits_for) else "")
+
+    def _owes(self) -> bool:
+        n_accepted = len(self._pending) - len(self._queue.in_unfinished_steps())
+        return n_accepted > 0 or (self._behind is not None and self._owes_rows(self._behind.newest_k))
+
+    def _owes_rows(self, newest_k: int) -> bool:
+        """Whether rows of batches up to this one are still to be written; has that done then."""
+        if self._behind is None or not self._behind.owes(newest_k):
+            return False
+        self._behind.ask()
+        return True

@@ -1,0 +1,158 @@
+"""Whether a shard takes work and applies it, and what that waits for: what all parts of ingest share, its one lock among it.
+
+What must not live here: work itself.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvemb.errors import DeadlineExceededError, FencedError, JournalFullError, ShardFailedError, ShardUnavailableError
+from kvemb.net.backoff import pauses
+from kvemb.net.deadline import Deadline
+
+from .barrier import Barrier
+
+POLL_S = 1.0  # of waits that have nothing to wake them but a notification that cannot be missed: only a belt to the braces
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+T = TypeVar("T")
+log = logging.getLogger("paramserver")
+
+
+class AbandonedError(Exception):
+    """The shard was told to stop while this thread waited for storage or disk."""
+
+
+class Trouble:
+    """What a shard's disk and storage are waited for at the moment: said by the threads that wait, asked by everybody. Thread-safe.
+
+    Example:
+        >>> trouble = Trouble()
+        >>> trouble.storage_waits("a node is away"), trouble.storage_waits("a node is away")
+        (True, False)
+        >>> trouble.storage_works()
+        >>> str(trouble)
+        ''
+    """
+
+    def __init__(self) -> None:
+        self._storage = self._journal = ""
+
+    @property
+    def journal(self) -> str:
+        """Why nothing can be acknowledged, or ""."""
+        return self._journal
+
+    @property
+    def storage(self) -> str:
+        """Why a batch is tried again, or ""."""
+        return self._storage
+
+    def storage_waits(self, why: str) -> bool:
+        """Record why storage is tried again; return whether that is news."""
+        before, self._storage = self._storage, why
+        return why != before
+
+    def storage_works(self) -> None:
+        """Record that whatever was tried again is done."""
+        self._storage = ""
+
+    def until_there_is_room(self, write: Callable[[], T], wait: Callable[[float], bool]) -> T:
+        """Write to the journal, again and again while its disk is full; return what that returns.
+
+        Args:
+            write: one try.
+            wait: waits so many seconds, and says whether the shard is to stop.
+
+        Raises:
+            AbandonedError: it is; what was to be written may not be in the journal.
+        """
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            try:
+                done = write()
+                self._journal = ""
+                return done
+            except JournalFullError as error:
+                before, self._journal = self._journal, f"{type(error).__name__}: {error}"
+                if self._journal != before:
+                    log.warning("nothing is acknowledged because %s", self._journal)
+                if wait(pause_s):
+                    raise AbandonedError from error
+        raise AssertionError("unreachable")
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self._journal, self._storage)))
+
+
+class IngestState:
+    """One shard's. Attributes change, and methods are called, under the lock `changed`, unless they say otherwise.
+
+    Args:
+        barrier: in sync mode.
+        clock: monotonic.
+    """
+
+    def __init__(self, barrier: Barrier | None, clock: Callable[[], float]) -> None:
+        self._barrier, self.clock = barrier, clock
+        self.changed = threading.Condition()
+        self.draining = self.stopped = False
+        self.failure: ShardFailedError | ShardUnavailableError | None = None
+        self.trouble = Trouble()
+
+    @property
+    def waits_for(self) -> str:
+        """What pushes wait for at the moment, disk, storage or a trainer, or "". Any thread."""
+        with self.changed:
+            late = "" if self._barrier is None else self._barrier.waits_for(self.clock())
+        return "; ".join(filter(None, (str(self.trouble), late)))
+
+    @property
+    def why_failed(self) -> str:
+        """Why the shard stopped applying, or "". Any thread."""
+        return str(self.failure) if self.failure is not None else ""
+
+    def stop(self) -> None:
+        """Let the committer end after what it is doing. Any thread."""
+        with self.changed:
+            self.draining = self.stopped = True
+            self.changed.notify_all()
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        """Wait until the shard is told to stop; return whether it is. Any thread."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.stopped, timeout_s)
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self.draining = True
+        self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> ShardFailedError | ShardUnavailableError:
+        """Apply nothing from now on; return the answer to everything pending and everything later."""
+        text = f"{type(error).__name__}: {error}"
+        self.trouble.storage_waits(text)
+        if isinstance(error, FencedError):
+            self.failure = ShardUnavailableError(f"this process has lost the shard: {error}")
+        else:
+            self.failure = ShardFailedError(f"the shard stopped applying: {text.rstrip('.')}. Mend the cause, then restart the shard.")
+        self.changed.notify_all()
+        return self.failure
+
+    def refuse_if_closed(self) -> None:
+        """Raise what a shard that takes nothing new answers."""
+        if self.failure is not None:
+            raise self.failure
+        if self.draining:
+            raise ShardUnavailableError("the shard is draining: it takes nothing new and will stop; send it again after its restart")
+
+    def wait(self, deadline: Deadline, what: str) -> None:
+        """Wait for a change; raise when the deadline has passed, or it cannot come any more."""
+        if self.failure is not None:
+            raise self.failure
+        if self.stopped:
+            raise ShardUnavailableError(f"the shard stopped before {what}")
+        if deadline.expired:
+            cause = f"; last error: {waits}" if (waits := self.waits_for) else ""
+            raise DeadlineExceededError(f"waited {deadline.timeout_s:.1f} s for {what}{cause}")
+        self.changed.wait(min(POLL_S, deadline.remaining_s()))
