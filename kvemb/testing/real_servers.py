@@ -17,7 +17,7 @@ from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, 
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import text_slot
 from kvemb.stores.redis_cluster.slot_map import marker_keys
-from kvemb.testing.store_contract import Nodes
+from kvemb.testing.contract_nodes import Nodes
 
 
 class ServerNodes(Nodes):

@@ -1,0 +1,94 @@
+"""What a backend brings to the contracts: empty nodes, the ways to mishandle them, and an open store on them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvemb.config import StorageConfig
+from kvemb.schema.keys import RowKeys
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import Store
+from kvemb.testing.contract_rows import CLUSTER, GENERATION, SIZE, TAG, row_keys, within
+
+
+class Nodes:
+    """Empty nodes of one backend. A subclass overrides what its backend can do; the rest is skipped.
+
+    Args:
+        config: reaches all of them, in the order of the node map.
+        own_map: whether the order of `config.nodes` is the node map (a cluster may keep its own).
+        over_wire: whether rows travel in kvemb.wire's replies.
+    """
+
+    own_map = True
+    over_wire = True
+
+    def __init__(self, config: StorageConfig) -> None:
+        self.config = config
+
+    def store(self, *, nodes: Sequence[str] | None = None) -> Store:
+        """Return a store that is not opened yet, of these nodes or of some of them."""
+        return open_store(self.config if nodes is None else replace(self.config, nodes=tuple(nodes)), role="shard:0")
+
+    def put_foreign(self, key: bytes, value: bytes) -> None:
+        """Write a value where the key belongs, as another program would."""
+        pytest.skip("no foreign writer")
+
+    def put_markers(self, values: Sequence[bytes]) -> None:
+        """Overwrite every marker; in the order of `Store.open`'s."""
+        pytest.skip("markers cannot be overwritten")
+
+    def flush(self, index: int) -> None:
+        """Lose everything that the node holds, while it goes on running."""
+        pytest.skip("a node cannot be flushed")
+
+    def restart(self, index: int, *, saved: bool = False) -> None:
+        """Start the node's server again: empty, or with what it held at the last `save`."""
+        pytest.skip("a node has no server to start again")
+
+    def save(self, index: int) -> None:
+        """Let the node's server save what it holds."""
+        pytest.skip("a node saves nothing")
+
+    def stop(self, index: int) -> None:
+        """End the node's server."""
+        pytest.skip("a node has no server to end")
+
+    def pause(self, index: int) -> None:
+        """Let the node's server hang."""
+        pytest.skip("a node has no server to pause")
+
+    def resume(self, index: int) -> None:
+        """Let it run again."""
+        pytest.skip("a node has no server to resume")
+
+
+class StoreOnNodes:
+    """A store, open on a backend's nodes: the fixtures of every contract.
+
+    `keys` says where rows lie: here under keys of their own, in `PagedStoreContract` in pages.
+    """
+
+    smallest_record_bytes = 1
+
+    def keys(self, n: int, first: int = 1, tag: bytes = TAG, size: int = SIZE) -> RowKeys:
+        """Return n keys of scattered ids, for records of so many bytes."""
+        return row_keys(n, first, tag)
+
+    def n_keys_of(self, keys: RowKeys) -> int:
+        """How many keys a server holds when it holds these rows."""
+        return len(keys)
+
+    @pytest.fixture
+    def nodes(self) -> Nodes:
+        """Two or more empty nodes; may as well be a generator that cleans up."""
+        raise NotImplementedError("a backend's test class brings this fixture")
+
+    @pytest.fixture
+    def store(self, nodes: Nodes) -> Iterator[Store]:
+        """A store that is provisioned and open."""
+        with nodes.store() as store:
+            store.provision(CLUSTER, GENERATION, within())
+            store.open(within())
+            yield store

@@ -1,0 +1,123 @@
+"""The contract of nodes: provisioned once, told from foreign, lost, absent and hung ones, described by their values and numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvemb.errors import (
+    DeadlineExceededError,
+    NodeLostError,
+    NodeSuspectError,
+    NodeUnavailableError,
+    NotProvisionedError,
+    StorageError,
+    WrongNodeError,
+)
+from kvemb.net.deadline import Deadline
+from kvemb.stores.row_io import WritePart
+from kvemb.stores.store import Store
+from kvemb.testing.contract_nodes import Nodes, StoreOnNodes
+from kvemb.testing.contract_rows import CLUSTER, GENERATION, read, records_of, require_rows, within, write
+
+
+class NodeContract(StoreOnNodes):
+    """A node that is not the one it was is told, by name and in time."""
+
+    def test_open_before_provisioning_is_refused(self, nodes: Nodes) -> None:
+        with nodes.store() as store, pytest.raises(NotProvisionedError):
+            store.open(within())
+
+    def test_provisioning_again_with_the_same_ids_is_fine_and_with_others_is_refused(self, store: Store) -> None:
+        store.provision(CLUSTER, GENERATION, within())
+        with pytest.raises(WrongNodeError):
+            store.provision(b"another-cluster!", GENERATION, within())
+        with pytest.raises(StorageError):
+            store.provision(CLUSTER, b"other   ", within())
+        assert {marker.cluster_id for marker in store.open(within())} == {CLUSTER}
+
+    def test_provisioning_a_node_that_holds_a_foreign_key_is_refused_and_writes_nothing(self, nodes: Nodes) -> None:
+        nodes.put_foreign(b"foreign", b"value")
+        with nodes.store() as store:
+            with pytest.raises(WrongNodeError):
+                store.provision(CLUSTER, GENERATION, within())
+            assert sum(node.n_keys for node in store.stats(within())) == 1
+            with pytest.raises(NotProvisionedError):
+                store.open(within())
+
+    def test_meta_values_come_back_from_every_node(self, store: Store) -> None:
+        assert set(store.get_meta("kvemb:test", within())) == {None}
+        for value in (b"one", b"EN\r\n$-1\r\nVA 3\r\n", b"", bytes(100_000)):
+            store.put_meta("kvemb:test", value, within())
+            assert set(store.get_meta("kvemb:test", within())) == {value}
+
+    def test_stats_count_keys_and_bytes_of_every_node(self, store: Store) -> None:
+        before = store.stats(within())
+        keys = self.keys(200)
+        write(store, keys, records_of(keys))
+        after = store.stats(within())
+        assert tuple(node.address for node in after) == store.addresses
+        assert sum(node.n_keys for node in after) == sum(node.n_keys for node in before) + self.n_keys_of(keys)
+        assert all(node.used_bytes > 0 and node.server for node in after)
+
+    def test_a_flushed_node_is_lost_at_the_next_read_and_the_next_write(self, store: Store, nodes: Nodes) -> None:
+        keys = self.keys(400)
+        write(store, keys, records_of(keys))
+        nodes.flush(0)
+        with pytest.raises(NodeLostError):
+            read(store, keys)
+        tokens = np.zeros(400, dtype=np.uint64)
+        with pytest.raises(NodeLostError):
+            store.write([WritePart(keys, records_of(keys), tokens)], within())
+        with pytest.raises(NodeLostError):
+            store.erase([WritePart(keys, records_of(keys))], within())
+        with nodes.store() as another, pytest.raises((NodeLostError, NotProvisionedError)):
+            another.open(within())
+
+    def test_a_marker_of_another_cluster_or_lifetime_fails_the_batch(self, store: Store, nodes: Nodes) -> None:
+        keys, markers = self.keys(400), store.open(within())
+        write(store, keys, records_of(keys))
+        for values, error in (
+            ([replace(marker, cluster_id=b"another-cluster!").encode() for marker in markers], WrongNodeError),
+            ([replace(marker, generation=b"later   ").encode() for marker in markers], NodeLostError),
+            ([b"no marker at all"] * len(markers), NodeSuspectError),
+            ([markers[(i + 1) % len(markers)].encode() for i in range(len(markers))], WrongNodeError),
+        ):
+            nodes.put_markers(values)
+            with pytest.raises(error):
+                read(store, keys)
+        nodes.put_markers([marker.encode() for marker in markers])
+        require_rows(store, keys, records_of(keys))
+
+    def test_swapped_addresses_are_refused_at_open(self, store: Store, nodes: Nodes) -> None:
+        if not nodes.own_map:
+            pytest.skip("the cluster keeps its own map")
+        with nodes.store(nodes=nodes.config.nodes[::-1]) as swapped, pytest.raises(WrongNodeError):
+            swapped.open(within())
+        with nodes.store(nodes=nodes.config.nodes[:1]) as fewer, pytest.raises(WrongNodeError):
+            fewer.open(within())
+
+    def test_a_node_that_is_down_is_named(self, store: Store, nodes: Nodes) -> None:
+        keys = self.keys(400)
+        write(store, keys, records_of(keys))
+        nodes.stop(1)
+        for _ in range(2):  # on the old connection, then on connecting
+            with pytest.raises(NodeUnavailableError, match=nodes.config.nodes[1]):
+                read(store, keys, deadline=within(5))
+
+    def test_a_hung_node_costs_one_deadline_and_its_late_replies_are_never_read(self, store: Store, nodes: Nodes) -> None:
+        keys = self.keys(3000)
+        write(store, keys, records_of(keys))
+        nodes.pause(1)
+        deadline = within(0.5)
+        with pytest.raises(DeadlineExceededError, match=nodes.config.nodes[1]) as failure:
+            read(store, keys, deadline=deadline)
+        assert not any(address in str(failure.value) for address in nodes.config.nodes if address != nodes.config.nodes[1])
+        again = within(0.5)
+        with pytest.raises((DeadlineExceededError, NodeUnavailableError), match=nodes.config.nodes[1]):
+            read(store, keys, deadline=again)
+        assert Deadline.after(0).at_s < again.at_s + 5  # tens of deadlines later would be no deadline
+        nodes.resume(1)
+        for first in (500, 1, 1000):
+            some = self.keys(2000, first=first)
+            require_rows(store, some, records_of(some))
