@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.client.ack import copied
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import KvembError, LostRowError, RowsRestoredWarning, TableDroppedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import CompareRequest, CountReply
+from kvemb.protocol.shard_routing import places
 from kvemb.schema.table_def import TableDef
 
 PAUSE_S = 1.0
@@ -113,8 +113,7 @@ class MissingRows:
 
     def _ask(self, some: Sequence[tuple[TableDef, Ids]]) -> None:
         for table, ids in some:
-            shard = shard_of(ids, len(self._servers))
-            shares = [ids[shard == number] for number in range(len(self._servers))]
+            shares = [ids.take(at) for at in places(ids, len(self._servers))]
             requests = [CompareRequest(table.name, share.astype("<u8").tobytes(), table.schema) if len(share) else None for share in shares]
             try:
                 replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))

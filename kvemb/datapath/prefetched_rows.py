@@ -6,20 +6,20 @@ not exist (erased, or never created) has version 0 and its initial weights, whic
 travel (kvemb.client), when they are used (the trainer). Stateless, hence thread- and fork-safe.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import normalize, to_caller
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError, MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, TableRows
 from kvemb.protocol.messages import MAX_PART_BYTES
+from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.table_def import TableDef
 
 _ROW_BYTES = 4 + 8 + 16  # of a row beside its weights: position and version in the answer, id and version in the question
@@ -43,6 +43,11 @@ class PrefetchedRows:
     def row_bytes(self) -> int:
         """Bytes of one row's weights as they travel."""
         return self.definition.dim * storage_dtype(self.definition.dtype).itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the question about these rows and of its answer, if every row has changed."""
+        return len(self.ids) * (_ROW_BYTES + self.row_bytes)
 
     def to_message(self) -> TableRows:
         """As they stand in a part of a push: rows of dim 0."""
@@ -103,14 +108,9 @@ def route_prefetched(
     Returns:
         For each shard its messages, each a list of rows per table; none for a shard without rows.
     """
-    shares: list[list[PrefetchedRows]] = [[] for _ in range(n_shards)]
-    for rows in prefetched:
-        owners = shard_of(rows.ids, n_shards) if n_shards > 1 else None
-        for shard, share in enumerate(shares):
-            part = rows if owners is None else rows.take(np.flatnonzero(owners == shard))
-            if len(part.ids):
-                share.append(part)
-    return [list(_messages(share, limit_bytes)) for share in shares]
+    routed = [route(rows, n_shards) for rows in prefetched]
+    shares = [[share[shard] for share in routed if len(share[shard].ids)] for shard in range(n_shards)]
+    return [split(share, limit_bytes) if share else [] for share in shares]
 
 
 def check_changed_rows(prefetched: Sequence[PrefetchedRows], changed: Sequence[ChangedRowsBlock]) -> None:
@@ -152,21 +152,3 @@ def join_changed_rows(parts: Sequence[ChangedRows]) -> ChangedRows:
         return parts[0]
     ids, rows, versions = zip(*parts, strict=True)
     return ChangedRows(np.concatenate(ids), np.concatenate(rows), np.concatenate(versions))
-
-
-def _messages(share: Sequence[PrefetchedRows], limit_bytes: int) -> Iterator[list[PrefetchedRows]]:
-    message: list[PrefetchedRows] = []
-    room = limit_bytes
-    for rows in share:
-        each = _ROW_BYTES + rows.row_bytes
-        start = 0
-        while start < len(rows.ids):
-            if room < each and message:
-                yield message
-                message, room = [], limit_bytes
-            stop = start + max(1, room // each)
-            message.append(rows if start == 0 and stop >= len(rows.ids) else rows.take(slice(start, stop)))
-            room -= each * len(message[-1].ids)
-            start = stop
-    if message:
-        yield message

@@ -5,7 +5,7 @@ costs one copy. Decoding trusts nothing: small limits on every container, every 
 anything off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import msgpack
@@ -69,6 +69,15 @@ class TableRows:
     def size_bytes(self) -> int:
         """Bytes of the arrays."""
         return self.ids.nbytes + self.rows.nbytes + self.versions.nbytes
+
+    def take(self, which: NDArray[np.intp] | slice) -> "TableRows":
+        """Return some of the rows: those of a slice without a copy."""
+        n_versions = len(self.versions)
+        if isinstance(which, slice):
+            return replace(self, ids=self.ids[which], rows=self.rows[which], versions=self.versions[which] if n_versions else self.versions)
+        # `take`: brackets gather rows of [n, dim] at a half to a quarter of its speed
+        versions = self.versions.take(which) if n_versions else self.versions
+        return replace(self, ids=self.ids.take(which), rows=self.rows.take(which, axis=0), versions=versions)
 
 
 @dataclass(frozen=True, eq=False)
