@@ -31,6 +31,9 @@ class Table:
     """One embedding table of a cluster: its rows are pulled, and gradients pushed to it.
 
     Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour with an example. Thread-safe.
+
+    One class of many methods, because it is the one object that programs hold of a table: each hands its arguments to the room that does
+    the work.
     """
 
     def __init__(self, definition: TableDef, access: Access, cluster: OpenCluster) -> None:
@@ -244,7 +247,9 @@ class Table:
         shards = self._access.require_shards("export")
         self._access.wait_stored()
         kept_ids, kept_rows = [np.empty(0, np.uint64)], [np.empty((0, self.dim), np.float32)]
-        pages = (page[at : at + _EXPORTED_AT_ONCE] for page in shards.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE))
+        pages = (
+            page[at : at + _EXPORTED_AT_ONCE] for page in shards.questions.ids(self.name) for at in range(0, len(page), _EXPORTED_AT_ONCE)
+        )
         for ids in pages:
             request = prepare_pull(self._definition, to_caller(ids, self._definition.id_dtype), minus_one=True)
             (pulled,) = self._access.pull([request], None, versions=True)
@@ -263,13 +268,13 @@ class Table:
         Raises:
             ShardUnavailableError: a shard did not answer in time (30 s unless given).
         """
-        return self._access.require_shards("steps").step(self.name, timeout_s)
+        return self._access.require_shards("steps").questions.step(self.name, timeout_s)
 
     def __len__(self) -> int:
         """Return the number of rows that exist, over all shards."""
         shards = self._access.require_shards("len")
         self._access.wait_stored()
-        return shards.count(self.name)
+        return shards.questions.count(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         return self  # rows are in the cluster; there is nothing to copy

@@ -59,6 +59,8 @@ class PartAck:
 class Ack:
     """What `push` returns: wait on it, or ignore it (a failure then raises at the next push, flush or close).
 
+    One class, although programs wait on it and streams report into it: both look at the same parts under the same lock.
+
     Args:
         what: names the push in messages.
         parts: all its parts.

@@ -1,19 +1,17 @@
-"""Every verb that goes through the shards, in one place: tables, pushes, flush, assign, erase, counting, listing, status.
+"""Every verb that changes something through the shards, in one place: tables, pushes, flush, assign, erase.
 
-It deals in definitions and validated rows; what callers see is kvemb.table and kvemb.cluster. What must not live here:
-storage. Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
+It deals in definitions and validated rows; what callers see is kvemb.table and kvemb.cluster. What must not live here: storage, and what
+shards are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
 from kvemb.client.all_shards import AllShards
 from kvemb.client.missing_rows import MissingRows
 from kvemb.client.push_session import PushSession
+from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.row_cache import RowCache
 from kvemb.interrupts import exit_delivery
@@ -27,12 +25,7 @@ from kvemb.protocol.messages import (
     EraseTableReply,
     EraseTableRequest,
     FlushRequest,
-    IdsReply,
-    IdsRequest,
-    ProgressReply,
     RowsRequest,
-    StatusReply,
-    StepReply,
     TableReply,
     TableRequest,
 )
@@ -41,7 +34,6 @@ from kvemb.schema.table_def import TableDef
 
 M = TypeVar("M", bound=Message)
 
-PAGE_IDS = 1 << 20  # each costs a shard a look at all of its ids
 _ERASE_BYTES = MAX_PART_BYTES // 4  # a row without weights is small in a message, and as much work as any
 _ANSWER_MARGIN_S = 1.0
 
@@ -60,6 +52,7 @@ class ShardClient:
         self._closed = False
         exit_delivery.prepare()
         self.missing = MissingRows(servers)
+        self.questions = ShardQuestions(servers, timeout_s)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -85,11 +78,6 @@ class ShardClient:
         """Register a table with shard 0; return it as registered."""
         request = CreateTableRequest(definition.to_dict(), exist_ok)
         reply = self._servers.call(0, "CreateTable", request, TableReply, self._deadline(timeout_s))
-        return TableDef.from_dict(reply.table)
-
-    def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
-        """Return a registered table; UnknownTableError lists the others."""
-        reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
         return TableDef.from_dict(reply.table)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:
@@ -132,37 +120,6 @@ class ShardClient:
     def erase(self, rows: TableRows, timeout_s: float | None = None) -> int:
         """Erase rows, behind this process's own pushes; return how many existed. Raises as `assign` does."""
         return sum(reply.n_rows for reply in self._change_rows("Erase", rows, CountReply, timeout_s))
-
-    def count(self, table: str, timeout_s: float | None = None) -> int:
-        """Return the number of rows that exist, over all shards."""
-        requests = [TableRequest(table)] * len(self._servers)
-        return sum(reply.n_rows for reply in self._servers.call_each("Count", requests, CountReply, self._deadline(timeout_s)))
-
-    def step(self, table: str, timeout_s: float | None = None) -> int:
-        """Return how often the optimizer was applied to a table, on the shard where that is most."""
-        requests = [TableRequest(table)] * len(self._servers)
-        return max(reply.step for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
-
-    def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
-        """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
-        for shard in range(len(self._servers)):
-            request = IdsRequest(table, True, 0, PAGE_IDS)
-            while True:
-                reply = self._servers.call(shard, "Ids", request, IdsReply, self._deadline(timeout_s))
-                page = np.frombuffer(reply.ids, "<u8").astype(np.uint64, copy=False)
-                yield page
-                if len(page) < PAGE_IDS:
-                    break
-                request = IdsRequest(table, False, int(page[-1]), PAGE_IDS)
-
-    def status(self, timeout_s: float | None = None) -> list[StatusReply | Exception]:
-        """Return each shard's state, or why it could not be asked."""
-        requests = [Empty()] * len(self._servers)
-        return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
-
-    def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
-        """Return how far each shard has come."""
-        return self._servers.call_each("Progress", [Empty()] * len(self._servers), ProgressReply, self._deadline(timeout_s))
 
     @property
     def forked(self) -> bool:

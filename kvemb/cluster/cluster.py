@@ -40,8 +40,9 @@ _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that 
 class Cluster:
     """An open cluster: its tables, and the verbs that concern several of them.
 
-    Made by `connect`. Close it, or use it as a context manager. Thread-safe. One class of many methods, because it is the one object that
-    programs hold: each method hands its arguments to the room that does the work.
+    Made by `connect`. Close it, or use it as a context manager. Thread-safe.
+
+    One class of many methods, because it is the one object that programs hold: each hands its arguments to the room that does the work.
     """
 
     def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
@@ -241,7 +242,7 @@ class Cluster:
         Raises:
             ShardUnavailableError: a shard did not answer in time (30 s unless given).
         """
-        return [(reply.epoch, reply.k) for reply in self._access.require_shards("progress").progress(timeout_s)]
+        return [(reply.epoch, reply.k) for reply in self._access.require_shards("progress").questions.progress(timeout_s)]
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes are applied; see `Table.flush`."""

@@ -35,7 +35,7 @@ class OpenTables:
         if known is not None:
             return known
         if self._access.shards is not None:
-            return self._remember(self._access.shards.get_table(name))
+            return self._remember(self._access.shards.questions.get_table(name))
         definitions = self.definitions()
         if name not in definitions:
             listed = ", ".join(repr(other) for other in sorted(definitions)) or "none"

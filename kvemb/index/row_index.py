@@ -60,6 +60,8 @@ class IndexLookup:
 class RowIndex:
     """Maps ids to versions.
 
+    One class: all its methods read or change the same arrays, which must fit each other between any two calls.
+
     Example:
         >>> index = RowIndex()
         >>> index.put(np.array([7, 9], np.uint64), np.array([1, 2], np.uint64))

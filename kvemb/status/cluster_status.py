@@ -94,7 +94,7 @@ def read_status(store: Store, client: "ShardClient | None", timeout_s: float) ->
 
 
 def _shards(client: "ShardClient", timeout_s: float) -> tuple[ShardStatus, ...]:
-    pairs = zip(client.addresses, client.status(timeout_s), strict=True)
+    pairs = zip(client.addresses, client.questions.status(timeout_s), strict=True)
     return tuple(_shard(index, address, reply) for index, (address, reply) in enumerate(pairs))
 
 

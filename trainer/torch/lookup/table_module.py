@@ -27,8 +27,7 @@ from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ...bridge.step_mark import StepMark
 from .parameter_walks import STAND_IN, ParametersWithLeaves
 from .pending_lookups import Lookup, PendingLookups
-
-_PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
+from .tensor_ids import checked_padding, values_of
 
 
 class LookupModule(nn.Module):
@@ -53,7 +52,7 @@ class TableModule(LookupModule):
                 raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)), got {type(table).__name__}")
         self.table = table
         self.padding_idx = padding_idx
-        self._padding_id = None if padding_idx is None else self._check_padding(padding_idx)
+        self._padding_id = None if padding_idx is None else checked_padding(table, padding_idx)
         self._parameters: ParametersWithLeaves
         self.pending = PendingLookups(table)
         self._trained = True
@@ -98,15 +97,6 @@ class TableModule(LookupModule):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
-    def _check_padding(self, padding_idx: object) -> np.uint64:
-        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
-            raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
-        definition = self.table.definition
-        ids, _ = normalize([padding_idx], definition.id_dtype, definition.name, definition.num_ids)
-        if ids.view(np.int64)[0] == -1:  # then it is no padding that was left in: this module asks the table for its row
-            self.table.allow_minus_one()
-        return np.uint64(ids[0])
-
     @property
     def recording(self) -> bool:
         """Whether a lookup made now would be trained: training mode, gradients enabled, and not frozen."""
@@ -143,7 +133,7 @@ class TableModule(LookupModule):
             uint8 [n]: JSON text with "table", "dim" and "cluster", the name of the table's cluster; "epoch" and "step" unless the cluster
             is read-only. A tensor, because much that saves a state_dict takes nothing else.
         """
-        return torch.frombuffer(bytearray(json.dumps(self._reference() | self.mark.state()).encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(json.dumps(_reference(self.table) | self.mark.state()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Check that a state belongs to this table; its cluster may be another one, which loaded a checkpoint of the first. Rows at
@@ -152,16 +142,12 @@ class TableModule(LookupModule):
         Raises:
             InvalidInputError: it is another table's; both are named. Modules before this one may have been loaded.
         """
-        given, mine = json.loads(bytes(state.cpu().numpy())), self._reference()
+        given, mine = json.loads(bytes(state.cpu().numpy())), _reference(self.table)
         if (given["table"], given["dim"]) != (mine["table"], mine["dim"]):
             raise InvalidInputError(
                 f"the state is of {_described(given)}, this module is over {_described(mine)}; load a state of this table"
             )
         self.mark.load(given)
-
-    def _reference(self) -> dict[str, Any]:
-        config = getattr(self.table.cluster, "config", None)
-        return {"table": self.table.name, "dim": self.table.dim, "cluster": getattr(config, "cluster", "")}
 
     def asked_of(self, input: Tensor) -> NDArray[np.uint64]:
         """Return what a lookup of `input` asks the table for: its ids uint64 [m], flat, then the padding id if there is one.
@@ -171,25 +157,10 @@ class TableModule(LookupModule):
         Raises:
             InvalidInputError: `input` is no integer tensor, or holds ids outside the table's domain.
         """
-        if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
-            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
-            raise InvalidInputError(f"table {self.table.name!r}: input must be a tensor of integer ids, got {got}")
         definition = self.table.definition
         allowed = self.table.minus_one_allowed
-        flat, _ = normalize(self._values(input), definition.id_dtype, definition.name, definition.num_ids, minus_one=allowed)
+        flat, _ = normalize(values_of(input, self.table.name), definition.id_dtype, definition.name, definition.num_ids, minus_one=allowed)
         return flat if self._padding_id is None else np.append(flat, self._padding_id)
-
-    def _values(self, input: Tensor) -> NDArray[Any]:
-        """Read ids out of a tensor; refused where that would make them constants, or where there are none."""
-        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-            raise InvalidInputError(f"table {self.table.name!r}: torch.jit.trace would write down the rows of this one batch; {_PLAIN}")
-        try:
-            array: NDArray[Any] = input.detach().cpu().numpy()
-        except RuntimeError as error:
-            if input.device.type not in ("cpu", "meta"):
-                raise  # the device's own
-            raise InvalidInputError(f"table {self.table.name!r}: ids must be a plain tensor with values ({error}); {_PLAIN}") from error
-        return array
 
     def take(self, found: LookupResult, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Turn what was found for `asked_of(input)` into tensors.
@@ -235,6 +206,11 @@ class TableModule(LookupModule):
         self.mark = StepMark(self.table)
         self.shared = SharedLookups({self.table.name: self.table}, self.table.cluster)
         self.pending = PendingLookups(self.table, trains=False)
+
+
+def _reference(table: TablePort) -> dict[str, Any]:
+    config = getattr(table.cluster, "config", None)
+    return {"table": table.name, "dim": table.dim, "cluster": getattr(config, "cluster", "")}
 
 
 def _described(reference: dict[str, Any]) -> str:

@@ -1,0 +1,77 @@
+"""What the shards are only asked: which tables there are, how many rows, how far training has come, how they are.
+
+What must not live here: whatever changes something (kvemb.client.shard_client). Thread-safe; not fork-safe.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.client.all_shards import AllShards
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import (
+    CountReply,
+    Empty,
+    IdsReply,
+    IdsRequest,
+    ProgressReply,
+    StatusReply,
+    StepReply,
+    TableReply,
+    TableRequest,
+)
+from kvemb.schema.table_def import TableDef
+
+PAGE_IDS = 1 << 20  # each costs a shard a look at all of its ids
+
+
+class ShardQuestions:
+    """Questions to the shards of one cluster; none of them changes anything.
+
+    Args:
+        servers: checked by `AllShards.describe`.
+        timeout_s: of every question, unless its caller says otherwise.
+    """
+
+    def __init__(self, servers: AllShards, timeout_s: float) -> None:
+        self._servers, self._timeout_s = servers, timeout_s
+
+    def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
+        """Return a registered table; UnknownTableError lists the others."""
+        reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
+        return TableDef.from_dict(reply.table)
+
+    def count(self, table: str, timeout_s: float | None = None) -> int:
+        """Return the number of rows that exist, over all shards."""
+        requests = [TableRequest(table)] * len(self._servers)
+        return sum(reply.n_rows for reply in self._servers.call_each("Count", requests, CountReply, self._deadline(timeout_s)))
+
+    def step(self, table: str, timeout_s: float | None = None) -> int:
+        """Return how often the optimizer was applied to a table, on the shard where that is most."""
+        requests = [TableRequest(table)] * len(self._servers)
+        return max(reply.step for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
+
+    def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
+        """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
+        for shard in range(len(self._servers)):
+            request = IdsRequest(table, True, 0, PAGE_IDS)
+            while True:
+                reply = self._servers.call(shard, "Ids", request, IdsReply, self._deadline(timeout_s))
+                page = np.frombuffer(reply.ids, "<u8").astype(np.uint64, copy=False)
+                yield page
+                if len(page) < PAGE_IDS:
+                    break
+                request = IdsRequest(table, False, int(page[-1]), PAGE_IDS)
+
+    def status(self, timeout_s: float | None = None) -> list[StatusReply | Exception]:
+        """Return each shard's state, or why it could not be asked."""
+        requests = [Empty()] * len(self._servers)
+        return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
+
+    def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
+        """Return how far each shard has come."""
+        return self._servers.call_each("Progress", [Empty()] * len(self._servers), ProgressReply, self._deadline(timeout_s))
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)
