@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_in_order() -> None:
     """Let SIGTERM and SIGHUP (a closed terminal) raise SystemExit in this program, so that what it started is ended and cleaned up.
 
-    A signal that is ignored already (nohup) stays so; while the program is on its way out another one does nothing, lest it cut the
+    A signal that is ignored already (nohup) stays so. While the program is on its way out another one does nothing, lest it cut the
     cleaning short. For the main thread only.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):

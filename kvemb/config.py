@@ -50,13 +50,13 @@ class StorageConfig:
     Args:
         kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
         nodes: "host:port", in order; for redis-cluster, any primaries to start from.
-        timeout_s: deadline of one exchange with all nodes. What is large is done in several: a pull of more than 128 MB has it
-            for every 32 MB, a shard for every piece of a batch, which it makes smaller where storage is slow.
+        timeout_s: deadline of one exchange with all nodes. What is large is done in several: a pull of more than 128 MB has it for every 32
+            MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
         username, password: of Redis; resolved from the environment.
-        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are brought back by the batch
-            that touches them, and all of a node's after memcached moved a slab page; until then pulls see them made anew.
-        on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back: "wait"
-            for it within the call's timeout, or "fail" at once.
+        allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are brought back by the batch that
+            touches them, and all of a node's after memcached moved a slab page. Until then pulls see them made anew.
+        on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back. "wait": for
+            it within the call's timeout; "fail": at once.
     """
 
     kind: str
@@ -76,18 +76,18 @@ class ServersConfig:
         shards: "host:port" of every shard, in order; their number is part of the cluster's definition.
         mode: "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply).
         trainers: number of trainers of a sync job (0 in async mode).
-        data_dir: directory in which each shard keeps its state, in a folder of its own; in the file, a relative one starts at the
-            folder of the file.
+        data_dir: directory in which each shard keeps its state, in a folder of its own. In the file, a relative one starts at the folder of
+            the file.
         barrier_timeout_s: how long a trainer of a sync job may be silent while a step waits for it; longer than any trainer's longest step.
-        on_lost_trainer: what a shard does with a trainer that is silent for longer: "abort" (the step fails and the shard stops), "wait"
-            (until a trainer of that name is back), "drop" (steps go on without it; it may connect again). Each shard decides alone, so the
+        on_lost_trainer: what a shard does with a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait":
+            until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides alone, so the
             last step of a trainer that died may have reached some shards only. Those that never joined are not dropped.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
-        durability: when a push counts as accepted: "fsync" (its journal entry is on disk), "os" (the operating system has it: it
-            survives the death of the shard, not of the machine).
-        write_behind_batches: how many applied batches storage may lag behind for rows in the shard's cache, so that a row that many
-            batches change is written once for all of them; 0 writes every row at every apply. Pulls see such a row that much later,
-            also after `Ack.wait_applied`; after `flush` they see all of it. Not in sync mode, where the next pull must see the step.
+        durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
+            the death of the shard, not of the machine.
+        write_behind_batches: how many applied batches storage may lag behind for rows in the shard's cache. A row that many batches change
+            is then written once for all of them; 0 writes every row at every apply. Pulls see such a row that much later, also after
+            `Ack.wait_applied`; after `flush` they see all of it. Not in sync mode, where the next pull must see the step.
         write_behind_ms: ... and for how long at most.
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
     """

@@ -1,8 +1,8 @@
 """Every error this product raises on purpose, in one tree.
 
-Each class says whose fault it is; each message says where (node, shard, table, id), what was got against what was expected, and what to
-do next. A missing row or a write conflict is a result, not an exception, and does not live here. The class names travel between processes
-(see `to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
+Each class says whose fault it is. Each message says where (node, shard, table, id), what was got against what was expected, and what to do
+next. A missing row or a write conflict is a result, not an exception, and does not live here. The class names travel between processes (see
+`to_wire` / `from_wire`), so that a trainer sees the error the parameter server saw, with its type.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Initializers: how the rows of a table begin, as functions that users call.
 
-`kvemb.specs.first_draws` draws their numbers, which are the same on every machine: what is drawn at random is one of 65,536 values, the
+`kvemb.specs.first_draws` draws their numbers, which are the same on every machine. What is drawn at random is one of 65,536 values: the
 middles of as many equal parts of the distribution. What must not live here: anything but these functions.
 """
 

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, in one line of a terminal that is written over; in a log file nothing, or a plain line now and then.
+"""How far a long piece of work is, in one line that is written over on a terminal. A log file gets nothing, or a plain line now and then.
 
 What must not live here: what the line says.
 """

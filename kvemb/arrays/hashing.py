@@ -3,9 +3,9 @@
 Pure integer arithmetic: the same bits on every CPU, platform and NumPy version. What must not live here: anything that
 knows tables, records or stores, and anything that rounds.
 
-Strategy: `mix64` is the splitmix64 finalizer, a bijection on 64-bit words. The counter generator gives row r and
-counter c the word mix64(state(r) + (c + 1) * GOLDEN), so every word is a pure function of its row's state and its
-counter: no draw depends on another. Every function is stateless, hence thread- and fork-safe.
+Strategy: `mix64` is the splitmix64 finalizer, a bijection on 64-bit words. The counter generator gives row r and counter c the word
+mix64(state(r) + (c + 1) * GOLDEN). So every word is a pure function of its row's state and its counter: no draw depends on another. Every
+function is stateless, hence thread- and fork-safe.
 """
 
 import hashlib
@@ -108,9 +108,9 @@ def digest64(*parts: str | bytes | int) -> int:
 def hash_ids(strings: Sequence[str] | NDArray[Any]) -> NDArray[np.int64]:
     """Turn strings into 64-bit ids: XXH64 (seed 0) of the UTF-8 bytes, seen as int64 so that torch can hold them.
 
-    The mapping is public and fixed: any XXH64 library computes the same ids. This is preprocessing (a Python loop over
-    the unique strings, each hashed once), not a data path: hash when the data set is written or loaded, not in the
-    training step. Two of n unique strings share an id with probability about n**2 / 2**65.
+    The mapping is public and fixed: any XXH64 library computes the same ids. This is preprocessing, not a data path: a Python loop over the
+    unique strings, each hashed once. Hash when the data set is written or loaded, not in the training step. Two of n unique strings share
+    an id with probability about n**2 / 2**65.
 
     Args:
         strings: a flat sequence of str, or a NumPy array (any shape) of str, StringDType, or object holding str.

@@ -1,8 +1,8 @@
 """Ids as callers give them, and as everything below sees them: uint64 [m].
 
-The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are
-carried as the same 64 bits, and because one table has one domain, -1 and 2**64-1 can never be the same row. What must
-not live here: deduplication (kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). Stateless: thread- and fork-safe.
+The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are carried as the same 64
+bits. One table has one domain, so -1 and 2**64-1 can never be the same row. What must not live here: deduplication
+(kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). Stateless: thread- and fork-safe.
 """
 
 from typing import Any
@@ -33,8 +33,8 @@ def normalize(
         (uint64 [m] in C order, possibly a view of `ids`; the shape that `ids` had).
 
     Raises:
-        InvalidInputError: bool or float ids, text, ragged lists, masked elements, ids outside the table's domain or not below its num_ids
-            (the first is named), or -1 where it is none.
+        InvalidInputError: bool or float ids, text, ragged lists, masked elements; -1 where it is no id. Also ids outside the table's domain
+            or not below its num_ids (the first is named).
 
     Example:
         >>> normalize([[1, -1]], "int64", "user")

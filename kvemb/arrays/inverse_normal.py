@@ -1,8 +1,8 @@
 """The inverse normal distribution function, from IEEE + - * / and sqrt alone: the same bits on every CPU.
 
-NumPy's log and exp differ in their last bits between CPUs (they dispatch on vector extensions), and libm differs
-between systems; the first value of a row must not. So the logarithm is our own, taken from the bits of the argument.
-What must not live here: generators and initializers, and any call of a transcendental function (a test looks for them).
+NumPy's log and exp differ in their last bits between CPUs, because they dispatch on vector extensions. libm differs between systems. The
+first value of a row must not differ. So the logarithm is our own, taken from the bits of the argument. What must not live here: generators
+and initializers, and any call of a transcendental function (a test looks for them).
 
 Strategy: one rational function of the centre (85 % of the mass) over all elements, then the tails overwritten. Each
 operation is its own ufunc call, so no compiler can fuse a multiply and an add.
@@ -39,8 +39,8 @@ _F: Final = (
     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0,
 )  # fmt: skip
 
-# Coefficients of fdlibm's e_log.c: log(1 + f) by atanh's series in s = f / (2 + f), economised; ln 2 in two parts, the
-# first short enough for exponent * part to be exact.
+# Coefficients of fdlibm's e_log.c: log(1 + f) by atanh's series in s = f / (2 + f), economised. ln 2 comes in two parts, the first short
+# enough for exponent * part to be exact.
 _LN2_HIGH: Final = 6.93147180369123816490e-01
 _LN2_LOW: Final = 1.90821492927058770002e-10
 _LG: Final = (

@@ -5,9 +5,9 @@ What must not live here: optimizers, records, I/O. All arithmetic stays float32 
 storage only.
 
 Strategy: both 16-bit formats are a float32's sign and magnitude with low bits dropped, and neighbouring magnitudes have
-neighbouring bit patterns. So adding a random number below the dropped bits before dropping them rounds up with exactly
-the right probability, across binades too. float16's subnormals have a grid of their own (multiples of 2**-24) and are
-done apart. Stateless, hence thread- and fork-safe.
+neighbouring bit patterns. So a random number below the dropped bits is added before they are dropped. That rounds up with exactly the right
+probability, across binades too. float16's subnormals have a grid of their own (multiples of 2**-24) and are done apart. Stateless, hence
+thread- and fork-safe.
 """
 
 from typing import Any, Final

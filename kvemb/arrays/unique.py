@@ -2,12 +2,11 @@
 
 What must not live here: sums over groups, for which ids must come in a defined order (kvemb.arrays.segment_sum).
 
-Strategy: every row writes its number into a table at its id's hash; whoever is found there owns the place, and rows of the
-same id are done. Rows that find another id go on among themselves with another hash: about a fifth of those before, until few
-are left to sort. The ids stay in the order in which the batch has them, so that a gather of their rows walks memory forwards;
-in a batch without duplicates they are the batch. CPU time against `segment_sum.group` and its inverse, one run: 0.25 to 0.4 times
-for 106,496 ids, 0.35 to 0.4 for 8192, 0.75 for 4096 (uniform and Zipf(1.05), 64-bit ids in no order). Stateless, hence thread-
-and fork-safe.
+Strategy: every row writes its number into a table at its id's hash. Whoever is found there owns the place, and rows of the same id are
+done. Rows that find another id go on among themselves with another hash: about a fifth of those before, until few are left to sort. The ids
+stay in the order in which the batch has them, so that a gather of their rows walks memory forwards. In a batch without duplicates they are
+the batch. CPU time against `segment_sum.group` and its inverse: 0.25 to 0.4 times for 106,496 ids, 0.35 to 0.4 for 8192, 0.75 for 4096.
+That was one run, with uniform and Zipf(1.05) 64-bit ids in no order. Stateless, hence thread- and fork-safe.
 """
 
 from dataclasses import dataclass
@@ -96,7 +95,7 @@ def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:
 
 
 def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Sort ids: uint64 [m], at least 1 -> (the order, [m]; where in it each id's rows begin, [n]; for each row which id it has, [m])."""
+    """Sort ids: uint64 [m], at least 1. Return the order, [m]; where in it each id's rows begin, [n]; for each row which id it has, [m]."""
     order = np.argsort(ids)  # not the stable kind: which of an id's rows comes first does not matter, and this one uses vector instructions
     in_order = ids.take(order)
     first = np.empty(len(ids), np.bool_)

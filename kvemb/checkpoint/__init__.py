@@ -8,5 +8,5 @@
     <url>/manifest.json                                 written last: without it there is no checkpoint
 
 What must not live here: how a running cluster is cut or filled (paramserver.checkpoint.saver, paramserver.checkpoint.loader). pyarrow and
-fsspec are imported when they are first used, so that clusters that never save need neither.
+fsspec are imported when they are first used: clusters that never save need neither.
 """

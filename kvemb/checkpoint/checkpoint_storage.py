@@ -1,8 +1,8 @@
 """The shell around fsspec: whole objects in and out of one folder of any file system, with retries. Nothing here knows what the bytes mean.
 
-Object stores put an object whole or not at all; everywhere else an object is written under a temporary name, synced where that is possible
+Object stores put an object whole or not at all. Everywhere else an object is written under a temporary name, synced where that is possible
 (local files) and renamed. Foreign exceptions become CheckpointError here. Credentials come from where the file system's own library takes
-them (environment, its config files), never from this project's files; they are cut out of URLs in messages.
+them (environment, its config files), never from this project's files. They are cut out of URLs in messages.
 
 Thread-safe as far as the fsspec file system is; not to be carried over a fork.
 """

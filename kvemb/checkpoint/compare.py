@@ -20,8 +20,9 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass
 class Comparison:
-    """One table: how many of the checkpoint's rows storage has with the same bytes, with a newer version (trained since the save; only
-    told apart within the saved cluster), with other bytes, or not at all; and the first id that differs or is missing."""
+    """How one table of a checkpoint compares with storage: numbers of rows, and the first id that differs or is missing. Storage has a row
+    with the same bytes, with a newer version, with other bytes, or not at all. Newer is trained since the save, and only told apart within
+    the saved cluster."""
 
     table: str
     n_rows: int = 0

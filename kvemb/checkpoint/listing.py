@@ -46,8 +46,8 @@ def prune(url: str, *, keep: int) -> list[str]:
         The names of those that were deleted.
 
     Raises:
-        CheckpointError: something could not be deleted. What is left is whole or has no manifest any more, and a checkpoint goes before
-            what it is built on, so that no chain is ever broken.
+        CheckpointError: something could not be deleted. What is left is whole or has no manifest any more. A checkpoint goes before what it
+            is built on, so that no chain is ever broken.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise InvalidInputError(f"keep is {keep!r}: at least 1 checkpoint is kept")

@@ -1,7 +1,7 @@
 """Loading a checkpoint into a cluster, seen from the client: verifies it, has every shard check it, decides, and watches.
 
 Before the decision nothing has changed, except that tables which did not exist may have been created, empty. After it every shard will
-load, also one that is down now, when it is started; until all have, pulls see old and new rows side by side.
+load; one that is down now will when it is started. Until all have, pulls see old and new rows side by side.
 """
 
 import secrets

@@ -3,9 +3,9 @@
 gRPC is imported here only, and its errors are translated in `shard_channel` only. What must not live here: storage, tables as
 callers see them, validation of ids and gradients.
 
-gRPC's own handling of fork() is switched off before it is imported, unless the environment says otherwise. A stream is always in use
-here, and with it 3 of 100 children were aborted in gRPC's handlers, and files of the parent were closed twice (grpcio 1.85). A forked
-child (a DataLoader's worker) must not use the shards anyway, and is told so.
+gRPC's own handling of fork() is switched off before it is imported, unless the environment says otherwise. A stream is always in use here.
+With it 3 of 100 children were aborted in gRPC's handlers, and files of the parent were closed twice (grpcio 1.85). A forked child (a
+DataLoader's worker) must not use the shards anyway, and is told so.
 """
 
 import os

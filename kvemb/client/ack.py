@@ -23,8 +23,8 @@ class Staleness:
     Args:
         changed_fraction: of the pushed rows, those that somebody changed between the pull and the apply; shards count
             by their rows.
-        batches_elapsed: batches between the pull and the apply, on the worst shard: from the newest batch that the pulled rows had seen
-            to the newest that changed one of them; 0 where none changed.
+        batches_elapsed: batches between the pull and the apply, on the worst shard. They count from the newest that the pulled rows had
+            seen to the newest that changed one of them; 0 where none changed. 0 where none changed.
     """
 
     changed_fraction: float

@@ -1,10 +1,10 @@
 """Asks the shards now and then about rows that pulls did not find: which of them exist by the shards' index, and were deleted in storage?
 
-A pull gives the initializer's row for an id that storage does not have, which is right for a new row and wrong for a deleted one; only the
-id's shard can tell. So of the rows that a pull did not find a few go to the shards, once a second at most, on a thread of its own: no pull
-waits for it. A shard compares those that it knows with storage and restores them. The next pull or push of this process then says so.
-Where the table was dropped, all its rows are missing: its pulls raise from then on.
-Thread-safe; in a fork's child, which cannot ask the shards, nothing happens.
+A pull gives the initializer's row for an id that storage does not have. That is right for a new row and wrong for a deleted one; only the
+id's shard can tell. So a few of the rows that a pull did not find go to the shards, once a second at most. A thread of its own does it: no
+pull waits for it. A shard compares those that it knows with storage and restores them. The next pull or push of this process then says so.
+Where the table was dropped, all its rows are missing: its pulls raise from then on. Thread-safe; in a fork's child, which cannot ask the
+shards, nothing happens.
 """
 
 import threading

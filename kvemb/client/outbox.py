@@ -1,9 +1,9 @@
 """What one shard still owes an answer for: parts in order, their sequences, the window. Bookkeeping only.
 
-No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied, because its answer may be
-lost with the connection and it must then be sent again under its old sequence. The parts of a push are accepted together,
-when the shard has the whole push in its journal. A part that is refused leaves its sequence free; what was sent behind it
-is refused too, as a gap, and then numbering goes on from the last accepted part.
+No thread, no lock, no gRPC: the push stream has those. Every part is kept until it is applied: its answer may be lost with the connection.
+Then it must be sent again under its old sequence. The parts of a push are accepted together, when the shard has the whole push in its
+journal. A part that is refused leaves its sequence free. What was sent behind it is refused too, as a gap; then numbering goes on from the
+last accepted part.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """One gRPC channel to one shard: unary calls, the push stream, and the one place where gRPC's errors become ours.
 
-Errors that the shard reports travel inside the reply and are raised as their own class; what gRPC itself reports becomes
-ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see
-`kvemb.client.all_shards`).
+Errors that the shard reports travel inside the reply and are raised as their own class. What gRPC itself reports becomes
+ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see `kvemb.client.all_shards`).
 """
 
 import time

@@ -224,10 +224,10 @@ class Cluster:
             tables: (ids, grads) by table name.
             versions: what the pull returned, by table name; tables may be left out.
             hyper: run-time values of the optimizer for this push, by table name, over those of `Table.set_hyper`.
-            prefetched: sync mode only: rows of any tables that this trainer has pulled for steps to come, as (ids, versions) by table name;
-                each id once, versions as pulled. `Ack.changed_rows` then has those of them that this step changed.
-                Rows assigned or erased behind this step are told by the next one. The step is then released as soon as it is computed
-                and safe in the journals; see `Ack.wait_released`.
+            prefetched: sync mode only: rows of any tables that this trainer has pulled for steps to come, as (ids, versions) by table name.
+                Each id once, versions as pulled. `Ack.changed_rows` then has those of them that this step changed. Rows assigned or erased
+                behind this step are told by the next one. The step is then released as soon as it is computed and safe in the journals; see
+                `Ack.wait_released`.
         """
         self._access.require_shards("push")
         rows = prepare_pushes(self.table, tables, versions, hyper)

@@ -25,8 +25,8 @@ _STORED_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout,
-    and how often it has changed rows."""
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, and the counter of
+    writes."""
 
     store: Store
     shards: ShardClient | None

@@ -1,7 +1,7 @@
 """How often a connection has changed rows: a number that tells whether rows pulled earlier may have changed by its own doing.
 
-What must not live here: what a change is, and what other processes do. Thread-safe; in a fork's child, which
-can change nothing, the number stands still, nothing is waited for, and no lock is taken that another thread may have held.
+What must not live here: what a change is, and what other processes do. Thread-safe. In a fork's child, which can change nothing, the number
+stands still and nothing is waited for. No lock is taken there that another thread may have held.
 
 Strategy: each change counts twice, when it begins and when it is over. So two equal numbers mean that no change began or ended in
 between. One may have been under way all the time: its rows change after the second number, and a third one tells. Pushes are over when

@@ -1,7 +1,7 @@
 """Markers: how a node proves that it is still the node whose rows it should hold. Pure.
 
 A restarted, flushed, evicted or swapped node answers "missing" for rows that exist, and a missing row looks like a new one. So every node
-holds a marker, read on connect and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
+holds a marker. It is read on connect, and LAST in every batch on each connection that carried it; anything but the expected bytes fails the
 batch. On Redis Cluster there is one marker per slot, because keys belong to slots and a node-wide one would migrate away.
 
 While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` stands in its marker, and afterwards the repair's nonce. Two

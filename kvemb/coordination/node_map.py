@@ -1,7 +1,7 @@
 """The node map of memcached and standalone Redis: which of the 16,384 virtual slots lives on which node. Pure.
 
 Redis Cluster has a map of its own; here the map is ours. Slots are dealt to nodes in contiguous ranges of equal size, so the map follows
-from the ordered list of nodes alone, and its digest, carried by every marker, tells two maps apart.
+from the ordered list of nodes alone. Its digest, carried by every marker, tells two maps apart.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class NodeMap:
     def digest(self) -> int:
         """64-bit digest of the number and order of nodes.
 
-        Positions, not addresses, are digested: a node may move to another address (a new container IP) and keep its rows, while the
-        marker's node index tells when two addresses were swapped.
+        Positions, not addresses, are digested: a node may move to another address (a new container IP) and keep its rows. The marker's node
+        index tells when two addresses were swapped.
         """
         return digest64("node map", len(self.addresses), self.epoch)
 

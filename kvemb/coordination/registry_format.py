@@ -1,9 +1,9 @@
 """The registry of tables as bytes: what shard 0 writes into storage and read-only clients read from there. Pure.
 
-Every node holds a copy. Each write has a serial, and the highest that any node holds is the truth: a write that reached
-some nodes only is completed by the next one.
+Every node holds a copy. Each write has a serial, and the highest that any node holds is the truth. A write that reached some nodes only is
+completed by the next one.
 
-Tables that were dropped stay in it for good, beside those that exist: shards' journals and snapshots may still name them, and no later
+Tables that were dropped stay in it for good, beside those that exist. Shards' journals and snapshots may still name them, and no later
 table may get their keys. A registry without any has the form that older releases read.
 """
 

@@ -1,7 +1,7 @@
 """The record that says who owns a shard: an epoch, raised at each start of the shard's process, kept on every node. Pure.
 
 A process that was taken for dead and runs on (a zombie) would overwrite what its successor writes. So the successor puts its own, higher
-epoch on the nodes first, and whoever opens a connection as that shard reads the record before anything else (see `Store.fence`).
+epoch on the nodes first. Whoever opens a connection as that shard reads the record before anything else (see `Store.fence`).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """Reads of any size: what is too much for one exchange is read piece by piece.
 
-Memory for requests and replies is that of one piece. Each piece may have a deadline of its own: who chooses `storage.timeout_s` knows how
+Memory for requests and replies is that of one piece. Each piece may have a deadline of its own. Who chooses `storage.timeout_s` knows how
 long a node may be silent, but not how long a read of ten million rows takes. What is not large is read at once, and handed on as it
 arrived. What must not live here: how a piece is read (`kvemb.datapath.multi_table_read`). Stateless: thread- and fork-safe.
 """

@@ -3,7 +3,7 @@
 ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much (kvemb.datapath.piecewise_read) ->
 weights, rows that do not exist computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes
 nothing. What must not live here: connections and markers (kvemb.stores), the parameter servers, which rows a trainer may keep
-(kvemb.datapath.row_cache; those are filled in first, and storage is asked for the others).
+(kvemb.datapath.row_cache). Kept rows are filled in first; storage is asked for the others.
 
 Records are read into memory that each thread keeps for its next pull (kvemb.datapath.thread_arena). Thread- and fork-safe.
 """

@@ -43,8 +43,8 @@ def prepare_push(
         Rows with unique ids; its arrays may be views of the arguments.
 
     Raises:
-        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), sums beyond the
-            largest value of `wire_dtype`, or a run-time value that the table's optimizer does not take.
+        InvalidInputError: a wrong dtype, length or dim, NaN or infinity (the first such id is named), or sums beyond the largest value of
+            `wire_dtype`. Also a run-time value that the table's optimizer does not take.
     """
     flat, shape = normalize(ids, definition.id_dtype, definition.name, definition.num_ids, minus_one=minus_one)
     rows = _float_rows(definition, grads, shape, "grads")
@@ -110,9 +110,9 @@ def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], n
 def _to_wire(definition: TableDef, ids: NDArray[np.uint64], sums: NDArray[np.float32], wire_dtype: str) -> NDArray[Any]:
     """Round gradients to what travels.
 
-    To the nearest, not stochastically: the error is relative to each gradient (2**-9 of it for bfloat16) and the shard adds
-    in float32, so nothing small is swallowed by something large, which is what stochastic rounding is for. It costs half as
-    much, and sending again needs no key to give the same bits.
+    To the nearest, not stochastically. The error is relative to each gradient (2**-9 of it for bfloat16) and the shard adds in float32. So
+    nothing small is swallowed by something large, which is what stochastic rounding is for. It costs half as much, and sending again needs
+    no key to give the same bits.
     """
     if wire_dtype != "float32":
         largest = LARGEST[wire_dtype]

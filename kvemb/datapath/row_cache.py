@@ -4,12 +4,12 @@ What a pull may take from here, stated once:
 
 * An entry is what the row was after batch k of its shard, the batch that applied this trainer's push of it. It holds every push of
   this trainer that was reported as applied, and everything else that the shard applied up to k.
-* Every reply of a shard says how many of its batches changed rows for anybody else (other trainers' pushes, assigns, erases). An entry
-  is used while at most `max_staleness` of those are known to have followed its own batch, and while the shard was last heard from at
-  most 5 seconds ago; what happened since that reply is not known here. So one trainer on its own finds exactly what storage holds, apart
-  from its own pushes that are still on their way, which a pull from storage would not see either.
-* `invalidate` empties it: after this client's flush, assign or erase, when a shard begins another epoch (a restart, a Load), and when a
-  connection to a shard was lost. What was pushed before that is not kept when it comes back later.
+* Every reply of a shard says how many of its batches changed rows for anybody else (other trainers' pushes, assigns, erases). An entry is
+  used while at most `max_staleness` of those are known to have followed its own batch. The shard must also have been heard from in the last
+  5 seconds. What happened since that reply is not known here. So one trainer on its own finds exactly what storage holds, apart from its
+  own pushes that are still on their way. A pull from storage would not see those either.
+* `invalidate` empties it: after this client's flush, assign or erase, when a shard begins another epoch (a restart, a Load), when a
+  connection to one is lost. What was pushed before that is not kept when it comes back later.
 * Rows from here skip the check of the nodes' markers: a lost node is noticed by the next pull of a row that is not here.
 
 Reads do not come back in order: a row read from storage may be newer than what the next pull finds here, within the same bound. Where

@@ -1,7 +1,7 @@
 """Skip-gram with negative sampling: the text of a step, the loss, its gradients, and the training loop.
 
-Strategy: drop part of the frequent words, cut what is left into blocks of equal length, shuffle the blocks, and deal batches of blocks to
-the trainers in turn. Inside a block every window is a band of one [l, l] matrix and the negatives are shared, so the model is three
+Strategy: drop part of the frequent words and cut what is left into blocks of equal length. Shuffle the blocks, and deal batches of blocks
+to the trainers in turn. Inside a block every window is a band of one [l, l] matrix and the negatives are shared, so the model is three
 batched matrix products. A step pulls each unique row once, sums the gradients of equal ids and pushes each unique row once. The text of a
 step is a pure function of (corpus, settings, seed, pass, batch number); where rows are kept must not live here.
 """
@@ -195,8 +195,8 @@ def loss_and_grads(
 
 
 class TrainingProgress(NamedTuple):
-    """What a trainer has done when a step is over: how many of its pass's steps, the rows pulled (and pushed) in this one, its mean
-    loss per positive pair."""
+    """What a trainer has done when a step is over. It tells how many of its pass's steps are done, and of this one the rows pulled (and
+    pushed) and the mean loss per positive pair."""
 
     step: int
     n_steps: int

@@ -20,8 +20,8 @@ DIM = 32
 INITIALIZER = init.uniform(low=-0.5 / DIM, high=0.5 / DIM)  # word2vec's own start for its input vectors
 OPTIMIZER = optim.rowwise_adagrad(lr=0.2)  # as good as full Adagrad here, with one float of state per row instead of 32
 
-# Pushes handed over and not yet applied. Without a bound a trainer would run ahead of the parameter servers and learn from old rows:
-# with 8 late pushes the held-out loss was 10 % worse, with 2 it was 2 %.
+# Pushes handed over and not yet applied. Without a bound a trainer would run ahead of the parameter servers and learn from old rows. With 8
+# late pushes the held-out loss was 10 % worse, with 2 it was 2 %.
 MAX_UNAPPLIED = 2
 APPLY_TIMEOUT_S = 60.0
 

@@ -3,18 +3,18 @@
 Shards know by it which rows exist, and both caches of rows (`kvemb.index.record_cache`) find theirs.
 
 A hash table of buckets of 8 places, filled from the first place on; what does not fit stands in the next bucket that has room. Beside the
-(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty, by which ids are found
-(`kvemb.index.hash_probe`). All operations take batches of unique ids, a block at a time so that what one step leaves is still in the
-processor's cache for the next; there is no loop over rows.
+(id, version) pairs every place has a tag of 8 bits of the id's hash, 0 where it is empty. By the tags ids are found
+(`kvemb.index.hash_probe`). All operations take batches of unique ids, a block at a time: what one step leaves is still in the processor's
+cache for the next. There is no loop over rows.
 
-Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken, so a row costs 20 to 23.7 bytes from about
-a thousand rows on, at any number of them. Growth happens in place, a window of the table at a time: a larger table keeps the order of the
+Memory is 17 bytes a place. Between _MAX_LOAD / _GROWTH and _MAX_LOAD of the places are taken. So a row costs 20 to 23.7 bytes from about a
+thousand rows on, at any number of them. Growth happens in place, a window of the table at a time. A larger table keeps the order of the
 hashes, so every row moves up, and the last go first. Where the system can extend an allocation (Linux remaps its pages) the peak is the new
-size and a few MB; elsewhere it is the old and the new size, while the pairs are copied over. A row that came early is moved about
-1 / (_GROWTH - 1) times in all: putting rows one small batch after the other into a table that grows takes about three times as long as
-putting them all at once.
+size and a few MB. Elsewhere it is the old and the new size, while the pairs are copied over. A row that came early is moved about 1 /
+(_GROWTH - 1) times in all. Putting rows one small batch after the other into a table that grows takes about three times as long as putting
+them all at once.
 
-An erased id keeps its place (a bucket that was full must stay so) until the next growth, and gets it back when put again; erasing alone
+An erased id keeps its place until the next growth (a bucket that was full must stay so), and gets it back when put again. Erasing alone
 gives no memory back. Not thread-safe; its users hold the lock.
 """
 

@@ -1,7 +1,7 @@
 """A flag that a signal handler may set: the program has been told to stop.
 
-`threading.Event` may not be set there. A handler runs in the main thread, wherever that is; inside the event's own `wait` it would wait
-for the lock that the wait which it interrupted holds, for ever. Here nothing is locked, and who waits looks again and again.
+`threading.Event` may not be set there. A handler runs in the main thread, wherever that is. Inside the event's own `wait` it would wait for
+ever for the lock that the interrupted wait holds. Here nothing is locked, and who waits looks again and again.
 """
 
 import time

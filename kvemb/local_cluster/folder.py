@@ -1,6 +1,6 @@
 """The folder of a local cluster. A program that is killed leaves it behind; the next one that starts a cluster removes it.
 
-Strategy: the owner holds a lock on a file in it as long as it lives, children that it has forked included; the kernel lets go of it, so no
+Strategy: the owner, and children that it has forked, hold a lock on a file in it as long as they live. The kernel lets go of it, so no
 process id can be mistaken for another's. A folder without that file, or of another user, is never touched. What must not live here: what is
 in the folder.
 """

@@ -1,7 +1,7 @@
 """Starts and ends the processes of a local cluster; none outlives this process, however it ends.
 
-Every child is started through a few lines that ask the kernel to kill it when its parent dies (Linux), in a session of its own, so that
-Ctrl-C reaches this process only, which then ends them in order.
+Every child is started through a few lines that ask the kernel to kill it when its parent dies (Linux). It has a session of its own: Ctrl-C
+reaches this process only, which then ends them in order.
 """
 
 import os
@@ -172,8 +172,8 @@ def python_env() -> dict[str, str]:
 def free_ports(n: int) -> list[int]:
     """Return n unique loopback ports that nobody listens on, each set aside for about a minute.
 
-    A connection that was just closed keeps the system from giving its port to another process that asks for any; a server that
-    listens with SO_REUSEADDR, as all of ours do, may have it.
+    A connection that was just closed keeps the system from giving its port to another process that asks for any. A server that listens with
+    SO_REUSEADDR, as all of ours do, may have it.
     """
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(n)]

@@ -1,7 +1,6 @@
 """How long to wait between tries: a little at first, twice as long from try to try, up to a longest. Pure.
 
-What must not live here: which errors are worth another try, what is waited on meanwhile, and the deadline, all of which every caller has
-of its own.
+What must not live here: which errors are worth another try, what is waited on meanwhile, and the deadline. Every caller has its own.
 """
 
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from kvemb.net.link import Connect, Link
 class Doubts:
     """Counts, per address, links that were given up with requests in flight.
 
-    A write on such a link may still land. Whoever connects anew sees to it that it cannot (`LinkPool`'s `connect`); a link that was idle
+    A write on such a link may still land. Whoever connects anew sees to it that it cannot (`LinkPool`'s `connect`). A link that was idle
     all the while would not, so links that are older than the last doubt are not lent any more. Pools with the same addresses share one.
     """
 

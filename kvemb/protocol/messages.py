@@ -83,15 +83,15 @@ class PushReply(Message):
     Args:
         k: the shard's batch that applied it (states "released" and "applied").
         changed: fraction of its rows whose version at apply was not the one the pull saw; -1.0 when the push carried no versions.
-        elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply; 0 where
+        elapsed: of this shard's batches, from the newest that the pulled rows had seen to the newest that they have seen at apply. 0 where
             none of them changed.
         error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
         epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
         others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
-        rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype; [] when
-            they were not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
-        changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known: the
-            part was answered before (by a process that was killed since, perhaps), or storage did not give the rows. Pull them then.
+        rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype. [] when they were
+            not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
+        changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known. Then
+            the part was answered before (perhaps by a process that was killed since), or storage did not give the rows. Pull them then.
     """
 
     sequence: int

@@ -1,12 +1,12 @@
 """Storage keys of rows, and the slots they hash to: pure array functions, no I/O.
 
 A key is 14 characters of base64url text: 3 of the table's tag and 11 of the id, most significant digit first. Text, because raw id bytes
-may hold `{…}`, which Redis Cluster takes for a hash tag, or bytes that memcached's keys may not hold; constant length, because a batch of
-requests is then an array with a constant stride; 14, because Redis keeps such a key in a 16-byte allocation.
+may hold `{…}`, which Redis Cluster takes for a hash tag, or bytes that memcached's keys may not hold. Constant length, because a batch of
+requests is then an array with a constant stride. 14, because Redis keeps such a key in a 16-byte allocation.
 
-Ids are split into one 4-bit and five 12-bit digits, and every digit is translated by one table gather: two characters of the key, or the
-digit's share of the CRC. (CRC is linear over XOR, so the shares of the digits simply add up, and those of the ids' digits are the same
-for every table.) The slot is Redis Cluster's own: CRC16-XMODEM of the key, modulo 16384; memcached and standalone nodes use the same slots
+Ids are split into one 4-bit and five 12-bit digits. Every digit is translated by one table gather: two characters of the key, or the
+digit's share of the CRC. (CRC is linear over XOR, so the shares of the digits simply add up, and those of the ids' digits are the same for
+every table.) The slot is Redis Cluster's own: CRC16-XMODEM of the key, modulo 16384. memcached and standalone nodes use the same slots
 under a map of ours.
 
 Keys of many small tables can be joined: all of the above is then done once for all of them, instead of once per table.

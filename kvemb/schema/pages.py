@@ -1,8 +1,8 @@
 """Pages: the records of a table whose ids lie in [0, num_ids), side by side in strings of one size. Pure; no I/O, no protocol.
 
-Row i lies in page i // rows_per_page, at a fixed offset. A page has a key like a row's own (its number in the place of the id), so its slot
-and its node follow in the same way. A header of zeros means that the row does not exist, and so does a page that is not there. Rows of one
-page may belong to different shards: each is written by its own shard only, and writes of disjoint ranges of a string do not disturb each
+Row i lies in page i // rows_per_page, at a fixed offset. A page has a key like a row's own, with its number in the place of the id. Its
+slot and its node follow in the same way. A header of zeros means that the row does not exist, and so does a page that is not there. Rows of
+one page may belong to different shards: each is written by its own shard only. Writes of disjoint ranges of a string do not disturb each
 other, because a server runs one command at a time.
 
 The number of rows per page follows from the record's size alone, so every process computes the same. Pages fill one of jemalloc's size

@@ -1,6 +1,6 @@
 """The definition of a table: its identity, which can never change, and the defaults of its run-time values.
 
-Two processes that disagree on a definition must not share rows, so its digest travels in every record (8 bits of it) and the whole of it in
+Two processes that disagree on a definition must not share rows. So 8 bits of its digest travel in every record, and the whole of it in
 every creation. No I/O here; the registry of tables is shard 0's, and storage holds a copy.
 """
 
@@ -48,8 +48,8 @@ class TableDef:
         seed: of the initializer and of stochastic rounding.
         reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
         tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
-        num_ids: of a dense table: its ids are 0 to num_ids - 1, and where storage can (Redis, Valkey), its records lie side by side in
-            pages (`kvemb.schema.pages`). None: ids of the whole domain, and a key for every row.
+        num_ids: of a dense table: its ids are 0 to num_ids - 1. Where storage can (Redis, Valkey), its records lie side by side in pages
+            (`kvemb.schema.pages`). None: ids of the whole domain, and a key for every row.
         life: how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life
             are never taken for another's.
         init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
@@ -252,8 +252,8 @@ def check_table_name(name: object) -> str:
     Any printable text: module paths, blanks and "/" included. It is never part of a key, and escaped where it becomes part of a path.
 
     Raises:
-        InvalidInputError: it is no text, empty, too long, not printable (control characters, line ends, marks that turn the direction of
-            writing), or has a blank at its beginning or end.
+        InvalidInputError: it is no text, empty or too long. Also not printable (control characters, line ends, marks that turn the
+            direction of writing), or with a blank at its beginning or end.
 
     Example:
         >>> check_table_name("towers.0/user_id + item")

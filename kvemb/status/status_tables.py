@@ -1,6 +1,6 @@
 """Writes what `Cluster.status` saw as the tables that `kvemb status` prints. Pure.
 
-HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside: it may be out of room for
+HEADROOM counts what a node says it stores. memcached counts stored bytes, not the slab pages it has set aside. So it may be out of room for
 rows of one size while some headroom is left.
 """
 
@@ -17,7 +17,7 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with rows and memory headroom, shards with what they have applied and how far they lag.
 
-    What is the matter with a shard, what it repairs, and how far it has compared cold rows, stands below the table, on a line of its own.
+    Below the table, each on a line of its own: what is the matter with a shard, what it repairs, how far it has compared cold rows.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),

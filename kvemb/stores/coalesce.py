@@ -1,8 +1,8 @@
 """Small parts of a batch whose rows lie alike, handled as one part. Pure.
 
-A batch of a parameter server has a part for each of tens of tables, a thousand rows each: most of its price is then that of NumPy's calls
-for each part and node, not that of its bytes. So parts of one record size and one way of lying are joined, at the price of a copy of their
-records, and the results are cut up again. Large parts stand alone: they would be copied for nothing.
+A batch of a parameter server has a part for each of tens of tables, a thousand rows each. Most of its price is then that of NumPy's calls
+for each part and node, not that of its bytes. So parts of one record size and one layout are coalesced, at the price of a copy of their
+records. The results are cut up again. Large parts stand alone: they would be copied for nothing.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,7 @@
 """One batch over several nodes: who gets which rows, and the arrays that replies fill. Pure.
 
-Rows of a part are put in the order of their nodes once; each node's share is then a plain slice of every array, so replies are parsed
-straight into the result and nothing is copied to sort it.
+Rows of a part are put in the order of their nodes once. Each node's share is then a plain slice of every array: replies are parsed straight
+into the result, and nothing is copied to sort it.
 """
 
 from collections.abc import Iterator

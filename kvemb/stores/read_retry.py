@@ -1,4 +1,5 @@
-"""What a trainer does about a node that is down, being repaired, or not the one of its address: wait within its deadline, or fail at once.
+"""What a trainer does about a node that is down, being repaired, or not the one of its address. It waits within its deadline, or fails at
+once.
 
 The parameter servers bring a lost node's rows back by themselves, usually within seconds to minutes: a training job need not end. Nothing
 of a batch that failed is used: the whole batch is read again, so that no answer is put together from before and after a repair.

@@ -6,8 +6,8 @@ All state of a repair stands on the damaged node, so that losing its data once m
     2. every shard rewrites its rows there, then reports the nonce
     3. whoever sees all reports puts a new marker in the place of `repairing <nonce>`, if that still stands there
 
-Until step 3 every batch that touches the node fails, except those below, which name the nonce and check it last on the connection, as
-normal batches check the marker. A server process that starts again in the middle of it ends the repair: a nonce is good for one process.
+Until step 3 every batch that touches the node fails, except those below. They name the nonce and check it last on the connection, as normal
+batches check the marker. A server process that starts again in the middle of it ends the repair: a nonce is good for one process.
 """
 
 from abc import ABC, abstractmethod
@@ -42,8 +42,9 @@ class LostNode:
 class Repairable(ABC):
     """What a store offers to shards that repair a node; part of `Store`.
 
-    Methods with a nonce raise NodeLostError when it does not stand on the node any more: the node has lost its data again, or the repair
-    has been finished. Begin again then: `begin_repair` says which of the two it was. All of them may be called again after any error.
+    Methods with a nonce raise NodeLostError when it does not stand on the node any more. Then the node has lost its data again, or the
+    repair has been finished. Begin again then: `begin_repair` says which of the two it was. All of them may be called again after any
+    error.
     """
 
     @abstractmethod

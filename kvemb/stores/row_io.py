@@ -39,7 +39,7 @@ class ReadResult:
         found: bool [n], in the same order.
         order: intp [n], or None when the rows are in the order of the keys.
         tokens: uint64 [n] in the same order, or None.
-        foreign: bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its);
+        foreign: bool [n] in the same order: rows that were not found because a value of another size lies there (their tokens are its).
             None where that was not asked for.
     """
 

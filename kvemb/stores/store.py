@@ -1,9 +1,9 @@
 """The storage port: what every kind of storage must do, in arrays of rows.
 
-A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.coalesce_keys`); all parts of a
-batch travel in one round trip per node. Rows come back grouped by node, because that is how they arrive; `order` says which row is which,
-so that the caller's own gather puts them right without a copy of its own here. A missing row and a write conflict are results. What raises
-is in `kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
+A batch is a list of parts, each of one table, or of several whose records have one size (`kvemb.schema.keys.coalesce_keys`). All parts of a
+batch travel in one round trip per node. Rows come back grouped by node, because that is how they arrive. `order` says which row is which,
+so that the caller's own gather puts them right without a copy here. A missing row and a write conflict are results. What raises is in
+`kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
 """
 
 from abc import ABC, abstractmethod
@@ -60,8 +60,8 @@ class NodeStats:
 class Store(Repairable, ABC):
     """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
 
-    It has more methods than a class should: they are the whole of what a kind of storage can do, and a store is one of one kind. A store
-    hands on to parts (docs/adr/0041).
+    It has more methods than a class should: they are the whole of what a kind of storage can do. A store is one of one kind. A store hands
+    on to parts (docs/adr/0041).
 
     Every method takes a `Deadline` that bounds the whole call over all nodes. After any error the connections that took part are dropped,
     so that no later call can read an older call's reply.
@@ -87,8 +87,8 @@ class Store(Repairable, ABC):
 
         Args:
             deadline: of the call.
-            known: a shard that can repair says which cluster it belongs to: nodes that have lost their rows, even all of them, are no
-                error then, but listed by `lost_nodes`; batches that touch them fail until they are repaired.
+            known: a shard that can repair says which cluster it belongs to. Nodes that have lost their rows, even all of them, are no error
+                then, but listed by `lost_nodes`. Batches that touch them fail until they are repaired.
 
         Raises:
             NotProvisionedError: no node has a marker.
@@ -133,8 +133,8 @@ class Store(Repairable, ABC):
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         """Delete rows; missing ones are fine. The parts' records are ignored.
 
-        With tokens (stores with CAS) only those rows are deleted that still are what was read then, so that an erase in doubt that lands
-        late cannot delete a newer row; a token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
+        With tokens (stores with CAS) only those rows are deleted that still are what was read then. So an erase in doubt that lands late
+        cannot delete a newer row. A token of 0 says that the row was missing. Without tokens rows are deleted whatever they are.
 
         Returns:
             Of each part bool [n], in key order: whether the row is gone; False is a conflict, as of a write.
@@ -174,7 +174,7 @@ class Store(Repairable, ABC):
             shard: the one whose rows this store writes.
             epoch: ours; the owner record that says so has been put already.
             deadline: of the call.
-            still_ours: raises FencedError once another process owns the shard, by what it knows apart from the nodes; asked where a
+            still_ours: raises FencedError once another process owns the shard, by what it knows apart from the nodes. It is asked where a
                 node's copy of the owner record is not what it should be, before that copy is mended. Without it none is.
 
         Raises:

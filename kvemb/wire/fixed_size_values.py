@@ -28,8 +28,8 @@ class FixedSizeValuesReply(RowsReader):
         preamble: bytes before the first value, b"" for none.
         row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
             follows it too.
-        blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record
-            of); a multiple of 4.
+        blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A
+            multiple of 4.
         foreign: bool [n], set here for values of another size, which are passed over then; None: such a value is an error.
     """
 

@@ -1,7 +1,7 @@
 """The contract of every reply's reader, and the readers of small replies. Bytes in, arrays out; no sockets, any split of the stream.
 
 A reply is fed views of the receive buffer and says how many bytes it has consumed. All of them rest on one idea: a batch of replies is an
-array with a constant stride, so its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
+array with a constant stride. So its framing is checked, and its data copied out, in a few vector operations for all rows at once. Values
 are read by `fixed_size_values` and, with memcached's tokens, by `cas_values_reply` and `cas_write_reply`.
 """
 
@@ -92,7 +92,7 @@ class Step:
     """One request and the reply it will get.
 
     Args:
-        source: the request's bytes, or what builds them: it is called when the request is sent, so that the requests of a large batch are
+        source: the request's bytes, or what builds them. That is called when the request is sent, so that the requests of a large batch are
             built while the server works on the first ones.
         reply: reads the answer.
         reply_bytes: how large the answer is if nothing is missing; 0 = small or unknown. A hint for the exchange, which may wait for

@@ -1,6 +1,6 @@
 """Names of things under a checkpoint's URL. Pure.
 
-Every path in a checkpoint follows from table, shard and part, so a manifest that names any other path is refused, and a path can neither
+Every path in a checkpoint follows from table, shard and part. So a manifest that names any other path is refused, and a path can neither
 leave the checkpoint nor hide in it.
 """
 

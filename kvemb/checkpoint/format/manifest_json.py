@@ -1,7 +1,7 @@
 """manifest.json: bytes in, values out, no I/O.
 
-Decoding trusts nothing: every path must be the one that follows from table, shard and part; sizes, counts and totals must agree with each
-other; a release that does not know the format version refuses it.
+Decoding trusts nothing. Every path must be the one that follows from table, shard and part; sizes, counts and totals must agree with each
+other. A release that does not know the format version refuses it.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """Data files: blocks of rows to Parquet bytes and back. Bytes in, bytes out; no storage here.
 
-Columns: id (int64 or uint64, by the table's id_dtype), version (uint64: epoch << 48 | k), weights (fixed-size list of float or halffloat),
-slots (the optimizer's state: fixed-size list of float; absent where there is none). bfloat16 weights stand there as floats. Parquet has
+Columns: id (int64 or uint64, by the table's id_dtype); version (uint64: epoch << 48 | k); weights (fixed-size list of float or halffloat).
+Then slots, the optimizer's state: fixed-size list of float; absent where there is none. bfloat16 weights stand there as floats. Parquet has
 neither that type nor 16-bit integers: their bits alone would take as many bytes, and no other program could read them.
 
-Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012), and a file that is not compressed cannot unfold into more
+Uncompressed: zstd saved a tenth of the bytes at half the speed (docs/adr/0012). And a file that is not compressed cannot unfold into more
 memory than it has bytes. The checksum is taken over the very bytes that are parsed.
 """
 

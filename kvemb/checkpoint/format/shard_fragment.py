@@ -1,7 +1,7 @@
 """What one shard has finished of a save: shard-<i>.json beside the data, while the save is under way. Pure: bytes in, values out.
 
-It is what makes a save resumable: a shard that is done stays done when the save is tried again, and of one that was broken off the files
-whose bytes have not changed stay.
+It is what makes a save resumable. A shard that is done stays done when the save is tried again. Of one that was broken off, the files whose
+bytes have not changed stay.
 """
 
 from collections.abc import Iterable, Mapping

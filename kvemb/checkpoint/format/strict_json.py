@@ -1,7 +1,7 @@
 """JSON documents that carry their own checksum, read without trusting anything. Pure.
 
-The checksum (xxh3, 128 bits, over the canonical form of everything else) finds accidents, not attackers: a bit that flipped in a number
-is as silent as one in a weight. Every value is fetched through `Fields`, which says where in which document a value is not what it must be.
+The checksum (xxh3, 128 bits, over the canonical form of everything else) finds accidents, not attackers. A bit that flipped in a number is
+as silent as one in a weight. Every value is fetched through `Fields`, which says where in which document a value is not what it must be.
 """
 
 import json

@@ -4,9 +4,9 @@ Markers of slots move with their slots, so they cannot say which process they we
 whole primaries as a small value: those that were empty when it was provisioned, and those whose rows the shards have compared since. A
 primary that is not on it was restarted from a snapshot, or was a replica that may have lagged behind: its rows are suspect.
 
-A process is named by its run id and by the replication history that it took over when it was promoted: the same process may be demoted,
-and promoted again with other rows. (A server forgets that history an hour after its last replica has left, which changes nothing here:
-the run id alone then stands for it.)
+A process is named by its run id and by the replication history that it took over when it was promoted. The same process may be demoted, and
+promoted again with other rows. (A server forgets that history an hour after its last replica has left, which changes nothing here: the run
+id alone then stands for it.)
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Connections to the primaries of a Redis Cluster: who opens them, which primaries they may lead to, and one batch on several of them.
 
-A store has two pools: one leads to primaries that are known to be whole, for rows; the other to primaries in any state, for markers, small
-values and repair. Both name themselves on the server and look for a newer owner of the shard before anything else.
+A store has two pools. One leads to primaries that are known to be whole, for rows. The other leads to primaries in any state, for markers,
+small values and repair. Both name themselves on the server and look for a newer owner of the shard before anything else.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

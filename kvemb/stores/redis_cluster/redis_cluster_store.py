@@ -1,7 +1,7 @@
 """Redis Cluster (and Valkey's): rows by RESP on links of our own to every primary; the cluster's own slot map, MOVED and ASK followed.
 
-Keys belong to slots and slots move between nodes, so there is one marker per slot, and a batch reads one per node, in a slot that it
-uses. A row that was redirected is asked for again, within the same deadline, together with all other redirected rows of its batch.
+Keys belong to slots and slots move between nodes, so there is one marker per slot. A batch reads one per node, in a slot that it uses. A
+row that was redirected is asked for again, within the same deadline, together with all other redirected rows of its batch.
 
 The store is put together from parts, each in a file of its own; what a part needs, it is given when it is made:
 

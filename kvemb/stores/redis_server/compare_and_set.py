@@ -1,7 +1,7 @@
 """Small values of Redis and Valkey: changed on a condition; read wherever their slot is; pages that are none, mended.
 
-The condition is a script of two commands: a Redis Cluster has a marker in each of thousands of slots, and WATCH would take a round trip for
-each, minutes on a loaded machine. Markers are changed when a node is repaired, never while rows are read and written.
+The condition is a script of two commands. A Redis Cluster has a marker in each of thousands of slots, and WATCH would take a round trip for
+each: minutes on a loaded machine. Markers are changed when a node is repaired, never while rows are read and written.
 """
 
 from collections.abc import Sequence

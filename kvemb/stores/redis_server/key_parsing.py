@@ -1,7 +1,7 @@
 """Finds the keys of rows among a server's keys. Pure.
 
-The inverse of `RowKeys.encode`: what has another length, another character or an id beyond 64 bits is another program's, or ours for
-something else (markers and other small values have a colon in their names).
+The inverse of `RowKeys.encode`. What has another length, another character or an id beyond 64 bits is another program's, or ours for
+something else: markers and other small values have a colon in their names.
 """
 
 from collections.abc import Iterator, Sequence

@@ -28,9 +28,9 @@ def open_link(address: str, access: RedisAccess, role: str, kill: set[Connection
         address: "host:port".
         access: credentials, and what connects.
         role: becomes the connection's name on the server, so that operators and a successor can tell who writes.
-        kill: older connections of this process on which a write may still be in flight; each is confirmed dead before the link is
-            returned, because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server
-            process stay in it: they died with it, or the address leads elsewhere for a while.
+        kill: older connections of this process on which a write may still be in flight. Each is confirmed dead before the link is returned,
+            because a write that lands late would overwrite a newer one. Taken out of the set here; those of another server process stay in
+            it: they died with it, or the address leads elsewhere for a while.
         deadline: of the connection's set-up.
     """
     link = open_admin(address, access, deadline, client_name(role))

@@ -1,6 +1,6 @@
 """memcached nodes: rows by the meta protocol, and what the server says of itself.
 
-memcached may lose rows in silence, by eviction and by moving slab pages, and may start with an older content after a warm restart; a node
+memcached may lose rows in silence, by eviction and by moving slab pages, and may start with older content after a warm restart. A node
 whose settings allow any of that is refused.
 """
 

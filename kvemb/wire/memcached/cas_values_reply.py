@@ -1,7 +1,7 @@
 """Reader of memcached values with compare-and-swap tokens: `VA <size> c<token>` lines, whose width varies with the token.
 
-The stride is not constant here, so rows are found from the positions of all lines that look like a hit or a miss: genuine ones follow
-each other without a gap, and one that lies inside a value (it starts before its predecessor ends) is dropped. All in vector operations.
+The stride is not constant here, so rows are found from the positions of all lines that look like a hit or a miss. Genuine ones follow each
+other without a gap. One that lies inside a value starts before its predecessor ends, and is dropped. All in vector operations.
 """
 
 from dataclasses import dataclass, field

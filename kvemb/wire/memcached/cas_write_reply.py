@@ -1,6 +1,6 @@
 """Reader of memcached's answers to conditional writes: `HD c<token>` and its refusals, one line per row, of varying width.
 
-No values are in these replies, so every line end ends a row's answer. memcached hands them over in small pieces; they are left to gather,
+No values are in these replies, so every line end ends a row's answer. memcached hands them over in small pieces. They are left to gather,
 since parsing costs the same for few lines as for many. Tokens count up, so usually all lines are equally wide and have a constant stride;
 others are parsed from the positions of their ends.
 """

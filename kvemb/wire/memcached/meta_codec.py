@@ -1,7 +1,7 @@
 """The memcached meta protocol for batches of rows. Specification: doc/protocol.txt of memcached 1.6 ("Meta Commands").
 
 Writes always carry a condition: a token from the read before, or "must not exist". So a write in doubt that lands late cannot overwrite a
-newer row, and an erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
+newer row. An erase that was given the tokens of its rows cannot delete one. Tokens are sent zero-padded to one width, which keeps the
 stride of a batch constant.
 """
 

@@ -4,8 +4,8 @@ Redis takes offsets without leading zeros only, so the requests of a page's rows
 offsets. Rows of one kind have requests of one stride; stores put the rows of a kind together, and steps are cut where the kind changes.
 What a row's request says of its offset is looked up in a table that holds the text for every place of a page.
 
-Before a row is written whose page may not exist, the byte behind the page's last record is: that makes a page whole at once, and changes
-nothing on one that is whole.
+Before a row is written whose page may not exist, the byte behind the page's last record is written. That makes a page whole at once, and
+changes nothing on one that is whole.
 """
 
 from dataclasses import dataclass

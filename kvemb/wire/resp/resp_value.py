@@ -1,7 +1,7 @@
 """Reader of any reply of the Redis protocol (RESP2), within bounds: for administration, where replies are of many shapes. Pure.
 
-A server may be another one than was expected, or broken: lines, arrays and depths that no server of ours sends are refused as soon as they
-are announced, and what has arrived is looked at once, however small its pieces. Rows never pass here.
+A server may be another one than was expected, or broken. Lines, arrays and depths that no server of ours sends are refused as soon as they
+are announced. What has arrived is looked at once, however small its pieces. Rows never pass here.
 """
 
 from dataclasses import dataclass, field
