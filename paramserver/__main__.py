@@ -1,8 +1,8 @@
 """The process of one shard: `kvemb shard --config kvemb.yaml --shard 0`, or `python -m paramserver` in a checkout.
 
-Exit codes: 0 stopped after draining, 2 wrong configuration or options, 3 could not start (storage, journal, a data folder
-that cannot be used), 4 stopped with accepted changes not applied, 5 another process has taken the shard over.
-The environment and the command line are read here only.
+Exit codes: 0 stopped after draining; 2 wrong configuration or options; 3 could not start (storage, journal, a data folder that cannot be
+used). 4 stopped with accepted changes not applied; 5 another process has taken the shard over. The environment and the command line are
+read here only.
 """
 
 import argparse

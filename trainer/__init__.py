@@ -1,5 +1,5 @@
-"""The trainer's side: `prefetch`, which looks rows up ahead of their batch, `StepReport`, which says where the time of steps went, and one
-bridge per framework, each a package of its own here (`trainer.torch`).
+"""The trainer's side: `prefetch` looks rows up ahead of their batch, `StepReport` says where the time of steps went. Each framework has a
+bridge, a package of its own here (`trainer.torch`).
 
 What must not live here: parameter-server code, and any import of a framework. Import the bridge you use.
 """

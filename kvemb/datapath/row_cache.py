@@ -8,8 +8,8 @@ What a pull may take from here, stated once:
   used while at most `max_staleness` of those are known to have followed its own batch. The shard must also have been heard from in the last
   5 seconds. What happened since that reply is not known here. So one trainer on its own finds exactly what storage holds, apart from its
   own pushes that are still on their way. A pull from storage would not see those either.
-* `invalidate` empties it: after this client's flush, assign or erase, when a shard begins another epoch (a restart, a Load), when a
-  connection to one is lost. What was pushed before that is not kept when it comes back later.
+* `invalidate` empties it: after this client's flush, assign or erase, when a shard begins another epoch (a restart, a Load), when a shard's
+  connection is lost. What was pushed before that is not kept when it comes back later.
 * Rows from here skip the check of the nodes' markers: a lost node is noticed by the next pull of a row that is not here.
 
 Reads do not come back in order: a row read from storage may be newer than what the next pull finds here, within the same bound. Where

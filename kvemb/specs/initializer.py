@@ -47,8 +47,8 @@ class Initializer:
 
     Raises:
         InvalidInputError: unknown kind or parameter, a value that is not a finite number, std < 0, low > high. Also a fan that is not a
-            positive integer, or values that could leave float32's range. Also values that could leave float32's range. Of parts: none, one
-            that is no (width, initializer) pair with a width of at least 1, or one that has parts itself.
+            positive integer, or values that could leave float32's range. Of parts: none, one that is no (width, initializer) pair
+            with a width of at least 1, or one that has parts itself.
     """
 
     kind: str

@@ -1,5 +1,5 @@
-"""What the apply thread does between batches: repairs that somebody asked for, local snapshots, and the comparison of rows
-that nobody touches, a slice at a time.
+"""What the apply thread does between batches: repairs that somebody asked for, local snapshots, and the comparison of cold rows, a slice at
+a time.
 
 All need index and storage at rest, which they are exactly there. A task that fails because storage or disk does not answer is taken up
 again later; one that finds rows lost asks for their repair.

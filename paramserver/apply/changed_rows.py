@@ -1,10 +1,9 @@
 """What the release of a sync step says of the rows that a trainer has prefetched for later steps: which of them it changed.
 
-Versions are compared with those of the step's batch, which need not be stored yet, and with the index, which is the truth about all other
-rows. The rows come from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing
-is said, and the trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what
-travels (`kvemb.protocol.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same
-moment.
+Versions are compared with those of the step's batch, which need not be stored yet. For all other rows the index is the truth. The rows come
+from the batch, from the shard's cache, and only what neither has from storage. When storage does not give them, nothing is said, and the
+trainer pulls: a release does not wait for a node to come back. What must not live here: how rows become a batch, and what travels
+(`kvemb.protocol.messages`). Apply thread only: no other batch changes rows while it is at work, so all that it names is of the same moment.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """What an applied part brings back to a trainer that keeps rows (kvemb.datapath.row_cache): updated weights, and how far others have got.
 
-The weights are those that the engine has just written, so nothing is read for them; what is not at hand is left out, and the trainer drops
+The weights are those that the engine has just written, so nothing is read for them. What is not at hand is left out, and the trainer drops
 its rows. What must not live here: when a trainer may use them. Apply thread only.
 """
 
@@ -61,7 +61,7 @@ def returned_rows(part: ReceivedPart, batch: Batch, weights: Mapping[str, NDArra
         weights: of the tables where all are at hand: uint8 [n, row bytes], contiguous, in the order of the batch's ids.
 
     Returns:
-        For each table of the part its weights in the order of its ids, in the storage dtype; [] if any of them is not at hand.
+        For each table of the part its weights, in the order of its ids and in the storage dtype. [] if any of them is not at hand.
     """
     ids_of = {rows.definition.name: rows.ids for rows in batch.tables}
     found: list[bytes] = []

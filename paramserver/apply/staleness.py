@@ -26,8 +26,8 @@ def staleness(pairs: Iterable[tuple[NDArray[np.uint64], NDArray[np.uint64]]]) ->
     Returns:
         (fraction of rows that changed since, batches of the shard that went by). The fraction is -1.0 when no table carried versions.
         Batches are counted from the newest version that the pull saw to the newest one now, at least 1 where a row changed and 0 where
-        none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would
-        count all the time in which nobody touched it before the pull.) Of rows of several pulls the newest pull counts. Where no row
+        none did: when the pull was made is not known, but it was behind the newest batch that it saw. (A row's own two versions would count
+        all the time in which nobody touched it before the pull.) Where the rows are from several pulls, the newest counts. Where no row
         existed, it is 1.
 
     Example:

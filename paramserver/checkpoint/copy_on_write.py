@@ -1,7 +1,7 @@
 """Records as they were at a cut, of rows that have been written over since. Kept in a file that has no name, found by id.
 
-The page cache holds the file as long as there is memory, and the disk when there is not: a long save of a busy table cannot eat the shard's
-memory. Per row 23 bytes or so stay in memory, for its place. Thread-safe.
+The page cache holds the file as long as there is memory, and the disk when there is not. So a long save of a busy table cannot eat the
+shard's memory. Per row 23 bytes or so stay in memory, for its place. Thread-safe.
 """
 
 import os

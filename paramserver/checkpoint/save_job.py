@@ -1,7 +1,7 @@
 """One save of one shard: the cut, and the thread that streams the rows as they were at the cut while training goes on.
 
-Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before it was its turn
-is handed to `CopyOnWriteRecords` first (by the engine, which has the old record anyway), and taken from there. So the checkpoint is exact:
+Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before its turn is
+handed to `CopyOnWriteRecords` first, and taken from there. The engine does that: it has the old record anyway. So the checkpoint is exact:
 it holds every batch up to the cut and none after it, and needs no journal to be loaded.
 """
 

@@ -1,7 +1,7 @@
 """Saves of one shard: takes the cut between two batches.
 
-One save at a time. What a save does with the rows is in `save_job`, and what it hears of writes meanwhile in `save_observer`; who puts
-the shards' shares together is the client (`kvemb.checkpoint.save`).
+One save at a time. What a save does with the rows is in `save_job`, and what it hears of writes meanwhile in `save_observer`. The client
+puts the shards' shares together (`kvemb.checkpoint.save`).
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""A batch in pieces: how much of it is read, computed and written at a time, so that a batch of any size is applied by steps that each end.
+"""A batch in pieces: how much of it is read, computed and written at a time. So a batch of any size is applied by steps that each end.
 
 An exchange with storage has a deadline, and everything in it is tried again when that passes. A piece that is too large for the deadline
 would be tried for ever, and nothing behind it would be applied. So a piece is bounded, what is stored of a batch is not tried again, and

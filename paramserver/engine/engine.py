@@ -2,9 +2,9 @@
 
 A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is left alone. So every
 retryable storage error is answered by the same rows again, and a batch that was written by half is completed. A large batch is stored piece
-by piece (`paramserver.engine.batch_pieces`), and the index learns of each piece when all of it is stored: that is not tried again. The
-batch counts, as one step of its tables, when its last piece is stored. Replay after a crash is the same code with the batches' old versions
-and the rules of `transition.Replay`.
+by piece (`paramserver.engine.batch_pieces`). The index learns of each piece when all of it is stored: that is not tried again. The batch
+counts, as one step of its tables, when its last piece is stored. Replay after a crash is the same code with the batches' old versions and
+the rules of `transition.Replay`.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ class Engine:
             version: (epoch, k), packed, that its rows get; above that of every batch before.
             pause: called between tries.
             replay: when the batch was journaled by an earlier process, which may have stored it and others behind it.
-            computed: called once before anything is written; not where that is too late, because an earlier try wrote some of it, nor where
+            computed: called once before anything is written. Not where that is too late, because an earlier try wrote some of it; nor where
                 the batch has no rows, or more than one piece.
             between: called between two pieces, when `rows_applied` counts the rows of the first; raises to give up.
 

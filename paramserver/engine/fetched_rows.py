@@ -1,6 +1,6 @@
 """The records of a batch before it is applied, wherever they came from, block by block. Pure.
 
-Rows from the cache are gathered only when their block is asked for: what a block needs stays in the processor's cache, and a batch needs no
+Rows from the cache are gathered only when their block is asked for. What a block needs stays in the processor's cache, and a batch needs no
 second copy of all its records.
 """
 

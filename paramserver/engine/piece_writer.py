@@ -1,7 +1,7 @@
 """One piece of a batch on its way to storage: its rows are looked up, compared with the index, computed and written, or erased.
 
-A row that meets a conflict goes the same way again. What must not live here: what a row may become (`paramserver.model.transition`), which
-rows make a piece, what is done when storage does not take it, and when the index learns of it (`paramserver.engine.engine`).
+A row that meets a conflict goes the same way again. What must not live here: what a row may become (`paramserver.model.transition`). Nor
+which rows make a piece, what is done when storage does not take it, and when the index learns of it (`paramserver.engine.engine`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from .row_access import RowAccess, until_none_is_left
 from .storage_retry import CHANGED_BY_ANOTHER_WRITER
 from .write_behind import WriteBehind
 
-# Rows are computed in blocks of so many weights, so that what one step leaves is still in the processor's cache for the next; the
-# optimizers take blocks of the same size (measured there).
+# Rows are computed in blocks of so many weights: what one step leaves is still in the processor's cache for the next. The optimizers take
+# blocks of the same size (measured there).
 _BLOCK_WEIGHTS = 1 << 17
 
 Computed = Callable[[Sequence[PreparedRows]], None]

@@ -4,7 +4,7 @@ A row that the shard's cache holds already (a hot one) is changed there only. It
 and pinned, since the cache has its only copy. All dirty rows are written together when the oldest of them is so many batches or
 milliseconds old, and before anything that takes storage for the truth: an assign or erase, a saved image of the shard, a flush, the end.
 
-Nothing that was acknowledged hangs on it: every batch stands in the journal, and the image that a restart begins with is of a moment
+Nothing that was acknowledged hangs on it. Every batch stands in the journal, and the image that a restart begins with is of a moment
 without dirty rows. So what a replay finds in storage is a row as of some batch between the image and the crash, as after any other crash.
 
 What must not live here: which rows a batch changes, and how (`paramserver.engine.engine`). Apply thread only, but for `ask`, `owes`,

@@ -37,8 +37,8 @@ def hyper_by_table(parts: Iterable[ReceivedPart]) -> dict[str, Mapping[str, floa
 def n_mergeable(pushes: Sequence[Push]) -> int:
     """Return how many pushes from the first on may be applied as one batch in async mode: at least 1.
 
-    The order of pushes is kept: counting stops at the first push that shares a table with an earlier one under other run-time values, or
-    shares a table that reduces by "mean"; or with which the batch would be large, because each of its pushes waits for all of it.
+    The order of pushes is kept. Counting stops at the first push that shares a table with an earlier one under other run-time values, or a
+    table that reduces by "mean". It also stops where the batch would become large, because each of its pushes waits for all of it.
     """
     seen: dict[str, Mapping[str, float]] = {}
     size_bytes = 0

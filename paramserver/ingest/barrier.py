@@ -1,14 +1,14 @@
 """The barrier of sync mode: collects one push per live member and step, and hands out whole steps. Pure: the clock is passed in.
 
-Members take places by name, so a restarted trainer takes its own place again. Nothing is handed out before all places have been taken once;
-then a member that says goodbye is not waited for any more, and what it sent before still counts.
+Members take places by name, so a restarted trainer takes its own place again. Nothing is handed out before all places have been taken once.
+Then a member that says goodbye is not waited for any more, and what it sent before still counts.
 
-After a restart of the shard the places are free, so that a job may be started anew under other names; but when exactly the members that it
-had then are back, the job goes on without waiting for those who had left before (`Membership`).
+After a restart of the shard the places are free, so that a job may be started anew under other names. But when exactly the members that it
+had then are back, the job goes on (`Membership`). It does not wait for those who had left before.
 
 A member whose lease runs out (`TrainerLease`) stops the shard ("abort"), is waited for ("wait"), or is dropped ("drop"): steps go on
-without it. A trainer that is started again begins with the step that is due; what its predecessor sent for a step that is not whole is
-given up, so that a step has one push of each trainer.
+without it. A trainer that is started again begins with the step that is due. What its predecessor sent for a step that is not whole is
+given up: a step has one push of each trainer.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
 """Ingest: everything between "a message came in" and "the committer takes it", under one lock.
 
-It takes parts in order, bounds what waits (a stream that finds no room is simply not read any further: HTTP/2 flow control is the
-backpressure), hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What is
-decided is decided in pure code beside (sessions, barrier, aggregate); no I/O here.
+It takes parts in order and bounds what waits. (A stream that finds no room is simply not read any further: HTTP/2 flow control is the
+backpressure.) It hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What
+is decided is decided in pure code beside (sessions, barrier, aggregate); no I/O here.
 """
 
 import time

@@ -1,9 +1,9 @@
 """One trainer's place at the barrier: its pushes that wait, how its step numbers relate to the job's, and its lease. Pure.
 
-A trainer that is started again numbers its steps as `first_step` told it. Where the shard could not tell (it had been restarted itself),
-the number of the first step that the place takes part in settles how its numbers are read from then on.
+A trainer that is started again numbers its steps as `first_step` told it. Where the shard could not tell, because it had been restarted
+itself, the first step that the place takes part in settles it: by its number the others are read from then on.
 
-There is no heartbeat: the lease runs while the others of a step wait for this trainer, and begins anew with everything that is heard of it.
+There is no heartbeat. The lease runs while the others of a step wait for this trainer, and begins anew with everything that is heard of it.
 Whose earlier push has no outcome yet may be waiting for just that, so it cannot be late.
 """
 

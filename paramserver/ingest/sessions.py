@@ -1,7 +1,7 @@
 """Sessions: which incarnation of each trainer is in force, and which of its parts this shard has taken. Pure; ingest locks.
 
 Shard 0 issues incarnations, one counter for the whole cluster, so that they order trainers; the other shards take over higher ones. Parts
-of one session are numbered 1, 2, 3, …: the next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
+of one session are numbered 1, 2, 3, …. The next one is taken, an earlier one is a duplicate and gets its first answer, a later one is a
 gap.
 """
 

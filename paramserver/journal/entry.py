@@ -3,10 +3,10 @@
     header size u32 | msgpack header | zeros up to a multiple of 8 | arrays of each table
     arrays: ids '<u8' [n] | rows '<f4' [n, dim] | zeros up to a multiple of 8
 
-The header of a batch is [format, "batch", version, kind, steps, watermarks, tables], where a watermark is [trainer, incarnation, sequence]
-and a table [key, schema, n, dim, hyper]; of a session it is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
-that they can be used where they were read. The framing of `segment` has a checksum; even so decoding trusts nothing: small limits on
-every container, every type and length checked before anything is allocated for it.
+The header of a batch is [format, "batch", version, kind, steps, watermarks, tables]. A watermark is [trainer, incarnation, sequence], a
+table [key, schema, n, dim, hyper]. The header of a session is [format, "session", trainer, incarnation]. Arrays lie at multiples of 8, so
+that they can be used where they were read. The framing of `segment` has a checksum. Even so decoding trusts nothing: small limits on every
+container, every type and length checked before anything is allocated for it.
 """
 
 import struct

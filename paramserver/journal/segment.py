@@ -4,8 +4,8 @@
     entry header, 40 bytes:   magic 8 | payload size u64 | durable u64 | xxh3-64 of the payload u64 | check u64
     payload
 
-* A segment says where the one before it ended. So what lies behind that end (a torn entry, or one whose sync failed and which was written
-  again) is never read, and a segment that was cut short, or is missing, is noticed.
+* A segment says where the one before it ended. So what lies behind that end is never read: a torn entry, or one whose sync failed and which
+  was written again. A segment that was cut short, or is missing, is noticed.
 * The check of an entry header depends on the segment's nonce and on the offset: no payload, and no older file's bytes, can pass for one.
 * `durable` is the offset up to which the segment was known durable when the entry was written. The last segment of a writer may end in an
   entry that is not whole. When an entry behind it says that those bytes had been durable, they were damaged later; when none does, they are

@@ -1,12 +1,12 @@
 """The journal of one shard: entries are appended, committed in groups, read back in order, and discarded once a snapshot holds them.
 
-Each process begins a segment of its own, whose header fixes where its predecessor's last one ended: what an older process that is still
+Each process begins a segment of its own, whose header fixes where its predecessor's last one ended. What an older process that is still
 alive writes there later is never read. Only committed entries are ever yielded. What is in a file is in `segment`; what an entry means, in
 `entry`; nothing of either is here.
 
-A failed sync leaves unknown which bytes reached the disk, and asking again would report success without writing them (Rebello et al.,
-"Can applications recover from fsync failures?", USENIX ATC 2020). So the segment is given up where it was last known durable, and what
-was appended since is written to a new one before `commit` returns.
+A failed sync leaves unknown which bytes reached the disk, and asking again would report success without writing them. (Rebello et al., "Can
+applications recover from fsync failures?", USENIX ATC 2020.) So the segment is given up where it was last known durable, and what was
+appended since is written to a new one before `commit` returns.
 """
 
 import os
@@ -144,7 +144,7 @@ class Journal:
     def discard_before(self, position: Position) -> None:
         """Delete the segments before the one that `position` names; that one stays, and so does the current one.
 
-        It stays even when the position is its end: whoever comes back with this position is to find its segment, and can tell by it that
+        It stays even when the position is its end. Whoever comes back with this position is to find its segment, and can tell by it that
         nothing is missing. A position that a failed sync has moved to a later segment is safe too: it still names the earlier one.
 
         Raises:

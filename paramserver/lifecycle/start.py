@@ -1,5 +1,5 @@
-"""The start of a shard, step by step: join the cluster, claim the shard (older processes are fenced then), open the journal, replay what
-the saved state lacks, load what was decided, serve.
+"""The start of a shard, step by step: join the cluster, claim the shard, open the journal, replay its end, load what was decided, serve.
+Claiming fences older processes.
 """
 
 import logging

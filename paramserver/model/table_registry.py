@@ -1,7 +1,7 @@
 """The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
 
 The copy is written to every node before a creation is answered; its form is `kvemb.coordination.registry_format`. The highest serial is the
-truth, so a write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in
+truth. So a write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in
 its data folder too: when all nodes have lost theirs, the shards must still know what to restore.
 """
 

@@ -2,9 +2,9 @@
 
 Only the apply thread changes a table; other threads count and list. So the apply thread's own reads of the index need no lock.
 
-A batch needs the places of its rows in the index up to three times: to tell how stale its push was, to compare storage with the index, and
-to set the new versions when all is stored. Who asks with `keep` has them kept until then, so that all three are one look-up where the ids
-are one and the same array: those of a push that was not merged with others.
+A batch needs the places of its rows in the index up to three times. It tells how stale its push was, compares storage with the index, and
+sets the new versions when all is stored. Who asks with `keep` has them kept until then, so that all three are one look-up where the ids are
+one and the same array: those of a push that was not merged with others.
 """
 
 import threading

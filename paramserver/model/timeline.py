@@ -1,8 +1,8 @@
 """Which versions this shard can have written by what its journal says. A row at any other version proves that batches are missing. Pure.
 
 Batches are numbered on from epoch to epoch, and each is in the journal before any row of it is written. So when a process has read the
-journal to its end, at batch k, no row can have a higher number from an epoch before its own; and no row that exists can be newer than the
-index knows it. What is older, or missing, is no such proof: storage loses rows, and the journal brings them back.
+journal to its end, at batch k, no row can have a higher number from an earlier epoch. No row that exists can be newer than the index knows
+it. What is older, or missing, is no such proof: storage loses rows, and the journal brings them back.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """From the records that were read to the records to write, for one table of a batch. Pure: this decides what a row may become.
 
-A found row must have the version that the index holds, or this very batch's version, which means that an earlier try of the batch wrote it
-already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
+A found row must have the version that the index holds, or this very batch's version. The latter means that an earlier try of the batch
+wrote it already. Everything else is a lost or foreign row, and nothing is written over it: an apply on top would hide the loss for ever.
 
 In a replay a row may also have the version of a later batch of the journal: the process that crashed had come further. And a row that a
 later batch of the journal erases is left alone until then: it may be gone already, and nothing of it will be left in any case.

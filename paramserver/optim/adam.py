@@ -19,10 +19,10 @@ def adam_kernel(spec: OptimizerSpec) -> Kernel:
         u <- v, or max(u, v)                        with amsgrad
         W <- W - lr * sqrt(c2) / c1 * m / (sqrt(u) + eps')        c1 = 1 - beta1^step, c2 = 1 - beta2^step
 
-    The references differ in eps, and each is followed: eps' = eps in SparseAdam (the "epsilon hat" of the paper's
-    section 2), and eps' = eps * sqrt(c2) in torch.optim.Adam and AdamW.
+    The references differ in eps, and each is followed. SparseAdam has eps' = eps (the "epsilon hat" of the paper's section 2),
+    torch.optim.Adam and AdamW have eps' = eps * sqrt(c2).
 
-    Slots: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, each [n, d].
+    State: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, each [n, d].
 
     Reference: Kingma, Ba 2015; Reddi, Kale, Kumar 2018; Loshchilov, Hutter 2019; torch.optim.SparseAdam for adam,
     torch.optim.Adam(amsgrad=True) for adam with amsgrad, torch.optim.AdamW for adamw.

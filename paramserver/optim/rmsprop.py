@@ -20,7 +20,7 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
 
     The max(., 0) is ours: for a gradient that hardly varies rounding makes v - a^2 negative, and torch's weights NaN.
 
-    Slots: square_avg, then grad_avg if centered, then momentum_buffer if there is momentum, each [n, d].
+    State: square_avg, then grad_avg if centered, then momentum_buffer if there is momentum, each [n, d].
 
     Reference: Hinton 2012 (lecture 6e); Graves 2013 for centered; torch.optim.RMSprop.
 

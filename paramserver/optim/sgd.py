@@ -15,7 +15,7 @@ def sgd_kernel(spec: OptimizerSpec) -> Kernel:
         g <- m, or g + momentum * m            with momentum; with nesterov
         W <- W - lr * g
 
-    Slots: momentum_buffer [n, d], 0 at first (torch starts it with the first gradient, which is the same).
+    State: momentum_buffer [n, d], 0 at first (torch starts it with the first gradient, which is the same).
 
     Reference: torch.optim.SGD with dampening=0; Sutskever et al. 2013.
 
@@ -46,7 +46,7 @@ def sgd_kernel(spec: OptimizerSpec) -> Kernel:
 
 
 def _add_scaled(target: Array, values: Array, factor: float | Array) -> None:
-    """Add factor * values to `target`, rounded once, as torch does: it multiplies and adds in one where its processor can (all that have
+    """Add factor * values to `target`, rounded once, as torch does. It multiplies and adds in one where its processor can (all that have
     AVX2, and ARM's). A product of two float32 is exact in float64; the sum is rounded there, far below the last bit of a float32.
     """
     scale = np.asarray(factor, np.float32).astype(np.float64)

@@ -2,9 +2,9 @@
 
 The maths is in the kernels beside this file.
 
-A kernel gets one block of rows in contiguous arrays that belong to it, and changes them in place; so the maths needs
-few temporaries and none of it can reach the caller's arrays. Rows do not know each other: a row's result has the same
-bits whichever rows lie beside it, which journal replay relies on when it skips rows that are already written.
+A kernel gets one block of rows in contiguous arrays that belong to it, and changes them in place. So the maths needs few temporaries and
+none of it can reach the caller's arrays. Rows do not know each other: a row's result has the same bits whichever rows lie beside it.
+Journal replay relies on that when it skips rows that are already written.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,10 +48,9 @@ class Kernel:
         self.step(weights, state, grads, {**hyper, **self.factors(hyper, step)})
 
 
-# Values of one array in a block: 512 KiB each, 8192 rows of dim 16. Measured on 40,000 rows, 1 MiB of L2 cache a core:
-# without blocks adam and ftrl take 3.1 to 3.3 times as long at dim 16, 2.0 to 2.4 times at dim 64, sgd and
-# rowwise_adagrad about the same; with blocks of an eighth of this size all take 1.2 to 1.7 times as long, since NumPy's
-# fixed cost per call shows.
+# Values of one array in a block: 512 KiB each, 8192 rows of dim 16. Measured on 40,000 rows, 1 MiB of L2 cache a core. Without blocks adam
+# and ftrl take 3.1 to 3.3 times as long at dim 16, 2.0 to 2.4 times at dim 64; sgd and rowwise_adagrad take about the same. With blocks of
+# an eighth of this size all take 1.2 to 1.7 times as long, since NumPy's fixed cost per call shows.
 _BLOCK_VALUES = 1 << 17
 
 # Gradients are cut to this size first. A float32 squared overflows from 1.8e19 on, and one infinite second moment

@@ -1,6 +1,6 @@
 """Start-up, second half: are we the shard's one owner, and what did the last one leave?
 
-Who owns the shard is an epoch, raised at each start: first in the data folder (file `epoch`, which a zombie reads before it acknowledges
+Who owns the shard is an epoch, raised at each start. First in the data folder (file `epoch`, which a zombie reads before it acknowledges
 anything), then on every node, where stores read it before they write. The saved state (file `state`) is as of a position of the journal,
 which holds the rest; it is replaced as a whole, never used up.
 """

@@ -1,9 +1,9 @@
 """How far a shard had come, kept on the storage nodes: a journal that ends before it has lost batches.
 
 About once a second the shard notes the last batch that it has applied (`kvemb:reached:<shard>`, a few bytes on every node). A batch is
-applied only once it is in the journal. So whoever starts the shard, and finds less in the journal than the nodes were told, knows that its
-end is gone, or that the folder is an older copy. That is found before anything is changed: before the owner's epoch is raised, and before
-the journal gets another segment.
+applied only once it is in the journal. So whoever starts the shard may find less in the journal than the nodes were told. Then its end is
+gone, or the folder is an older copy. That is found before anything is changed: before the owner's epoch is raised, and before the journal
+gets another segment.
 
 The note is no promise: the nodes' newest copy counts, and one that is lost, old or damaged only proves less. Then rows tell
 (`paramserver.model.timeline`).

@@ -1,10 +1,10 @@
 """Watches the storage nodes: for rows they threw away by themselves, and for nodes that lost everything while nobody wrote to them. And
 whether the shard is still ours.
 
-Nodes that may evict are refused when they are connected, but settings can be changed while a server runs, and memcached can lose rows by
-moving slab pages without counting an eviction. A node that restarted empty is noticed by the next batch that touches it; a shard that has
+Nodes that may evict are refused when they are connected, but settings can be changed while a server runs. And memcached can lose rows by
+moving slab pages without counting an eviction. A node that restarted empty is noticed by the next batch that touches it. A shard that has
 no batch must notice too, because every shard has a part in the repair. In the same way a shard that another process has taken over is told
-by its next batch; one without batches would stay, hold its port and answer questions.
+by its next batch. One without batches would stay, hold its port and answer questions.
 """
 
 import logging
@@ -41,9 +41,9 @@ class NodeWatch:
         whole: called when every node has answered, and none is lost; may raise StorageError.
         still_ours: raises FencedError once another process owns the shard; asked before each look.
         fenced: told that another process has taken the shard over; the watch ends then.
-        interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made
-            every second, but no sooner than 50 times what the last one took, if all nodes answered; after 20 s at the latest. A glance
-            every second tells of nodes that were started again meanwhile.
+        interval_s: between two looks for evictions, or more where even one look at the markers takes long. The others are made every
+            second, but no sooner than 50 times what the last one took, if all nodes answered. After 20 s at the latest. A glance every
+            second tells of nodes that were started again meanwhile.
         clock: monotonic seconds.
     """
 

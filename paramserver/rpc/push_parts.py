@@ -206,8 +206,8 @@ class PushReceiver:
                 raise
             self._ingest.submit(part, tables, self._outbox.put, lambda: self._outbox.closed, prefetched)
         except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
-            # (Storage errors: of the look-up of a table that this shard has not met.)
-            # Not the part's fault: the call ends as UNAVAILABLE, and the trainer sends the part again over a new one.
+            # (Storage errors: of the look-up of a table that this shard has not met.) Not the part's fault. The call ends as UNAVAILABLE,
+            # and the trainer sends the part again over a new one.
             self.unavailable = str(error)
             self._outbox.refuse(None)
             return False

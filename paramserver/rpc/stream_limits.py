@@ -1,7 +1,7 @@
 """How many push streams a shard serves, and who leaves when another wants in. Each holds two threads; trainers open theirs anew at will.
 
-A stream that nothing goes through is ended after a while, and soon where its place is wanted: its trainer opens another one with its
-next push and hardly notices. What must not live here: what goes through a stream (`push_parts`).
+A stream that nothing goes through is ended after a while, and soon where its place is wanted. Its trainer opens another one with its next
+push and hardly notices. What must not live here: what goes through a stream (`push_parts`).
 """
 
 import threading

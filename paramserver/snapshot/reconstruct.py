@@ -5,7 +5,7 @@ result does not depend on the rows beside it, so only the rows asked for are com
 journal has beyond it is not applied yet. Apply thread only, since it reads the snapshot's files.
 
 One pass reads the whole journal, so as many rows are made in one pass as the memory given allows, of all tables at once. What the journal
-has for them is gathered and applied in rounds (`reconstruct_rounds`): a pass over a journal of small batches costs what its rows cost, not
+has for them is gathered and applied in rounds (`reconstruct_rounds`). A pass over a journal of small batches costs what its rows cost, not
 its batches.
 """
 
@@ -67,7 +67,7 @@ class Reconstructor:
         Args:
             wanted: of tables that are unique.
             or_newer: take a record of the snapshot that is newer than asked for as it is. While a journal is replayed, the snapshot may
-                have been taken behind the place that replay has reached; the batches up to the record's version then leave it alone.
+                have been taken behind the place that replay has reached. The batches up to the record's version then leave it alone.
 
         Returns:
             Of each table uint8 [n, record bytes].

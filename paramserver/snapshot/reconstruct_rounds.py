@@ -2,8 +2,8 @@
 
 A journal of small batches would otherwise cost NumPy's price per call for every table of every batch. Updates of one row follow each other;
 those of different rows do not know each other. So the n-th of the updates that wait for each row make one round, whichever batches they are
-from, and a round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The results have the bits
-that batch after batch gives.
+from. A round is one call of the optimizer, with the numbers of each row's batch (`Optimizer.update_mixed`). The results have the bits that
+batch after batch gives.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """A folder of runs, and the manifest that says which of them count. A file that no manifest names does not exist, whatever is in it.
 
-New runs are written under their final names, synced, and named in a new manifest, which replaces the old one by a rename: at every moment
+New runs are written under their final names, synced, and named in a new manifest. That replaces the old one by a rename: at every moment
 one whole snapshot is in force. What a crash leaves over is deleted at the next start. Not thread-safe: the apply thread's.
 
 A process that was shut out may wake up at any line here. It cannot replace the manifest any more, and its runs carry its epoch in their

@@ -1,6 +1,6 @@
 """Taking a local snapshot: the rows newer than the last one become a run of their own, a slice at a time, between batches.
 
-Training goes on meanwhile: a row may be newer in the snapshot than the cut, never older, and the journal's tail brings it to where it is.
+Training goes on meanwhile. A row may be newer in the snapshot than the cut, never older, and the journal's tail brings it to where it is.
 Call every step on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
 """
 

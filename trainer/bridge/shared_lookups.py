@@ -2,8 +2,8 @@
 
 What must not live here: modules (`table_module`), pushing (`sparse_optimizer`), and threads that pull ahead. Strategy, in this order:
 
-* Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by
-  one, until the next batch's are handed in or the next step.
+* Rows that were pulled for this batch before it was used are handed in (`install`) and serve lookups of the same ids, compared one by one.
+  They do until the next batch's are handed in or the next step.
 * Lookups made in one call are one pull.
 * Many models feed one tensor of ids to several tables (a weight and a vector per feature). Which tables are asked for the same ids one
   after another is seen in one step and used in the next: the first of them pulls rows for the others, too. Such rows serve until the

@@ -1,8 +1,8 @@
 """At which step of training rows and dense weights are: a state_dict says how far its rows were, and who loads one hears of a difference.
 
 What must not live here: bringing rows back (`row_checkpoints`). Strategy: a table counts its steps, in checkpoints, too (`Table.steps`).
-The state of a module over it holds that number. Where a state is loaded the two are compared, and once more at the first lookup, so that
-dense weights and rows may be loaded in any order; what still differs then is told.
+The state of a module over it holds that number. Where a state is loaded the two are compared, and once more at the first lookup. So dense
+weights and rows may be loaded in any order; what still differs then is told.
 """
 
 import logging

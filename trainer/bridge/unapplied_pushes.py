@@ -1,7 +1,7 @@
 """How many pushes of an async trainer may be on their way: those that are not applied yet, the oldest first.
 
-Shards that fall behind would otherwise let rows grow old without bound. The wait comes before the next push is handed over, so that a push
-that failed is told while the gradients at hand can still be kept. What must not live here: what a push is (`sparse_optimizer`).
+Shards that fall behind would otherwise let rows grow old without bound. The wait comes before the next push is handed over. So a push that
+failed is told while the gradients at hand can still be kept. What must not live here: what a push is (`sparse_optimizer`).
 """
 
 from collections import deque

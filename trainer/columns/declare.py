@@ -1,8 +1,8 @@
 """The functions that make feature columns, under TensorFlow's names, with TensorFlow's arguments and defaults.
 
 Everything that can be wrong with an argument is found here. Left out, since nothing here could honour them: of `numeric_column`
-default_value and dtype (they belong to parsing; results are float32), of embedding columns ckpt_to_load_from, tensor_name_in_ckpt,
-max_norm and trainable. What must not live here: what a column does (`column_kinds`).
+default_value and dtype (they belong to parsing; results are float32). Of embedding columns ckpt_to_load_from, tensor_name_in_ckpt, max_norm
+and trainable. What must not live here: what a column does (`column_kinds`).
 
 Source: tf.feature_column of TensorFlow 2.
 """

@@ -1,8 +1,8 @@
 """What a feature holds, whichever way it came: bags of values, one after another.
 
-Dense arrays and lists have missing values (-1 for integers, "" for text, as in TensorFlow), which are left out here; in jagged input
-nothing is missing. No loop over values; lists of Python objects are walked once, at the edge. What must not live here: what a value
-means (`column_kinds`), and any framework's tensors (its bridge hands over arrays).
+Dense arrays and lists have missing values (-1 for integers, "" for text, as in TensorFlow), which are left out here. In jagged input
+nothing is missing. No loop over values; lists of Python objects are walked once, at the edge. What must not live here: what a value means
+(`column_kinds`), and any framework's tensors (its bridge hands over arrays).
 """
 
 from collections.abc import Sequence

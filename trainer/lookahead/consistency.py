@@ -2,16 +2,15 @@
 
 What must not live here: threads, pipelines, and when a step happens; those call `pull`, `use`, `hold` and `released`.
 
-* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out: it may lack what is
+* `Stale`: as pulled. The pull of a batch begins at the earliest when the batch `capacity` before it is handed out. It may lack what is
   pushed for those `capacity` batches, pushes that are still on their way then, and what others do meanwhile.
-* `Bounded`: a pull notes beforehand how far each shard has come in storage (all of that is in its rows); when the batch is used, the
-  shards are asked again, and if one has applied more than k batches since, the rows are pulled anew.
+* `Bounded`: a pull notes beforehand how far each shard has come in storage (all of that is in its rows). When the batch is used, the shards
+  are asked again. If one has applied more than k batches since, the rows are pulled anew.
 * `Exact`, in sync jobs: rows change by steps, and by assign and erase. The connection counts what it does of that itself, for whatever
-  model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and
-  versions; with the release come back those that the step changed, and take the place of what was prefetched. Whatever of earlier changes a
-  pull has seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later.
-  So a release need not wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were
-  registered.
+  model: rows are exact if their pull began after the last of it. Those pulled before are registered with the step's push, ids and versions.
+  With the release come back those that the step changed, and take the place of what was prefetched. Whatever of earlier changes a pull has
+  seen, this mends it: versions are compared row by row. What other processes assign or erase is seen a step later. So a release need not
+  wait until storage has the step, and comes before. Rows whose pull began meanwhile are exact only once they were registered.
 
 `pull` is called in any thread, the others in the one that trains.
 """

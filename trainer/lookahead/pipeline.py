@@ -5,11 +5,11 @@ What must not live here: what is fetched (`work`), and how many threads and batc
 Who does what:
 
 * The caller's thread reads the loader, a batch for each batch that it asks for (two while the pipeline fills). A reader thread of ours
-  would save time only where the loader computes in Python, and that is where it hurts: it takes the interpreter's lock from the thread that
-  trains, whose every operation then waits for it (docs/adr/0015). A loader that has to work should have worker processes. Also, a
-  loader's processes are forked while no thread of ours is in the middle of something, and its signals and exceptions come up where they
-  always did. A loader and a model that draw from one global generator draw in another order than without reading ahead, and in one
-  that depends on the capacity: docs/async-lookup.md says how to be repeatable.
+  would save time only where the loader computes in Python, and that is where it hurts. It takes the interpreter's lock from the thread that
+  trains, whose every operation then waits for it (docs/adr/0015). A loader that has to work should have worker processes. Also, a loader's
+  processes are forked while no thread of ours is in the middle of something. Its signals and exceptions come up where they always did. A
+  loader and a model that draw from one global generator draw in another order than without reading ahead, and in one that depends on the
+  capacity: docs/async-lookup.md says how to be repeatable.
 * Threads, ours or the caller's executor, do the work of a batch each, several at a time.
 * Batches are handed out in order. At most `capacity` of them, done or being done, lie ahead of the one in use.
 
@@ -161,8 +161,8 @@ class Pipeline(Generic[B, R]):
         self._patience_s = _BRIEF_S
 
     def close(self) -> None:
-        """End the run: nothing more is begun, and what is being done is waited for; briefly after `hurry`, and if `next` was interrupted or
-        out of time. Idempotent.
+        """End the run: nothing more is begun, and what is being done is waited for. Briefly only after `hurry`, and if `next` was
+        interrupted or out of time. Idempotent.
         """
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()

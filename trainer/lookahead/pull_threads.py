@@ -3,8 +3,8 @@
 What must not live here: what a task does. Why not `concurrent.futures.ThreadPoolExecutor`: its number of threads is fixed, and "auto"
 changes it while training runs.
 
-The threads know the queue of tasks and nothing else, so that a pool that nobody refers to any more is collected, and its threads
-end; at the interpreter's exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
+The threads know the queue of tasks and nothing else. So a pool that nobody refers to any more is collected, and its threads end. At the
+interpreter's exit they are ended before it is taken down. Thread-safe; a fork's child has no threads and must not use it.
 """
 
 import threading

@@ -2,9 +2,9 @@
 
 What must not live here: threads, and what a framework makes of rows.
 
-Strategy: of all that a batch asks a table for, the unique ids are pulled once, all tables in one pull; then each lookup gets the rows of
-its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory
-have the same unique ids, which are found once.
+Strategy: of all that a batch asks a table for, the unique ids are pulled once, all tables in one pull. Then each lookup gets the rows of
+its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory have
+the same unique ids, which are found once.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Where did the step go? The report of a training run: times per step, what to turn, scalars for TensorBoard, a progress line.
 
-What must not live here: any framework (a writer is whatever has add_scalar, a loss whatever float() takes), and the measuring, which those
+What must not live here: any framework (a writer is whatever has add_scalar, a loss whatever float() takes). Nor the measuring, which those
 do that make the training thread wait (`trainer.report.step_times`). One thread: the one that trains.
 """
 

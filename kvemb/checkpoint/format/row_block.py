@@ -47,7 +47,7 @@ class RowBlock:
         return RowBlock(ids, record.versions(records), weights, state)
 
     def records(self, definition: TableDef, versions: NDArray[np.uint64] | int) -> NDArray[np.uint8]:
-        """Return the rows as records with these versions: uint8 [n, record bytes]. Slots that are not there are a new row's."""
+        """Return the rows as records with these versions: uint8 [n, record bytes]. State that is not there is a new row's."""
         state = new_state(definition, len(self)) if self.state is None else self.state
         return definition.record.encode(self.ids, versions, self.weights, state)
 

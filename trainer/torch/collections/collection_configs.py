@@ -1,7 +1,7 @@
 """The configs of a collection's tables: TorchRec's words, and how a table is trained.
 
 Not offered: init_fn (rows have an `initializer`, a pure function of their ids), data_type (here `dtype`, under kvemb's names),
-need_indices, and what TorchRec needs for placing tables on devices. What must not live here: lookups (`embedding_collections`).
+need_indices. Nor what TorchRec needs for placing tables on devices. What must not live here: lookups (`embedding_collections`).
 
 Source: torchrec.modules.embedding_configs (interface only).
 """

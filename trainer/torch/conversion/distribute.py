@@ -78,9 +78,9 @@ def distribute(
     made on the meta device: `with torch.device("meta"): nn.Embedding(10**9, 16)`.
 
     A table begins with the module's own weights. The trainer that makes it assigns them, while others wait until they are there.
-    Weights beyond 10 million rows or 1 GiB in all are not assigned: where they plainly are draws of one of `kvemb.init`, the table gets
-    that initializer. Where neither can be, as on the meta device, it asks for `carry_weights` or `initializer`. A table that exists
-    keeps its rows.
+    Weights beyond 10 million rows or 1 GiB in all are not assigned. Where they plainly are draws of one of `kvemb.init`, the table gets
+    that initializer. Where neither can be, as on the meta device, it asks for `carry_weights` or `initializer`. A table that exists keeps
+    its rows.
 
     Args:
         model: whose embeddings are replaced; modules that share a weight share the table.

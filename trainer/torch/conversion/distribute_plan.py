@@ -1,8 +1,8 @@
 """Which embeddings of a model become tables, which stay as they are, and which cannot be either: decided before anything changes.
 
-What must not live here: clusters, optimizers, the change itself. Strategy: an embedding of enough rows is replaced, or refused with
-all reasons at once; it is left behind only where that is said: too few rows, frozen, or asked for. A weight is one table, however many
-modules hold it, and whoever holds it must be an embedding that is replaced, too.
+What must not live here: clusters, optimizers, the change itself. Strategy: an embedding of enough rows is replaced, or refused with all
+reasons at once. It is left behind only where that is said: too few rows, frozen, or asked for. A weight is one table, however many modules
+hold it, and whoever holds it must be an embedding that is replaced, too.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -85,8 +85,8 @@ def make_plan(model: nn.Module, min_rows: int, names: Names | None = None, leave
         leave: paths of modules that stay.
 
     Raises:
-        InvalidInputError: the model is wrapped or has tables already, an embedding cannot be replaced (all reasons, with paths), a
-            name is taken twice or is none, `leave` or `names` name no embedding, or no embedding is left to replace.
+        InvalidInputError: the model is wrapped or has tables already, or an embedding cannot be replaced (all reasons, with paths). Also
+            where a name is taken twice or is none, `leave` or `names` name no embedding, or no embedding is left to replace.
     """
     _check_model(model)
     paths = _paths(model)

@@ -1,10 +1,10 @@
 """Which initializer a weight was drawn by: read off its values, where they are plainly those of one, else None.
 
-What must not live here: what follows from that (`first_rows`). Strategy: the mean, spread and bounds of all values name one
-candidate (a constant, uniform, normal); then every part of the weight must look like draws of it, and all parts together:
+What must not live here: what follows from that (`first_rows`). Strategy: the mean, spread and bounds of all values name one candidate (a
+constant, uniform, normal). Then every part of the weight must look like draws of it, and all parts together:
 
 * all values fall into bins of equal probability, compared as Kolmogorov and Smirnov do;
-* means and mean squares of blocks of rows, and of columns, stay within Z_MOST standard errors: training leaves traces in the rows of
+* means and mean squares of blocks of rows, and of columns, stay within Z_MOST standard errors. Training leaves traces in the rows of
   popular ids and in whole columns long before the histogram of all values shows them;
 * nothing lies farther out than a draw would.
 

@@ -1,9 +1,9 @@
 """The first rows of tables that were a model's weights: exactly one trainer of a job assigns them, the others wait until it has.
 
 What must not live here: which weights become tables, and modules. Strategy: who made the table assigns its rows, in ascending order,
-in chunks. Another trainer that finds the table sees that this is done by the last chunk, which comes into being last, though not in
-all shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that
-joins or starts again.
+in chunks. Another trainer that finds the table sees by the last chunk that this is done. That one comes into being last, though not in all
+shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that joins or
+starts again.
 """
 
 import time

@@ -35,7 +35,7 @@ _Rows = tuple[int, str, bytes]
 def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *, max_bytes: int = 2 << 30) -> nn.Module:
     """Copy a model with its rows in plain torch modules. The model is not changed.
 
-    What this process pushed is applied first. In an asynchronous job other trainers may go on: the rows of a copy are of about one time,
+    What this process pushed is applied first. In an asynchronous job other trainers may go on. The rows of a copy are of about one time,
     and those of a checkpoint of one cut (docs/checkpoints.md).
 
     Args:
@@ -53,8 +53,8 @@ def materialize(model: nn.Module, ids: Mapping[str, ArrayLike] | None = None, *,
         on a scheduler. The copy has None there.
 
     Raises:
-        InvalidInputError: too many bytes, a table without num_ids and without ids, names that are neither table nor path, a module of
-            another kind over tables, or one with a forward of its own.
+        InvalidInputError: too many bytes, a table without num_ids and without ids, or names that are neither table nor path. Also a module
+            of another kind over tables, or one with a forward of its own.
         StorageError: rows could not be read.
 
     Example:

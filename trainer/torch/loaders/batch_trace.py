@@ -2,10 +2,10 @@
 
 What must not live here: evaluating what was found (`expressions`).
 
-Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors: nothing is
+Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors. Nothing is
 wrapped, so the step computes what it always does. It remembers, by weak reference, which tensors were made from the batch, and how. When a
-lookup module is called, its arguments are looked up among those. A module whose ids come from elsewhere, or in a way that another batch
-would not repeat (random numbers, changes in place, a detour through Python numbers), is named with the reason.
+lookup module is called, its arguments are looked up among those. A module whose ids come from elsewhere is named with the reason. So is one
+whose ids come in a way that another batch would not repeat: random numbers, changes in place, a detour through Python numbers.
 
 What is found may be wrong all the same, e.g. where a loop branches on the data. Rows that are pulled ahead serve lookups of exactly their
 ids, so that costs time and nothing else.

@@ -2,8 +2,8 @@
 
 What must not live here: how they are found (`batch_trace`). Pure: evaluating changes nothing, and may happen in any thread.
 
-A node is a part of the batch (`Leaf`), what a torch function made of nodes and constants (`Call`), or one of several results of that
-(`Pick`). What is moved to a device is not moved here: ids are needed where the pull happens.
+A node is a part of the batch (`Leaf`), what a torch function made of nodes and constants (`Call`), or one of that call's results (`Pick`).
+What is moved to a device is not moved here: ids are needed where the pull happens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

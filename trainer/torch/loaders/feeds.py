@@ -65,8 +65,8 @@ def named_plan(model: nn.Module, features: Features) -> NamedPlan:
 
     Args:
         model: the model.
-        features: by the path of each module that is called: a key, attribute or index of the batch; a sequence of them; a function of the
-            batch that returns the module's only argument, or a tuple of its arguments; or None for a module whose rows shall be pulled
+        features: by the path of each module that is called: a key, attribute or index of the batch, or a sequence of them. Or a function of
+            the batch that returns the module's only argument, or a tuple of its arguments. Or None for a module whose rows shall be pulled
             when it is called.
 
     Raises:

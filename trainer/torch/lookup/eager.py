@@ -1,7 +1,7 @@
 """Lookups stay outside of what torch.compile compiles.
 
-What must not live here: lookups. They fetch rows over the network and count in unsigned 64-bit integers, which compilers of tensor
-programs cannot do; a compiled model runs them as they are, and is compiled before and behind them.
+What must not live here: lookups. They fetch rows over the network and count in unsigned 64-bit integers, which compilers of tensor programs
+cannot do. A compiled model runs them as they are, and is compiled before and behind them.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Lookups of a table that have a gradient and wait for a step, as torch's own functions find them.
 
 What must not live here: forward passes (`table_module`), what a step pushes (`pushed_gradients`), who meets the leaves (`parameter_walks`).
-Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be: gradients of
-one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients: among the
-parameters of the model, for torch.nn.utils.clip_grad_norm_ and what calls it, and in a group of the optimizer, for GradScaler and for
-trainers that clip what their optimizer has.
+Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be. Gradients of
+one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. Among the
+parameters of the model, for torch.nn.utils.clip_grad_norm_ and what calls it. In a group of the optimizer, for GradScaler and for trainers
+that clip what their optimizer has.
 """
 
 import logging
@@ -31,8 +31,8 @@ bounded.
 _MANY_PENDING = 100
 """Lookups of one module that wait, after which a log line asks whether anybody takes steps."""
 _MANY_DROPPED = 30
-"""Times in a row that gradients of a table were dropped, after which a log line asks the same: more often than GradScaler leaves steps out
-until its scale fits, and than LBFGS evaluates a closure by default.
+"""Times in a row that gradients of a table were dropped, after which a log line asks the same. It is more often than GradScaler leaves
+steps out until its scale fits, and than LBFGS evaluates a closure by default.
 """
 KEEP = "Make the optimizer first, and keep it: one that is made after distribute pushes nothing"
 _STEPS = "the optimizer that was given to distribute, or of a SparseOptimizer made from this model"

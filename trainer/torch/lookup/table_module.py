@@ -4,10 +4,10 @@ there.
 What must not live here: how rows are combined (`embedding`), what waits for a step (`pending_lookups`), when it is pushed
 (`sparse_optimizer`).
 
-Strategy: the rows pulled become a leaf [n, dim] that requires a gradient, and torch's own functions index into it, so
-forward and backward are torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the
-leaf's hook): a forward pass whose loss is thrown away leaves nothing behind. Backward hands the lookup to its
-`PendingLookups`, where the optimizer finds it, and `parameters()` until the step. One thread per model.
+Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch's own functions index into it, so forward and backward are
+torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the leaf's hook). A forward pass whose loss is
+thrown away leaves nothing behind. Backward hands the lookup to its `PendingLookups`, where the optimizer finds it, and `parameters()` until
+the step. One thread per model.
 """
 
 import json

@@ -87,9 +87,9 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
 
         Args:
             features: by name, each with b examples. Of an embedding column's feature: a tensor or array of integers or text, [b] or [b, l],
-                where -1 and "" are missing; lists of b values, or of b lists of any length; or a jagged feature (`values()`, `lengths()`;
-                JaggedTensor here and in TorchRec), where nothing is missing. Of a numeric column's: numbers [b] or [b, *shape].
-                Features that no column reads may be there.
+                where -1 and "" are missing. Or lists of b values, or of b lists of any length. Or a jagged feature (`values()`,
+                `lengths()`; JaggedTensor here and in TorchRec), where nothing is missing. Of a numeric column's: numbers [b] or [b,
+                *shape]. Features that no column reads may be there.
 
         Returns:
             float32 [b, width], on the device of the features' tensors.

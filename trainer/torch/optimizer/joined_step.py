@@ -8,8 +8,8 @@ optimizer, so that whatever calls its step finds the push there: a scheduler's p
   drops them. They leave with the push, so the dense step never sees one; to state_dict they are not shown.
 * Run-time values are read from that group at every step, so schedulers work.
 * Copies and pickles of an optimizer come without its hooks, so they are refused; a plain copy of a model that holds one has None there.
-* In a sync job every trainer has to take part in every step. GradScaler leaves step() out after an overflow, unless the optimizer
-  says that it handles scaled gradients; so it is made to say so, and the dense part does here what GradScaler would have done.
+* In a sync job every trainer has to take part in every step. GradScaler leaves step() out after an overflow, unless the optimizer says that
+  it handles scaled gradients. So it is made to say so, and the dense part does here what GradScaler would have done.
 """
 
 from collections.abc import Callable, Mapping

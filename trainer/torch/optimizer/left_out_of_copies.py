@@ -1,7 +1,7 @@
 """What a plain copy of a model leaves out: optimizers that push, wherever the model holds them. In any other copy they refuse.
 
 What must not live here: the copy (`materialize`), what an optimizer says when it refuses. Strategy: `copy` hands one memo to all that is
-copied, so a mark in it reaches optimizers in lists, on schedulers and on other objects; nothing needs to be searched.
+copied. A mark in it reaches optimizers in lists, on schedulers and on other objects; nothing needs to be searched.
 """
 
 from typing import Any

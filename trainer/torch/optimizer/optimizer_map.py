@@ -2,9 +2,9 @@
 
 What must not live here: models, tables, steps. Pure; nothing of a group is changed.
 
-Strategy: one table of rules, by exact class (a subclass may compute anything). What the parameter servers cannot do is refused by
-name, never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a
-decay of 0; Adam's own weight_decay, RMSprop's and Adagrad's are part of the gradient: the transform "l2".
+Strategy: one table of rules, by exact class (a subclass may compute anything). What the parameter servers cannot do is refused by name,
+never left out. torch.optim.Adam and AdamW differ from SparseAdam in where eps stands: both are kvemb's "adamw", Adam with a decay of 0. The
+weight_decay of Adam itself, of RMSprop and of Adagrad is part of the gradient: the transform "l2".
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Optimizers that step where the one that pushes does not: found out at their second step.
 
 What must not live here: pushing (`joined_step`), what waits (`pending_lookups`). Strategy: libraries make an optimizer of their own of
-model.parameters(), and the one that was given to distribute is never called again; rows then stand still without a word. Torch tells of
-every optimizer's step. One that has weights of the joined optimizer, while gradients of rows wait, is remembered; if it steps again after
+model.parameters(), and the one that was given to distribute is never called again. Rows then stand still without a word. Torch tells of
+every optimizer's step. One that has weights of the joined optimizer, while gradients of rows wait, is remembered. If it steps again after
 another backward, and the joined one has not stepped in between, nobody pushes. Once is no proof: wrappers step before the optimizer inside
 of them does, and two optimizers may share weights.
 """

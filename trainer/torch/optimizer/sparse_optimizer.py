@@ -1,9 +1,8 @@
 """SparseOptimizer: a torch.optim.Optimizer whose step is one push of all tables' gradients to the parameter servers.
 
-What must not live here: update rules (the parameter servers apply them) and lookups (`table_module`). A group per table holds
-the run-time values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them;
-`group["params"]` holds the leaves that wait for a step, so that GradScaler sees their gradients. Use it from one
-thread; it does not survive fork().
+What must not live here: update rules (the parameter servers apply them) and lookups (`table_module`). A group per table holds the run-time
+values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them. `group["params"]` holds the leaves
+that wait for a step, so that GradScaler sees their gradients. Use it from one thread; it does not survive fork().
 """
 
 import time
@@ -102,10 +101,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients of all backward passes since the last step, all tables in one push.
 
-        The gradients are used up. In a sync job the call returns after the step was applied. Where the next batch's rows were pulled
-        ahead as "exact", it returns earlier: when the step is computed and on its way to storage, for which this connection's pulls
-        wait. A trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async job the
-        call returns once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
+        The gradients are used up. In a sync job the call returns after the step was applied. Where the next batch's rows were pulled ahead
+        as "exact", it returns earlier. The step is then computed and on its way to storage, for which this connection's pulls wait. A
+        trainer without gradients takes part with empty tables, one whose gradients overflowed with none. In an async job the call returns
+        once the push was handed over, and pushes nothing if there are no gradients; see `last_ack`.
 
         Args:
             closure: evaluates the model again and returns the loss.
