@@ -45,7 +45,7 @@ _LOOPBACK_NAME = "localhost"
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """The storage section.
+    """The section `storage` of kvemb.yaml, checked.
 
     Args:
         kind: "memcached", "redis", "valkey", "redis-cluster", or the name of a registered store.
@@ -70,7 +70,7 @@ class StorageConfig:
 
 @dataclass(frozen=True)
 class ServersConfig:
-    """The parameter_servers section.
+    """The section `parameter_servers` of kvemb.yaml, checked.
 
     Args:
         shards: "host:port" of every shard, in order; their number is part of the cluster's definition.

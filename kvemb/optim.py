@@ -39,6 +39,8 @@ class StateField:
 
 @dataclass(frozen=True)
 class _OptimizerKind:
+    """What one kind of optimizer takes and keeps: run-time values, state beside each row, options."""
+
     values: Mapping[str, Value]  # run-time
     state_fields: tuple[StateField, ...]
     flags: tuple[str, ...] = ()  # options, false unless given

@@ -29,7 +29,7 @@ LoadProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LoadResult:
-    """A finished load."""
+    """What a finished load has loaded: from where, the checkpoint's manifest, how many rows, in how long."""
 
     url: str
     manifest: CheckpointManifest

@@ -18,7 +18,7 @@ META_NAME = "kvemb:load"
 
 @dataclass(frozen=True)
 class Decision:
-    """A load that was decided.
+    """The decision to load one checkpoint into the whole cluster; from here on every shard will.
 
     Args:
         serial: rises with every decision.

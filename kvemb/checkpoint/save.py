@@ -32,7 +32,7 @@ SaveProgress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A finished save."""
+    """What a finished save has written: where, its manifest, and how long it took."""
 
     url: str
     manifest: CheckpointManifest

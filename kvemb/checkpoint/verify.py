@@ -69,6 +69,8 @@ def verify_chain(chain: Chain, progress: VerifyProgress | None = None) -> Verify
 
 
 class _Counter:
+    """Counts the bytes that several threads have checked, and tells a progress callback. Thread-safe."""
+
     def __init__(self, total: int, progress: VerifyProgress | None) -> None:
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
 

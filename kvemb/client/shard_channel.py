@@ -44,7 +44,7 @@ M = TypeVar("M", bound=Message)
 
 
 class PendingCall:
-    """A unary call under way."""
+    """A unary call to a shard under way: gRPC's future, to be waited for, or called again where that is safe."""
 
     def __init__(self, channel: "ShardChannel", method: str, request: bytes, deadline: Deadline) -> None:
         self._channel, self._method, self._request, self._deadline = channel, method, request, deadline

@@ -19,7 +19,7 @@ from kvemb.net.deadline import Deadline
 
 
 class ReleasableAck(Protocol):
-    """What is needed of an ack."""
+    """What the counter needs of a push's ack: whether it was released, and whether it was settled."""
 
     @property
     def released(self) -> bool:

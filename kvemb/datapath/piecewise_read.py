@@ -24,7 +24,7 @@ _ROW_BYTES = 64  # of a row beside what is read of its record: its request, and 
 
 @dataclass(frozen=True)
 class ReadTimeout:
-    """How long a read may take.
+    """How long a read of any size may take, as a whole or for each piece.
 
     Args:
         deadline: of all of it; or, with `renewed`, of its first piece.

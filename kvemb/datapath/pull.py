@@ -40,7 +40,7 @@ class PullRequest:
 
 @dataclass(frozen=True, eq=False)
 class Pulled:
-    """What a pull found.
+    """The rows of one table that a pull returns, with their versions if those were asked for.
 
     Args:
         rows: float32 [*shape, dim].

@@ -29,7 +29,7 @@ class TrainerError(KvembError):
 
 
 class Trainers:
-    """T trainer processes; a context manager.
+    """The demo's trainer processes, started together and ended together; a context manager.
 
     Args:
         config: kvemb.yaml or its URL.

@@ -27,7 +27,7 @@ APPLY_TIMEOUT_S = 60.0
 
 
 class Rows(Protocol):
-    """Where the rows are."""
+    """Where the demo's training takes rows from, and brings gradients to."""
 
     def pull(self, batch: Mapping[str, NDArray[np.int64]]) -> Mapping[str, NDArray[np.float32]]:
         """Fetch rows: per table, unique ids int64 [n] to rows float32 [n, d] in the same order."""

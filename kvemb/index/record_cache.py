@@ -31,7 +31,7 @@ class CacheBudget:
 
 
 class RecordCache:
-    """Records of one table.
+    """Keeps records of one table that were written lately, found by id, while the shared budget lasts.
 
     Args:
         record_bytes: of this table.

@@ -58,7 +58,7 @@ class IndexLookup:
 
 
 class RowIndex:
-    """Maps ids to versions.
+    """Maps the ids of one table to versions (or other numbers of 64 bits), for batches of ids at a time.
 
     One class: all its methods read or change the same arrays, which must fit each other between any two calls.
 

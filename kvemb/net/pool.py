@@ -34,7 +34,7 @@ class Doubts:
 
 
 class LinkPool:
-    """Lends links. Thread-safe.
+    """Lends checked connections to nodes, each to one batch at a time. Thread-safe.
 
     Args:
         connect: opens and checks a link to an address.

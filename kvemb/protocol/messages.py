@@ -49,7 +49,7 @@ class HelloReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class PushPart(Message):
-    """One shard's part of a push.
+    """What one push has for one shard, or a piece of that where it is large.
 
     Args:
         trainer, incarnation, sequence: identity of the part at this shard; sequences are 1, 2, 3, … without gaps.

@@ -36,7 +36,7 @@ _BELOW_MINUS_2: Final = 0.022750131948179207  # Phi(-2), the mass cut off on eac
 
 @dataclass(frozen=True)
 class Distribution:
-    """What is drawn from.
+    """A distribution that first values are drawn from, shifted and scaled, in a storage dtype.
 
     Args:
         family: "uniform" (between 0 and 1), "normal" (of mean 0 and std 1) or "truncated_normal" (that, cut at 2).

@@ -57,6 +57,8 @@ def refuse_unknown(where: str, given: Iterable[object], known: Iterable[str]) ->
 
 @dataclass(frozen=True)
 class _TransformKind:
+    """What one kind of gradient transform takes: its parameter, and under which name pushes may change it."""
+
     param: str  # its name in the constructor and in YAML
     runtime: str  # its name among a table's run-time values, where it stands beside the optimizer's own
     value: Value

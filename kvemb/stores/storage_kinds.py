@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StorageKind(NamedTuple):
-    """One kind of this distribution.
+    """One kind of storage that this distribution brings: its store's class, and its server's program.
 
     Args:
         store: "module:Class" of its store.

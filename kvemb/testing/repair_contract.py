@@ -102,7 +102,7 @@ def _interrupted(reply: FixedSizeValuesReply, data: NDArray[np.uint8]) -> int:
 
 
 class RepairContract(StoreContract):
-    """Every store passes these."""
+    """The tests of repair that every store which can be repaired passes, after those of `StoreContract`."""
 
     @pytest.fixture
     def trainer(self, nodes: Nodes, store: Store) -> Iterator[Store]:

@@ -59,7 +59,7 @@ __all__ = [
 
 
 class StoreContract(RowsContract, ConflictContract, NodeContract, SharedUseContract):
-    """Every store passes these."""
+    """The tests that every store passes: rows, conflicts, nodes and shared use."""
 
 
 class PagedStoreContract(StoreContract):

@@ -25,7 +25,7 @@ class UnexpectedValueError(Exception):
 
 
 class ReplyReader(ABC):
-    """Reads the reply to one request.
+    """Reads the reply to one request, from bytes that come in pieces of any size.
 
     A subclass says in `take` what lies at the start of the bytes. There are three answers, whatever the reply: something whole was taken,
     more bytes are needed, or an error is raised. `feed` is the one loop around it.

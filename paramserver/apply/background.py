@@ -67,7 +67,7 @@ class BackgroundTicket:
 
 @dataclass(eq=False, kw_only=True)
 class RepairTicket(BackgroundTicket):
-    """A repair of nodes.
+    """A repair of nodes that somebody asked for, and waits for.
 
     Args:
         addresses: nodes to compare row by row although their markers may be in order.
@@ -86,7 +86,7 @@ class CompareTicket(BackgroundTicket):
 
 
 class BackgroundWork:
-    """One shard's. `step` is for the apply thread, the rest for any.
+    """The background work of one shard. `step` is for the apply thread, the rest for any thread.
 
     Args:
         repairer: restores rows.

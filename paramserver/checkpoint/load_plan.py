@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<8sI")
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """One load of one shard.
+    """What one load still has to do on one shard, as its folder holds it.
 
     Args:
         serial, load_id: of the decision.

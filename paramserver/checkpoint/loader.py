@@ -80,7 +80,7 @@ def check(url: str, save_id: str, registry: Registry) -> Chain:
 
 
 class Loader:
-    """Loads one shard's rows from checkpoints.
+    """Replaces one shard's rows by a checkpoint's, step by step, so that a crash at any step can be gone on from.
 
     Args:
         parts: of a shard that has recovered and does not serve yet.

@@ -42,7 +42,7 @@ log = logging.getLogger("paramserver")
 
 @dataclass(frozen=True, eq=False)
 class TableCut:
-    """One table at the cut.
+    """The rows of one table that existed at the cut of a save, with their versions.
 
     Args:
         definition, step: of the table.
@@ -59,7 +59,7 @@ class TableCut:
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What is to be saved where.
+    """What one shard was told to save: where to, on which base, with or without state.
 
     Args:
         save_id: 32 hex digits.

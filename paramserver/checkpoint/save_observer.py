@@ -15,7 +15,7 @@ Ids = NDArray[np.uint64]
 
 
 class SaveObserver:
-    """One shard's; the engine's `WriteObserver`.
+    """The `WriteObserver` of one shard: hands rows to the save under way before they change, and notes erased ids.
 
     Args:
         since: version as of which no erase is missing: that of the last batch before this process's first.

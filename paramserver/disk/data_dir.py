@@ -14,7 +14,7 @@ from .private_files import make_folder, opener, replace_privately, sweep
 
 
 class DataDir:
-    """The folder of one shard.
+    """The folder of one shard, locked as long as this process owns it.
 
     Args:
         root: the cluster's data_dir.

@@ -29,7 +29,7 @@ from .storage_retry import PASSING, until_stored
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """What a batch did.
+    """What the engine did with one batch.
 
     Args:
         k: its number.

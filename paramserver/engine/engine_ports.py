@@ -29,7 +29,7 @@ NO_OBSERVER = NoObserver()
 
 @dataclass(frozen=True)
 class EnginePorts:
-    """The engine's surroundings.
+    """What an engine works with beside storage and tables: repair, whoever observes writes, write-behind.
 
     Args:
         repair: brings back what storage has lost.

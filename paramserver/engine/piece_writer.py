@@ -65,7 +65,7 @@ class Change:
 
 
 class PieceWriter:
-    """Writes one shard's rows. One thread.
+    """Writes one piece of a batch after the other to storage, for one shard. One thread.
 
     Args:
         store: open.

@@ -73,7 +73,7 @@ class _Unwritten:
 
 
 class RowAccess:
-    """Rows of one shard. One thread.
+    """Reads rows of one shard to be judged by version, and writes or erases them under tokens. One thread.
 
     Args:
         store: open.

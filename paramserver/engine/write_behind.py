@@ -71,7 +71,7 @@ class _Dirty:
 
 
 class WriteBehind:
-    """The dirty rows of one shard.
+    """Rows of one shard that were applied and not written yet (dirty rows), and when they will be.
 
     Args:
         store: open.

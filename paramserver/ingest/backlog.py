@@ -9,7 +9,7 @@ from .work_queue import WorkQueue
 
 
 class Backlog:
-    """The backlog of one shard. Thread-safe.
+    """What one shard has accepted and storage does not have yet. Thread-safe.
 
     Args:
         state, pending, queue: ingest's.

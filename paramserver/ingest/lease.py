@@ -15,7 +15,7 @@ from ..model.batch import Push
 
 @dataclass(eq=False)
 class TrainerLease:
-    """One member.
+    """One member of a sync job at the barrier: its pushes that wait, and until when it is waited for.
 
     Args:
         incarnation: of the member.

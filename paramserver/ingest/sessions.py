@@ -20,7 +20,7 @@ MAX_NAME = 255
 
 @dataclass(eq=False)
 class Session:
-    """One trainer.
+    """One incarnation of a trainer: which of its parts were taken, which are journaled, and the answers given.
 
     Args:
         trainer: its name.
@@ -122,7 +122,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a shard.
+    """The sessions of all trainers that this shard knows. Not thread-safe: ingest locks.
 
     Args:
         issues: whether this shard issues incarnations (shard 0).

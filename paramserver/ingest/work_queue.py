@@ -10,7 +10,7 @@ from .barrier import Barrier
 
 
 class WorkQueue:
-    """The queue of a shard.
+    """Pushes and row changes in the order in which they were taken, until the committer takes them.
 
     Args:
         barrier: in sync mode; None takes pushes as they come.

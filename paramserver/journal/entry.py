@@ -48,7 +48,7 @@ class Watermark:
 
 @dataclass(frozen=True, eq=False)
 class BatchEntry:
-    """One batch k.
+    """A journal entry that holds batch k whole: what its replay needs.
 
     Args:
         version: (epoch, k) that the rows get. Replay uses it, so that stochastic rounding gives the same bits.

@@ -158,6 +158,8 @@ def damaged(where: str, offset: int, why: str) -> JournalDamagedError:
 
 @dataclass(frozen=True)
 class _EntryHeader:
+    """What an entry's header says: payload size and checksum, and up to where the segment was durable."""
+
     size: int
     durable: int
     checksum: int

@@ -22,7 +22,7 @@ Ids = NDArray[np.uint64]
 
 
 class TableState:
-    """One table on this shard.
+    """What a shard holds in memory of one table: index, cache of records, optimizer, step.
 
     Args:
         definition: the table.

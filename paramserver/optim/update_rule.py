@@ -33,7 +33,7 @@ Transform = Callable[[Array, Array, Factors], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """The maths of one optimizer.
+    """One optimizer's update of a block of rows, and the numbers it takes at a step.
 
     Args:
         step: what it does to rows.

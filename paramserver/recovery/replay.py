@@ -33,7 +33,7 @@ Find = Callable[[str, int], TableDef]
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a replay did.
+    """What a replay brought back, and how long it took.
 
     Args:
         batches, rows: replayed; rows that were stored already count too.

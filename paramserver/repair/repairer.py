@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Reconstruct(Protocol):
-    """Makes records anew (`paramserver.snapshot.Reconstructor.records`)."""
+    """The function that makes records anew from snapshot and journal (`paramserver.snapshot.Reconstructor.records`)."""
 
     def __call__(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
         """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
@@ -105,7 +105,7 @@ class _RowCallsInRepair:
 
 
 class Repairer:
-    """Restores rows of one shard.
+    """Restores rows of one shard that storage has lost, from cache, local snapshot and journal.
 
     Args:
         store: open.

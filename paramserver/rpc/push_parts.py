@@ -130,7 +130,7 @@ def _row_bytes(reply: PushReply) -> int:
 
 
 class PushReceiver:
-    """Serves one push stream.
+    """Reads the parts of one push stream, passes them on to ingest, and yields the replies.
 
     Args:
         ingest: of the shard.

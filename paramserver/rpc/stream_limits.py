@@ -27,7 +27,7 @@ class Stream(Protocol):
 
 
 class Streams:
-    """The streams of one shard. Thread-safe."""
+    """Which push streams a shard serves at the moment; the one that is idle for longest makes room. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ class WantedVersions:
 
 
 class Reconstructor:
-    """Makes records of one shard anew.
+    """Makes records of one shard's rows anew from its local snapshot and its journal.
 
     Args:
         runs: the local snapshot.

@@ -41,7 +41,7 @@ class _BatchEffect:
 
 
 class Rounds:
-    """Updates that wait, of one table.
+    """Gathers the updates that wait for rows of one table, and applies the n-th of every row in one call.
 
     Args:
         table: only its definition and optimizer are used.

@@ -48,7 +48,7 @@ class SnapshotRows:
 
 
 class Runs:
-    """The local snapshot of one shard.
+    """The local snapshot of one shard: its sorted runs, found by id, and the manifest that names them.
 
     Args:
         folder: made if it is not there.

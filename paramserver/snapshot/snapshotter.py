@@ -32,7 +32,7 @@ _SLICE_BYTES = 4 << 20
 
 @dataclass
 class SnapshotProgress:
-    """How far a snapshot is.
+    """How far a local snapshot is: rows and bytes written so far.
 
     Args:
         n_rows: rows written.

@@ -14,7 +14,7 @@ from .sorted_run import ROWS, Bytes, Ids, SortedRunEncoder
 
 
 class RunWriter:
-    """Writes one run; made by `Runs.begin`.
+    """Writes one sorted run, rows in ascending order of ids; made by `Runs.begin`.
 
     Args:
         path: of the file, which is not there yet.

@@ -70,7 +70,7 @@ class LookaheadPort(Protocol):
 
 
 class ClusterPort(Protocol):
-    """Several tables at once."""
+    """What a bridge needs of a cluster: pulls and pushes of several tables at once."""
 
     @property
     def mode(self) -> str:

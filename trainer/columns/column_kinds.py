@@ -27,7 +27,7 @@ COMBINERS = ("sum", "mean", "sqrtn")
 
 @dataclass(frozen=True)
 class NumericColumn:
-    """Make one with `numeric_column`."""
+    """Numbers that go into the model as they are, or normalized; made by `numeric_column`."""
 
     key: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class NumericColumn:
 
 @dataclass(frozen=True)
 class IdentityColumn:
-    """Make one with `categorical_column_with_identity`."""
+    """Integers in [0, num_buckets) that are ids themselves; made by `categorical_column_with_identity`."""
 
     key: str
     num_buckets: int
@@ -76,7 +76,7 @@ class IdentityColumn:
 
 @dataclass(frozen=True)
 class HashedColumn:
-    """Make one with `categorical_column_with_hash_bucket`."""
+    """Values that are hashed to buckets; made by `categorical_column_with_hash_bucket`."""
 
     key: str
     num_buckets: int
@@ -96,7 +96,7 @@ class HashedColumn:
 
 @dataclass(frozen=True)
 class VocabularyColumn:
-    """Make one with `categorical_column_with_vocabulary_list`."""
+    """Values whose place in a list is their id; made by `categorical_column_with_vocabulary_list`."""
 
     key: str
     vocabulary: tuple[Any, ...]
@@ -151,7 +151,7 @@ class VocabularyColumn:
 
 @dataclass(frozen=True)
 class BucketizedColumn:
-    """Make one with `bucketized_column`."""
+    """Numbers whose interval between boundaries is their id; made by `bucketized_column`."""
 
     source: NumericColumn
     boundaries: tuple[float, ...]
@@ -184,7 +184,7 @@ class BucketizedColumn:
 
 @dataclass(frozen=True)
 class WeightedColumn:
-    """Make one with `weighted_categorical_column`."""
+    """A categorical column with a weight for each value; made by `weighted_categorical_column`."""
 
     source: "IdentityColumn | HashedColumn | VocabularyColumn"
     weight_key: str
@@ -214,7 +214,7 @@ CategoricalColumn = IdentityColumn | HashedColumn | VocabularyColumn | Bucketize
 
 @dataclass(frozen=True)
 class EmbeddingColumn:
-    """Make one with `embedding_column` or `shared_embedding_columns`."""
+    """A categorical column whose ids are rows of a table; made by `embedding_column` or `shared_embedding_columns`."""
 
     source: CategoricalColumn
     dimension: int

@@ -21,7 +21,7 @@ DENSE_MOST = 1 << 30
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """As `trainer.torch.DenseFeatures` takes them."""
+    """How columns' tables are trained and stored, as `trainer.torch.DenseFeatures` takes it; mappings are by column."""
 
     optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None
     reduce: str

@@ -25,7 +25,7 @@ _START_THREADS = 2
 
 @dataclass
 class Averages:
-    """Seconds per batch, and bytes."""
+    """Running means over the latest batches: seconds to read, to pull and to step, and bytes of rows."""
 
     read_s: float = 0.0
     pull_s: float = 0.0
@@ -46,7 +46,7 @@ class Averages:
 
 
 class Sizes:
-    """The two numbers in force.
+    """How many threads pull and how many batches lie ahead, as told or as measured.
 
     Args:
         threads_num: 1 to 8 threads, or "auto".

@@ -29,7 +29,7 @@ _NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 
 
 class AskedTable(Protocol):
-    """What is needed of a table."""
+    """What a lookup needs of a table: its name and its definition."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class AskedTable(Protocol):
 
 
 class Puller(Protocol):
-    """What is needed of a cluster."""
+    """What pulling ahead needs of a cluster: rows of several tables with their versions."""
 
     def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> Mapping[str, Pulled]:
         """Fetch rows and versions of several tables at once; see `Cluster.pull_versions`."""
@@ -88,7 +88,7 @@ def found_of(wanted: Unique, pulled: Pulled) -> LookupResult:
 
 
 class RowsAhead:
-    """All lookups of one batch.
+    """The rows of one batch, pulled before it is used: what each of its lookups gets.
 
     Args:
         asked: tables and the ids uint64 [m] that each lookup asks them for; they are copied, since the training loop may change its batch.

@@ -12,7 +12,7 @@ _KEPT = 64
 
 
 class StalenessAck(Protocol):
-    """What is needed of an ack."""
+    """What measuring staleness needs of a push's ack."""
 
     @property
     def staleness(self) -> Any:
@@ -22,7 +22,7 @@ class StalenessAck(Protocol):
 
 @dataclass(frozen=True)
 class MeanStaleness:
-    """Over all pushes that were measured.
+    """Means of staleness over all pushes that were measured.
 
     Args:
         changed_fraction: mean fraction of a push's rows that somebody changed between their pull and their apply.

@@ -203,7 +203,7 @@ class ClusterBatch(ABC):
 
 
 class ReadBatch(ClusterBatch):
-    """Rows to be read."""
+    """The rows of a batch that are still to be read, and the results as they come in."""
 
     def __init__(self, parts: Sequence[ReadPart]) -> None:
         super().__init__([part.keys for part in parts])
@@ -244,7 +244,7 @@ class ReadBatch(ClusterBatch):
 
 
 class WriteBatch(ClusterBatch):
-    """Records to be written."""
+    """The records of a batch that are still to be written, and which were stored."""
 
     def __init__(self, parts: Sequence[WritePart]) -> None:
         super().__init__([part.keys for part in parts])
@@ -261,7 +261,7 @@ class WriteBatch(ClusterBatch):
 
 
 class EraseBatch(ClusterBatch):
-    """Rows to be deleted."""
+    """The rows of a batch that are still to be deleted."""
 
     def __init__(self, parts: Sequence[WritePart]) -> None:
         super().__init__([part.keys for part in parts])

@@ -21,7 +21,7 @@ _PAUSE_S = 0.02  # between rounds while the cluster says "not now"
 
 
 class ClusterRounds:
-    """Runs batches.
+    """Runs batches of rows on a Redis Cluster, round by round, until no row is redirected any more.
 
     Args:
         topology: who holds which slot.

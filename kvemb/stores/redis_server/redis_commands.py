@@ -23,7 +23,7 @@ MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len's default
 
 @dataclass(frozen=True)
 class RedisAccess:
-    """How servers are reached.
+    """How Redis servers are reached: credentials, and what opens a connection.
 
     Args:
         config: the storage section, for its credentials.

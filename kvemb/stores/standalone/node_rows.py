@@ -24,7 +24,7 @@ _CONFLICT = 2  # of an erase; see `Codec.erase_steps`
 
 
 class NodeRows:
-    """Runs batches.
+    """Runs batches of rows over nodes under a map of ours, one exchange with all of them per batch.
 
     Args:
         links: to the nodes.

@@ -32,6 +32,8 @@ Value = int | bytes | ErrorLine | None | list["Value"]
 
 @dataclass(eq=False)
 class _Array:
+    """An array that is being read: how many of its items are still to come."""
+
     left: int
     items: list[Value] = field(default_factory=list)
 

@@ -23,7 +23,7 @@ POOLINGS = ("sum", "mean")
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """One table of a collection.
+    """One table of a collection: its name, its rows, the features that are looked up in it.
 
     Args:
         name: the table's.

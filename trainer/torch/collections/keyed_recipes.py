@@ -21,7 +21,7 @@ from .keyed_tensor import KeyedTensor
 
 
 class KeyedJagged(Protocol):
-    """Our KeyedJaggedTensor, or TorchRec's."""
+    """What a KeyedJaggedTensor offers, ours or TorchRec's: values and lengths by feature."""
 
     def keys(self) -> Sequence[str]:
         """The features' names."""
@@ -105,7 +105,7 @@ class KeyedRecipe:
 
 
 class BagRecipe(KeyedRecipe):
-    """Pool the rows of each bag.
+    """Pools the rows of each bag to one vector: what an EmbeddingBagCollection computes.
 
     Args:
         configs: one per table.
@@ -141,7 +141,7 @@ class BagRecipe(KeyedRecipe):
 
 
 class SequenceRecipe(KeyedRecipe):
-    """Give every value its row."""
+    """Gives every value its own row: what an EmbeddingCollection computes."""
 
     def run(self, features: KeyedJagged, look_up: LookUp) -> dict[str, JaggedTensor]:
         """Return per feature float32 [m, embedding_dim] in its own bags, with its weights if it has any."""

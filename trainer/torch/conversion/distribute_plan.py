@@ -32,7 +32,7 @@ _WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One weight that becomes a table.
+    """One weight of a model that becomes a table, and every place that leads to it.
 
     Args:
         table: its name.

@@ -25,7 +25,7 @@ _NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class AssignPort(Protocol):
-    """What is needed of a table."""
+    """What the transfer of weights needs of a table."""
 
     def assign(self, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         """Set rows."""

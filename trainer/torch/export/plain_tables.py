@@ -21,7 +21,7 @@ from .known_rows import KnownRows
 
 
 class PlainTables(nn.Module, Generic[RecipeT]):
-    """A recipe and its rows.
+    """A module that computes a recipe's result from rows that are its own parameters.
 
     Args:
         recipe: what is computed.
@@ -64,7 +64,7 @@ class PlainTables(nn.Module, Generic[RecipeT]):
 
 
 class PlainEmbeddingBagCollection(PlainTables[BagRecipe]):
-    """EmbeddingBagCollection with rows of its own."""
+    """An EmbeddingBagCollection whose rows are its own parameters."""
 
     def is_weighted(self) -> bool:
         """Whether features have weights."""
@@ -76,7 +76,7 @@ class PlainEmbeddingBagCollection(PlainTables[BagRecipe]):
 
 
 class PlainEmbeddingCollection(PlainTables[SequenceRecipe]):
-    """EmbeddingCollection with rows of its own."""
+    """An EmbeddingCollection whose rows are its own parameters."""
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs."""
@@ -84,7 +84,7 @@ class PlainEmbeddingCollection(PlainTables[SequenceRecipe]):
 
 
 class PlainDenseFeatures(PlainTables[ColumnRecipe]):
-    """DenseFeatures with rows of its own."""
+    """DenseFeatures whose rows are its own parameters."""
 
     @property
     def width(self) -> int:

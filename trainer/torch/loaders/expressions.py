@@ -24,7 +24,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.d
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A part of the batch."""
+    """An expression: a part of the batch, by its path."""
 
     path: tuple[Any, ...]
 
@@ -47,7 +47,7 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a function returns for arguments."""
+    """An expression: what a torch function returns for arguments that are expressions."""
 
     function: Callable[..., Any]
     arguments: Template
@@ -59,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Pick:
-    """One of several results of a call."""
+    """An expression: one of several results of a call."""
 
     call: Call
     index: int

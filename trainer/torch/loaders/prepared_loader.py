@@ -46,7 +46,7 @@ _MISSES = 16
 
 @dataclass(frozen=True)
 class Mode:
-    """A consistency and its k, checked."""
+    """A consistency ("stale", "bounded", "exact") and its bound k, checked."""
 
     consistency: str
     k: int | None
@@ -61,7 +61,7 @@ class Mode:
 
 
 class Prepared(LoaderRuns[Any]):
-    """A prepared loader; see `prepare`."""
+    """A loader whose batches come with their rows already pulled; made by `prepare`."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from .recipes import LookedUp, LookUp, exporting
 
 @dataclass(frozen=True, eq=False)
 class _TableIds:
-    """What one table is asked for.
+    """The ids that all columns of one table are looked up by, in one array.
 
     Args:
         ids: int64 [m]: bags of all its columns, one column after another; ascending where they were promised to be unique.

@@ -19,7 +19,7 @@ from ...columns.feature_bags import Bags, dense_bags, jagged_bags, list_bags
 
 
 class Jagged(Protocol):
-    """Our JaggedTensor, or TorchRec's."""
+    """What a jagged feature offers, our JaggedTensor or TorchRec's: values and lengths."""
 
     def values(self) -> Tensor:
         """All values, bag after bag: [m]."""
