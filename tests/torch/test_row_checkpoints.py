@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -320,3 +322,11 @@ def with_lightning(lightning: Any, model: nn.Module, optimizer: torch.optim.Opti
     trainer = lightning.Trainer(max_epochs=1, gradient_clip_val=0.01, accelerator="cpu", default_root_dir=folder, **quiet)
     trainer.fit(Module(), torch.utils.data.DataLoader(batches(6), batch_size=None))
     trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def test_the_bridge_imports_nothing_of_checkpoints_and_clusters_before_they_are_used() -> None:
+    absent = {"kvemb.checkpoint", "kvemb.cluster", "kvemb.stores", "grpc", "fsspec"}
+    script = f"import sys, trainer.torch; print(sorted({absent!r} & set(sys.modules)))"
+    root = Path(kvemb.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

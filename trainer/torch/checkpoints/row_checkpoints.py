@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from torch import distributed, nn
 
-from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.errors import CheckpointError, InvalidInputError, KvembError
 
 from ...bridge.step_mark import StepMark, saves_rows
@@ -91,6 +90,8 @@ class RowCheckpoints:
         return f"{self._url}/epoch-{epoch}-step-{step}"
 
     def _save(self, url: str, step: int) -> bool:
+        from kvemb.checkpoint.listing import list_checkpoints, prune  # many modules, which most jobs never need
+
         if any(one.name == url.rpartition("/")[2] and one.manifest is not None for one in list_checkpoints(self._url)):
             return False
         self._cluster.save(url, extra={"step": step})
