@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from kvemb.errors import KvembError, StorageError
 from kvemb.protocol.message_format import ChangedRowsBlock
@@ -11,7 +10,6 @@ from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import split_version
 
 from ..engine.engine import Engine
-from ..engine.repair_port import Pause
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
 from ..journal import START, Position
@@ -19,22 +17,13 @@ from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 from ..owned_thread import OwnedThread
+from .background import BackgroundWork
 from .changed_rows import ChangedRowsFinder
 from .committer import Committed, Handover
 from .returned_rows import OthersCount, returned_rows, weights_at_hand
 from .staleness import part_staleness
 
 log = logging.getLogger("paramserver")
-
-
-class Background(Protocol):
-    """What the apply thread does between batches; see `paramserver.apply.background`."""
-
-    def step(self, applied: Position, pause: Pause) -> bool:
-        """Do a bit of it, with storage and index at rest; return whether there is more at once."""
-
-    def due_in_s(self) -> float | None:
-        """When `step` has something to do although nobody asks; None: never."""
 
 
 class Applier:
@@ -61,7 +50,7 @@ class Applier:
         handover: Handover,
         *,
         finder: ChangedRowsFinder,
-        background: Background,
+        background: BackgroundWork,
         applied: Position = START,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:

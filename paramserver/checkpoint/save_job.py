@@ -110,11 +110,6 @@ class SaveJob:
         """Whether it has not come to an end."""
         return not self.error and self.fragment is None
 
-    @property
-    def n_kept(self) -> int:
-        """Records kept because their rows were written over."""
-        return sum(map(len, self._kept.values()))
-
     def keep(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that are about to be written over or erased; apply thread. Never raises: training goes on, the save fails."""
         if not self.running or definition.key not in self._kept:
@@ -141,7 +136,8 @@ class SaveJob:
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
             self.fragment = fragment
-            log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, time.monotonic() - begun, self.n_kept)
+            took_s, n_kept = time.monotonic() - begun, sum(map(len, self._kept.values()))
+            log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, took_s, n_kept)
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
         finally:

@@ -21,7 +21,7 @@ from ..model.timeline import Timeline
 from ..model.transition import Replay
 from .batch_boundary import BatchBoundary
 from .batch_pieces import Pace, cut, size_bytes
-from .engine_ports import ALONE, EnginePorts
+from .engine_ports import EnginePorts
 from .piece_writer import Change, Computed, PieceWriter
 from .repair_port import Pause
 from .storage_retry import PASSING, until_stored
@@ -49,29 +49,27 @@ class Engine:
     Args:
         store: open.
         tables: the shard's tables.
-        epoch: of this process's versions.
+        timeline: what is known of versions; their epoch is this process's.
         k: of the last batch applied.
         timeout_s: deadline of one storage call.
-        timeline: what is known of versions; unless given, only that of the epoch.
-        rows_applied: so far, all processes of the shard together.
         ports: what it asks and tells.
+        rows_applied: so far, all processes of the shard together.
     """
 
     def __init__(
         self,
         store: Store,
         tables: Tables,
+        timeline: Timeline,
         *,
-        epoch: int,
         k: int,
         timeout_s: float,
-        timeline: Timeline | None = None,
+        ports: EnginePorts,
         rows_applied: int = 0,
-        ports: EnginePorts = ALONE,
     ) -> None:
         self._tables, self._pace = tables, Pace(timeout_s)
-        self._writer = PieceWriter(store, tables, timeline or Timeline(epoch), timeout_s, ports)
-        self.epoch, self.k, self.rows_applied = epoch, k, rows_applied
+        self._writer = PieceWriter(store, tables, timeline, timeout_s, ports)
+        self.epoch, self.k, self.rows_applied = timeline.epoch, k, rows_applied
         self.batch_boundary = BatchBoundary()
         self._observer, self._repair, self.behind = ports.observer, ports.repair, ports.behind
 

@@ -1,30 +1,29 @@
 """What an engine asks and tells while it applies: everything around it that is there before it is."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.schema.table_def import TableDef
 
-from .repair_port import NO_REPAIR, RepairPort
+from .repair_port import RepairPort
 from .write_behind import WriteBehind
-from .write_observer import WriteObserver
 
 
-class NoObserver:
-    """Nobody wants to hear of writes."""
+class WriteObserver(Protocol):
+    """Who hears of rows before they change (a save that is under way; `paramserver.checkpoint.save_observer`), on the apply thread."""
 
-    wants_erased = False
+    @property
+    def wants_erased(self) -> bool:
+        """Whether the records of rows about to be erased are wanted too; they must be read for it."""
 
     def overwriting(self, definition: TableDef, ids: NDArray[np.uint64], versions: NDArray[np.uint64], records: NDArray[np.uint8]) -> None:
-        """See `WriteObserver`."""
+        """Rows that exist are about to be written over or erased: their versions and whole records, good during this call only."""
 
     def erased(self, definition: TableDef, ids: NDArray[np.uint64], version: int) -> None:
-        """See `WriteObserver`."""
-
-
-NO_OBSERVER = NoObserver()
+        """Rows were erased by the batch of this version."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,6 @@ class EnginePorts:
         behind: holds hot rows back; None: every row is written at every apply.
     """
 
-    repair: RepairPort = NO_REPAIR
-    observer: WriteObserver = NO_OBSERVER
+    repair: RepairPort
+    observer: WriteObserver
     behind: WriteBehind | None = None
-
-
-ALONE = EnginePorts()
-"""Nothing is around: what storage has lost stays an error."""

@@ -1,29 +1,16 @@
 """What the engine asks for when rows that the index knows are not in storage; `paramserver.repair.repairer` answers. Types only."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvemb.errors import NodeLostError, StorageError
-from kvemb.schema.table_def import TableDef
+from kvemb.errors import StorageError
 
 from ..model.batch import Batch
+from ..model.transition import Replay
 
 Pause = Callable[[StorageError, float], None]
 """Called with an error that may pass before the next try: waits so many seconds, or raises to give up."""
-
-
-class JournalTail(Protocol):
-    """The part of the journal that is being replayed."""
-
-    def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the versions that rows have at the end of it, 0 for those that do not exist then: uint64 [n]; `known` if it has none."""
-
-    def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
-        """Yield the ids of all rows that it writes, table by table."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +25,7 @@ class AheadOfIndex:
 
     first: int
     newest: int
-    tail: JournalTail | None = None
+    tail: Replay | None = None
 
 
 NO_BATCH = AheadOfIndex(1, 0)
@@ -52,18 +39,3 @@ class RepairPort(Protocol):
 
     def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
         """Restore rows of a batch on nodes that are in order; return how many rows that were."""
-
-
-class NoRepair:
-    """Brings nothing back: a lost node is an error, and a lost row is one again at the next try."""
-
-    def nodes(self, ahead: AheadOfIndex, pause: Pause, *, suspects: Iterable[str] = ()) -> int:
-        """See `RepairPort`."""
-        raise NodeLostError("a node has lost rows, and nothing here restores them")
-
-    def rows(self, batch: Batch, ahead: AheadOfIndex) -> int:
-        """See `RepairPort`."""
-        return 0
-
-
-NO_REPAIR = NoRepair()

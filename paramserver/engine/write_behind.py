@@ -29,7 +29,7 @@ from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables, TableState
 from ..model.transition import refuse_later_epoch
 from .arena import RecordArena
-from .repair_port import NO_REPAIR, Pause, RepairPort
+from .repair_port import Pause, RepairPort
 from .row_access import RowAccess
 from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, until_stored
 
@@ -92,8 +92,8 @@ class WriteBehind:
         *,
         epoch: int,
         timeout_s: float,
-        repair: RepairPort = NO_REPAIR,
-        wake: Callable[[], None] = lambda: None,
+        repair: RepairPort,
+        wake: Callable[[], None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound

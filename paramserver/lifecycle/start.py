@@ -156,16 +156,8 @@ class _Start:
             repairer = self._repairer(timeline, journal, runs, registry, tables)
             handover, observer = Handover(), SaveObserver(make_version(state.epoch, state.k))
             behind = self._write_behind(tables, state.epoch, repairer, handover.wake)
-            engine = Engine(
-                self._store,
-                tables,
-                epoch=state.epoch,
-                k=state.k,
-                timeout_s=timeout_s,
-                timeline=timeline,
-                rows_applied=state.rows_applied,
-                ports=EnginePorts(repairer, observer, behind),
-            )
+            ports = EnginePorts(repairer, observer, behind)
+            engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, ports=ports, rows_applied=state.rows_applied)
             due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
             recovered = self._recover(recovery, engine, tables, sessions, members)
             for table in registry.gone:  # the replay may have needed them
@@ -204,7 +196,6 @@ class _Start:
             self._store,
             tables,
             (self._shard, len(self._config.servers.shards)),
-            epoch=timeline.epoch,
             timeline=timeline,
             reconstruct=Reconstructor(runs, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,

@@ -54,14 +54,14 @@ class Replay:
             self._erased.setdefault(rows.definition.key, RowIndex()).put(rows.ids, np.full(len(rows.ids), version, np.uint64))
 
     def wanted(self, definition: TableDef, ids: NDArray[np.uint64], known: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """See `paramserver.engine.repair_port.JournalTail`."""
+        """Return the versions that rows have in the end, 0 for those that do not exist then: uint64 [n]; `known` where nothing is noted."""
         none = np.zeros(len(ids), np.uint64)
         written = self._written[definition.key][1].get(ids) if definition.key in self._written else none
         erased = self._erased[definition.key].get(ids) if definition.key in self._erased else none
         return np.where(erased > written, none, np.where(written > 0, written, known))
 
     def written(self) -> Iterator[tuple[TableDef, NDArray[np.uint64]]]:
-        """See `paramserver.engine.repair_port.JournalTail`."""
+        """Yield the ids of all rows that are written, table by table."""
         for definition, index in self._written.values():
             yield definition, index.arrays()[0]
 

@@ -7,6 +7,7 @@ which holds the rest; it is replaced as a whole, never used up.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from kvemb.coordination.replicated_values import DamagedCopyError
@@ -63,14 +64,14 @@ def claim_shard(
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
     if state.journal is None:  # nobody has owned the shard yet, or its last owner kept none
-        state = state.with_journal(JOURNAL_START)
+        state = replace(state, journal=JOURNAL_START)
         data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
     data.sweep()  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
     store.put_meta(owner_name(shard), Owner(epoch, n_shards).encode(), Deadline.after(timeout_s))
     store.fence(shard, epoch, Deadline.after(timeout_s), still_ours=partial(require_owner, data, epoch))
     store.kill_other_writers(Deadline.after(timeout_s))
-    return state.with_epoch(epoch)
+    return replace(state, epoch=epoch)
 
 
 def save(data: DataDir, state: ShardState) -> None:

@@ -8,7 +8,7 @@ Anything off (size, checksum, a field) and nothing of it is used: an index with 
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -68,14 +68,6 @@ class ShardState:
     members: tuple[tuple[str, int], ...] = ()
     complete: bool = False
     journal: tuple[int, int] | None = None
-
-    def with_epoch(self, epoch: int) -> "ShardState":
-        """Return the same state under another epoch."""
-        return replace(self, epoch=epoch)
-
-    def with_journal(self, journal: tuple[int, int] | None) -> "ShardState":
-        """Return the same state as of another position."""
-        return replace(self, journal=journal)
 
 
 def encode_state(state: ShardState) -> Iterator[bytes | memoryview]:

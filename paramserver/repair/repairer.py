@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,15 +40,8 @@ from ..snapshot import WantedVersions
 
 Ids = NDArray[np.uint64]
 T = TypeVar("T")
-
-
-class Reconstruct(Protocol):
-    """The function that makes records anew from snapshot and journal (`paramserver.snapshot.Reconstructor.records`)."""
-
-    def __call__(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
-        """Return the records as they were at these versions, uint8 [n, record bytes]; raise LostRowError when that cannot be done."""
-
-
+Reconstruct = Callable[[Sequence[WantedVersions]], list[NDArray[np.uint8]]]
+"""Returns the records as they were at these versions, uint8 [n, record bytes]; raises LostRowError when that cannot be done."""
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 16, 32 << 20  # of one read or write, at most
 _LEAST_TIMEOUT_S = 20.0  # of one call: nothing else can be done meanwhile, and markers of a Redis Cluster come by the thousand
 _RECONSTRUCT_BYTES = 256 << 20  # of records in one pass over the journal
@@ -63,7 +56,6 @@ class RepairFigures:
     nodes: int = 0
     rows: int = 0
     erased: int = 0
-    seconds: float = 0.0
     now: str = ""
 
 
@@ -111,12 +103,11 @@ class Repairer:
         store: open.
         tables: of this shard.
         shard: (number, of how many).
-        epoch: of this process.
+        timeline: what is known of versions.
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
         metas: (name, value) of small values that every node holds a copy of, as they are now.
         still_ours: raises FencedError once another process owns the shard.
-        timeline: what is known of versions; unless given, only that of the epoch.
     """
 
     def __init__(
@@ -125,17 +116,15 @@ class Repairer:
         tables: Tables,
         shard: tuple[int, int],
         *,
-        epoch: int,
+        timeline: Timeline,
         reconstruct: Reconstruct,
         timeout_s: float,
         metas: Callable[[], Iterable[tuple[str, bytes]]],
         still_ours: Callable[[], None] = lambda: None,
-        timeline: Timeline | None = None,
     ) -> None:
         self._store, self._tables, self._still_ours = store, tables, still_ours
         self._shard, self._n_shards = shard
-        self.epoch = epoch
-        self._timeline = timeline or Timeline(epoch)
+        self._timeline = timeline
         self._reconstruct, self._timeout_s, self._metas = reconstruct, max(timeout_s, _LEAST_TIMEOUT_S), metas
         self._access = RowAccess(store, self._timeout_s, error=LostRowError)
         self.figures = RepairFigures()
@@ -175,7 +164,6 @@ class Repairer:
             looked_s = time.monotonic() - self._own_s - looked_s  # at thousands of markers, perhaps, while others need the time
             pause(waiting, min(max(pause_s, looked_s), _LONGEST_LOOK_S))
         took_s, n_rows = time.monotonic() - started_s, self.figures.rows - before
-        self.figures.seconds += took_s
         self.figures.nodes += len(restored)
         self.figures.now = ""
         if restored:
@@ -313,7 +301,7 @@ class Repairer:
         with access.pace.exchange(len(ids) * state.definition.record.size_bytes):
             seen = access.look(state.definition, ids, tokens=False, deadline=deadline)
         stored, foreign = seen.versions, seen.foreign
-        refuse_later_epoch(state.definition, ids, stored, self.epoch, known)
+        refuse_later_epoch(state.definition, ids, stored, self._timeline.epoch, known)
         if foreign.any():
             where = self._store.whereabouts(self._access.keys(state.definition, ids))(int(np.argmax(foreign)))
             log.error("%d values of another program lie under keys of rows; they are written over; the first: %s", foreign.sum(), where)
@@ -363,7 +351,7 @@ class Repairer:
                 self._erase(state, ids[block][wrong], access)
 
     def _refuse_if_later(self, definition: TableDef, ids: Ids, stored: Ids, to_write: Ids) -> None:
-        refuse_later_epoch(definition, ids, stored, self.epoch, to_write)
+        refuse_later_epoch(definition, ids, stored, self._timeline.epoch, to_write)
 
     def _erase(self, state: TableState, ids: Ids, access: RowAccess) -> None:
         if len(ids):

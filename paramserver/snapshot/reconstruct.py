@@ -61,13 +61,11 @@ class Reconstructor:
     def __init__(self, runs: Runs, journal: Journal, find_table: Find, *, pass_bytes: int = 512 << 20) -> None:
         self._runs, self._journal, self._find, self._pass_bytes = runs, journal, find_table, pass_bytes
 
-    def records(self, wanted: Sequence[WantedVersions], *, or_newer: bool = False) -> list[Bytes]:
+    def records(self, wanted: Sequence[WantedVersions]) -> list[Bytes]:
         """Return the records of rows as they were at these versions.
 
         Args:
             wanted: of tables that are unique.
-            or_newer: take a record of the snapshot that is newer than asked for as it is. While a journal is replayed, the snapshot may
-                have been taken behind the place that replay has reached. The batches up to the record's version then leave it alone.
 
         Returns:
             Of each table uint8 [n, record bytes].
@@ -81,7 +79,7 @@ class Reconstructor:
             tables = [_rows_of(wanted[which], at, self._runs) for which, at in portion]
             self._pass(tables)
             for (which, at), rows in zip(portion, tables, strict=True):
-                wrong = ~rows.as_wanted(or_newer)
+                wrong = ~rows.base.exists | (rows.base.versions != rows.wanted)
                 if wrong.any():
                     raise self._lost(rows, int(np.argmax(wrong)), int(wrong.sum()))
                 if len(rows.ids):
@@ -173,12 +171,6 @@ class _RowsToReconstruct:
     def done(self) -> bool:
         """Whether nothing that the journal holds can be needed."""
         return bool((self.base.versions >= self.wanted).all())
-
-    def as_wanted(self, or_newer: bool) -> NDArray[np.bool_]:
-        """Which rows exist at the version wanted: bool [n]."""
-        versions = self.base.versions
-        right: NDArray[np.bool_] = versions >= self.wanted if or_newer else versions == self.wanted
-        return self.base.exists & right
 
     def replay(self, entry: BatchEntry, changed: CheckedRows, step: int) -> None:
         """Do what the batch did to these rows, where it is behind what they have and not beyond what is wanted.

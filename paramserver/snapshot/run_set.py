@@ -80,15 +80,6 @@ class Runs:
         """The version up to which the runs hold every change of every table; they may hold later ones. 0: there is no snapshot."""
         return self._manifest.cut
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all runs."""
-        return sum(run.size_bytes for table in self._manifest.tables.values() for run in table.runs)
-
-    def n_runs(self, definition: TableDef) -> int:
-        """Return the number of a table's runs."""
-        return len(self._manifest.of(definition).runs)
-
     def _whereabouts(self, definition: TableDef, ids: Ids) -> Callable[[int], str]:
         return lambda row: f"{self._folder}: table {definition.name!r}, id {int(ids[row])}"
 
@@ -169,14 +160,6 @@ class Runs:
             writer.drop()
             raise
         self._replace(self._manifest.with_runs(definition, (*runs[:first], *([entry] if entry else []))))
-
-    def reset(self, cut: int) -> None:
-        """Forget every row, durably: what a load does when all rows are new.
-
-        Args:
-            cut: the version up to which no row exists.
-        """
-        self._replace(SnapshotManifest(cut))
 
     def close(self) -> None:
         """Close the files."""

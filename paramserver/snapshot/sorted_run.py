@@ -115,10 +115,6 @@ class SortedRun:
         self._blocks = [footer[footer[:, _KIND] == kind] for kind in (ROWS, ERASED)]
         self._check_blocks(footer)
 
-    def n_rows(self, kind: int) -> int:
-        """Return the number of rows, or of erased ids."""
-        return int(self._blocks[kind][:, _N].sum())
-
     def ids(self, kind: int) -> Iterator[Ids]:
         """Yield the ids block by block, ascending."""
         for block in self._blocks[kind]:

@@ -10,7 +10,7 @@ from kvemb.schema.table_def import TableDef
 from ..disk.disk_errors import mend
 from ..journal import segment_files
 from .run_manifest import RunEntry
-from .sorted_run import ROWS, Bytes, Ids, SortedRunEncoder
+from .sorted_run import Bytes, Ids, SortedRunEncoder
 
 
 class RunWriter:
@@ -28,11 +28,6 @@ class RunWriter:
         self._encoder = SortedRunEncoder(definition.record.size_bytes)
         self._descriptor: int | None = None
         self.size_bytes = 0
-
-    @property
-    def n_rows(self) -> int:
-        """Rows that were added."""
-        return self._encoder.n_rows[ROWS]
 
     def add(self, kind: int, ids: Ids, rest: Bytes) -> None:
         """Add rows or erased ids; see `SortedRunEncoder.add`.

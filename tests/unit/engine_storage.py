@@ -17,6 +17,8 @@ from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
+from tests.unit.lonely_engine import ALONE
 from tests.unit.memory_nodes import unused_nodes
 
 SGD = TableDef("sgd", 3, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0), seed=4)
@@ -43,7 +45,7 @@ def make_store() -> Storage:
 
 
 def engine_on(store: Storage, epoch: int = 1) -> Engine:
-    return Engine(store, Tables([]), epoch=epoch, k=0, timeout_s=5)
+    return Engine(store, Tables([]), Timeline(epoch), k=0, timeout_s=5, ports=ALONE)
 
 
 def rows(definition: TableDef, ids: list[int], value: float = 1.0, dim: int | None = None) -> CheckedRows:

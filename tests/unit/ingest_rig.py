@@ -19,7 +19,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
-from paramserver.apply.applier import Applier, Background
+from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
@@ -30,8 +30,10 @@ from paramserver.ingest.unapplied_parts import Limits
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
 from tests.unit.forgetful_journal import ForgetfulJournal
 from tests.unit.idle_background import IdleBackground
+from tests.unit.lonely_engine import ALONE
 
 _NUMBERS = count()
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
@@ -84,13 +86,13 @@ class Rig:
         trainers: int = 0,
         barrier_timeout_s: float = 30.0,
         limits: Limits | None = None,
-        background: Callable[["Rig"], Background] = lambda rig: IdleBackground(),
+        background: Callable[["Rig"], IdleBackground] = lambda rig: IdleBackground(),
     ) -> None:
         self.store = GatedStore(StorageConfig("memory", (f"ingest-{next(_NUMBERS)}:1",)), role="shard:0")
         self.store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
         self.store.open(Deadline.after(5))
         self.tables = Tables([])
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
         self.ingest = Ingest(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()

@@ -28,7 +28,9 @@ from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
+from paramserver.model.timeline import Timeline
 from paramserver.recovery.replay import Recovered, Recovery
+from tests.unit.lonely_engine import NO_OBSERVER, NO_REPAIR
 
 NUMBERS = count()
 EPOCH = 3
@@ -114,7 +116,8 @@ class Life:
     ) -> None:
         budget = CacheBudget(cache_bytes)
         self.tables = Tables([TableState(TABLES[name], step, arrays, budget) for name, (step, arrays) in saved.tables.items()], budget)
-        self.engine = Engine(store, self.tables, epoch=epoch, k=saved.k, timeout_s=5, ports=EnginePorts(behind=behind(self.tables)))
+        ports = EnginePorts(NO_REPAIR, NO_OBSERVER, behind(self.tables))
+        self.engine = Engine(store, self.tables, Timeline(epoch), k=saved.k, timeout_s=5, ports=ports)
         self.sessions, self.members = Sessions(True), Membership(2)
         self.saved = saved
 

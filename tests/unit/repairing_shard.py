@@ -19,8 +19,10 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
+from paramserver.model.timeline import Timeline
 from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import WantedVersions
+from tests.unit.lonely_engine import ALONE
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 2, kvemb.optim.adam(lr=0.1), kvemb.init.uniform(), tag_attempt=1)
@@ -41,12 +43,12 @@ class Shard:
 
     def open(self) -> "Shard":
         self.store.open(Deadline.after(5))
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
         self.repairer = Repairer(
             self.store,
             self.tables,
             (self.number, self.n_shards),
-            epoch=1,
+            timeline=Timeline(1),
             reconstruct=self.reconstruct,
             timeout_s=5,
             metas=lambda: [("kvemb:tables", b"registry")],

@@ -21,6 +21,8 @@ from paramserver.engine import piece_writer
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
+from tests.unit.lonely_engine import ALONE
 
 _NUMBERS = count()
 WIDE = TableDef("wide", 3, kvemb.optim.adam(lr=0.1), kvemb.init.normal(std=1.0))
@@ -33,7 +35,7 @@ def make_engine(cache_bytes: int) -> tuple[Engine, MemoryStore, Tables]:
     store.provision(b"c" * 16, b"g" * 8, Deadline.after(5))
     store.open(Deadline.after(5))
     tables = Tables([], CacheBudget(cache_bytes))
-    return Engine(store, tables, epoch=1, k=0, timeout_s=5), store, tables
+    return Engine(store, tables, Timeline(1), k=0, timeout_s=5, ports=ALONE), store, tables
 
 
 def rows(definition: TableDef, ids: np.ndarray, seed: int) -> CheckedRows:

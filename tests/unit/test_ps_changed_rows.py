@@ -19,9 +19,11 @@ from paramserver.ingest.validation import check_prefetched
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
 from paramserver.rpc import push_parts
 from paramserver.rpc.push_parts import _AnswerQueue
 from tests.unit.engine_storage import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
+from tests.unit.lonely_engine import ALONE
 from tests.unit.sent_parts import OWNED, find, part
 from tests.unit.sent_parts import rows as sent
 
@@ -33,7 +35,7 @@ class Shard:
         self.store: Storage = make_store()
         budget = CacheBudget(cache_rows * 200) if cache_rows else None
         self.tables = Tables([], budget)
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
         self.prefetched = ChangedRowsFinder(self.store, self.tables, 5)
         self.last: Applied | None = None
 

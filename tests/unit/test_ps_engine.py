@@ -19,7 +19,9 @@ from paramserver.engine.engine import Engine
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
 from tests.unit.engine_storage import ADAM, HALF, SGD, Storage, engine_on, make_store, never, node_of, read, rows, run
+from tests.unit.lonely_engine import ALONE
 from tests.unit.memory_nodes import unused_nodes
 
 
@@ -258,7 +260,7 @@ def test_all_tables_of_a_batch_are_applied_together() -> None:
 
 
 def cached_engine(store: Storage) -> Engine:
-    return Engine(store, Tables([], CacheBudget(1 << 20)), epoch=1, k=0, timeout_s=5)
+    return Engine(store, Tables([], CacheBudget(1 << 20)), Timeline(1), k=0, timeout_s=5, ports=ALONE)
 
 
 def count_reads(store: Storage) -> list[int]:

@@ -27,12 +27,14 @@ from paramserver.journal.fenced_log import FencedLog
 from paramserver.journal.segment import HEADER_SIZE
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
 from paramserver.repair.scrub import Scrub
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter
 from paramserver.snapshot.snapshot_schedule import LocalSnapshots, reaches_back
 from paramserver.snapshot.snapshotter import from_storage
+from tests.unit.lonely_engine import NO_OBSERVER
 
 _NUMBERS = count()
 ADAM = TableDef("adam", 4, kvemb.optim.adam(lr=0.1), kvemb.init.uniform())
@@ -57,8 +59,10 @@ class Shard:
         self.applied = self.journal.end
         self.saved: list[Position] = []
         reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: ADAM)
-        self.repairer = Repairer(self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstructor.records, timeout_s=5, metas=lambda: [])
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5, ports=EnginePorts(self.repairer))
+        self.repairer = Repairer(
+            self.store, self.tables, (0, 1), timeline=Timeline(1), reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
+        )
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=EnginePorts(self.repairer, NO_OBSERVER))
         self.snapshots = LocalSnapshots(
             FencedLog(self.journal, lambda: None),
             Snapshotter(self.runs, from_storage(self.store, 5), lambda: make_version(1, self.engine.k)),
@@ -175,12 +179,12 @@ def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_j
         shard.store,
         tables,
         (0, 1),
-        epoch=2,
+        timeline=Timeline(2),
         reconstruct=Reconstructor(shard.runs, shard.journal, lambda name, schema: ADAM).records,
         timeout_s=5,
         metas=lambda: [],
     )
-    engine = Engine(shard.store, tables, epoch=2, k=0, timeout_s=5, ports=EnginePorts(repairer))
+    engine = Engine(shard.store, tables, Timeline(2), k=0, timeout_s=5, ports=EnginePorts(repairer, NO_OBSERVER))
     seen: list[bytes] = []
     recovery = Recovery(shard.journal, Position(1, HEADER_SIZE), 0, lambda name, schema: ADAM).scan()
     run = engine.run

@@ -15,8 +15,9 @@ from kvemb.errors import (
     StorageError,
     UnsafeNodeError,
 )
-from paramserver.engine.repair_port import NO_BATCH, AheadOfIndex, NoRepair, Pause
+from paramserver.engine.repair_port import NO_BATCH, AheadOfIndex, Pause
 from paramserver.engine.storage_retry import until_stored
+from tests.unit.lonely_engine import NoRepair
 
 AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"), NodeLostError("x: flushed"), LostRowError("row 7")
 

@@ -9,6 +9,7 @@ from kvemb.index import record_cache
 from paramserver.engine.write_behind import Bound, WriteBehind
 from paramserver.journal import BatchEntry, Entry
 from paramserver.model.batch import Batch
+from tests.unit.lonely_engine import NO_REPAIR
 from tests.unit.mortal_shard import (
     BATCHES,
     EPOCH,
@@ -37,7 +38,7 @@ class BehindLife(Life):
             saved,
             epoch=epoch,
             cache_bytes=cache_bytes,
-            behind=lambda tables: WriteBehind(store, tables, bound, epoch=epoch, timeout_s=5),
+            behind=lambda tables: WriteBehind(store, tables, bound, epoch=epoch, timeout_s=5, repair=NO_REPAIR, wake=lambda: None),
         )
 
     def save(self) -> Saved:

@@ -37,6 +37,8 @@ from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
+from tests.unit.lonely_engine import NO_REPAIR
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())
 ITEM = TableDef("item", 2, optim.sgd(lr=1.0), uniform(), dtype="bfloat16")
@@ -73,7 +75,7 @@ class Shard:
     def begin_epoch(self, epoch: int, k: int) -> None:
         """Be a new process, with the tables as they are."""
         self.observer = SaveObserver(make_version(epoch, k))
-        self.engine = Engine(self.store, self.tables, epoch=epoch, k=k, timeout_s=5, ports=EnginePorts(observer=self.observer))
+        self.engine = Engine(self.store, self.tables, Timeline(epoch), k=k, timeout_s=5, ports=EnginePorts(NO_REPAIR, self.observer))
         self.saver = Saver(
             0,
             self.store,

@@ -17,14 +17,15 @@ from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine
-from paramserver.engine.engine_ports import NO_OBSERVER, EnginePorts
-from paramserver.engine.repair_port import NO_REPAIR, RepairPort
+from paramserver.engine.engine_ports import EnginePorts, WriteObserver
+from paramserver.engine.repair_port import RepairPort
 from paramserver.engine.write_behind import Bound, WriteBehind
-from paramserver.engine.write_observer import WriteObserver
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
+from paramserver.model.timeline import Timeline
 from paramserver.repair.repairer import Reconstruct, Repairer
 from paramserver.snapshot.snapshotter import from_storage
+from tests.unit.lonely_engine import NO_OBSERVER, NO_REPAIR
 from tests.unit.memory_nodes import unused_nodes
 from tests.unit.mortal_shard import (
     MortalStore,
@@ -114,7 +115,7 @@ class Shard:
         repair: RepairPort = NO_REPAIR
         if reconstruct is not None:
             repair = self.repairer = Repairer(
-                self.store, self.tables, (0, 1), epoch=1, reconstruct=reconstruct, timeout_s=5, metas=lambda: []
+                self.store, self.tables, (0, 1), timeline=Timeline(1), reconstruct=reconstruct, timeout_s=5, metas=lambda: []
             )
         self.behind = WriteBehind(
             self.store,
@@ -127,7 +128,7 @@ class Shard:
             clock_s=clock_s or (lambda: self.now_s),
         )
         ports = EnginePorts(repair, observer, self.behind if bound else None)
-        self.engine = Engine(self.store, self.tables, epoch=1, k=0, timeout_s=5, ports=ports)
+        self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ports)
 
     def run(self, ids: Ids, kind: str = APPLY, value: float = 1.0) -> Applied:
         return self.engine.run(batch(kind, ids, value), make_version(1, self.engine.k + 1), never)
