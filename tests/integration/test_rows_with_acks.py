@@ -110,6 +110,20 @@ def test_without_max_staleness_every_pull_reads_storage(one_shard: LocalCluster)
         assert ours.row_cache is None
 
 
+def test_a_small_row_cache_keeps_fewer_rows(one_shard: LocalCluster) -> None:
+    ids, hits = np.arange(40_000), []
+    for row_cache_mb in (1, 64):
+        with kvemb.connect(one_shard.url, max_staleness=9, row_cache_mb=row_cache_mb) as trainer:
+            table = sgd_table(trainer, "room")
+            table.push(ids, np.zeros((len(ids), 4))).wait_applied()
+            table.pull(ids)
+            assert trainer.row_cache is not None
+            hits.append(trainer.row_cache.n_hits)
+    few, all_of_them = hits
+    assert 0 < few < len(ids) // 2
+    assert all_of_them == len(ids)
+
+
 def test_options_without_an_effect_are_refused(one_shard: LocalCluster) -> None:
     with pytest.raises(InvalidInputError, match="row_cache_mb has no effect"):
         kvemb.connect(one_shard.url, row_cache_mb=4)

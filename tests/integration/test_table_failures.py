@@ -1,6 +1,7 @@
 """A node or a shard that is down or hangs is named within the deadline, and steps of a sync job are applied at once."""
 
 import signal
+import socket
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from matrix import one_of
 import kvemb
 from kvemb.errors import (
     DeadlineExceededError,
+    KvembError,
     NodeUnavailableError,
     ShardUnavailableError,
 )
@@ -62,6 +64,17 @@ def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client() -> Non
         local.start_shard(1)
         table.flush()
         assert (table.pull(ids) == -2).all()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_connecting_waits_as_long_as_it_was_told(read_only: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hangs, socket.create_server(("127.0.0.1", 0)) as hangs_too:
+        node, shard = (f"127.0.0.1:{server.getsockname()[1]}" for server in (hangs, hangs_too))
+        storage = {"kind": "redis", "nodes": [node], "timeout_s": 300}
+        with pytest.raises(KvembError, match=r"within 0\.3 s"):
+            kvemb.connect(
+                {"cluster": "c", "storage": storage, "parameter_servers": {"shards": [shard]}}, read_only=read_only, timeout_s=0.3
+            )
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("sum", [-1.0, -3.0, -2.0]), ("mean", [-0.5, -1.5, -1.0])])

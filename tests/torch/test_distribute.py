@@ -87,6 +87,15 @@ def test_options_reach_the_tables(cluster: kvemb.Cluster, name: str) -> None:
     assert (done.tables[0].pull([0, 9]) == 0.5).all()
 
 
+def test_an_embedding_that_is_named_stays_as_it_is(cluster: kvemb.Cluster, name: str) -> None:
+    model = nn.ModuleDict({"goes": nn.Embedding(20, 3), "stays": nn.Embedding(20, 3)})
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    stays = model["stays"]
+    done = distribute(model, cluster, min_rows=10, optimizer=optimizer, names={"goes": name}, leave=["stays"], quiet=True)
+    assert [table.name for table in done.tables] == [name]
+    assert model["stays"] is stays
+
+
 def test_a_table_too_large_for_this_machine_comes_from_the_meta_device(cluster: kvemb.Cluster, name: str) -> None:
     with torch.device("meta"):
         large = nn.EmbeddingBag(10**9, 2, mode="sum", padding_idx=5)

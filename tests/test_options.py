@@ -1,0 +1,138 @@
+"""No option without an effect: for each that users may give, the test that shows what it does. Reads sources; starts nothing.
+
+A new option fails here until a test shows its effect and is named. The names are checked: a test that is renamed is named anew.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TABLE = "tests/integration/test_table.py"
+FAILURES = "tests/integration/test_table_failures.py"
+ACKS = "tests/integration/test_rows_with_acks.py"
+DISTRIBUTE = "tests/torch/test_distribute.py"
+LOCAL = "tests/integration/test_local_cluster.py"
+STORES = "tests/integration/test_stores.py"
+TRAINERS = "tests/faults/test_faults_trainers.py"
+OF_A_TABLE = f"{DISTRIBUTE}:test_options_reach_the_tables"
+STEP = f"{FAILURES}:test_a_sync_step_applies_what_all_trainers_pushed_at_once"
+HANDED_ON = f"{LOCAL}:test_a_local_cluster_hands_every_option_on"
+SHOWN = "tests/integration/test_cli.py:test_status_shows_every_node_and_shard"
+WRITTEN_BEHIND = "tests/integration/test_write_behind.py:test_applied_rows_are_dirty_until_a_flush_or_the_end"
+
+# By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
+SHOWN_BY = {
+    "kvemb/cluster/connector.py:connect": {
+        "source": "tests/unit/test_config.py:test_a_mapping_is_read_as_a_file_would_be",
+        "read_only": f"{TABLE}:test_read_only_pulls_and_refuses_the_rest",
+        "trainer": "tests/integration/test_trainer_restart.py:test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied",
+        "timeout_s": f"{FAILURES}:test_connecting_waits_as_long_as_it_was_told",
+        "max_staleness": f"{ACKS}:test_a_row_lags_behind_others_for_as_long_as_allowed",
+        "row_cache_mb": f"{ACKS}:test_a_small_row_cache_keeps_fewer_rows",
+    },
+    "kvemb/cluster/cluster.py:Cluster.create_table": {
+        "name": "tests/integration/test_table_names.py:test_any_printable_name_is_a_tables",
+        "dim": f"{TABLE}:test_several_tables_travel_together",
+        "optimizer": f"{TABLE}:test_opening_with_another_learning_rate_uses_it",
+        "initializer": f"{TABLE}:test_a_pull_of_unseen_ids_is_the_initializer_and_creates_nothing",
+        "dtype": f"{TABLE}:test_a_pull_of_unseen_ids_is_the_initializer_and_creates_nothing",
+        "id_dtype": f"{TABLE}:test_negative_ids_are_refused_where_the_dtype_forbids",
+        "seed": f"{TABLE}:test_a_pull_of_unseen_ids_is_the_initializer_and_creates_nothing",
+        "reduce": STEP,
+        "num_ids": "tests/integration/test_table_pages.py:test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent",
+        "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
+        "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
+    },
+    "trainer/torch/conversion/distribute.py:distribute": {
+        "model": f"{DISTRIBUTE}:test_a_table_begins_with_the_modules_own_weights",
+        "cluster": f"{DISTRIBUTE}:test_a_table_begins_with_the_modules_own_weights",
+        "min_rows": f"{DISTRIBUTE}:test_a_table_begins_with_the_modules_own_weights",
+        "optimizer": f"{DISTRIBUTE}:test_a_rule_for_all_tables_goes_with_a_sparse_optimizer",
+        "carry_weights": f"{DISTRIBUTE}:test_carried_weights_are_the_first_rows_in_chunks",
+        "names": f"{DISTRIBUTE}:test_an_embedding_that_is_named_stays_as_it_is",
+        "leave": f"{DISTRIBUTE}:test_an_embedding_that_is_named_stays_as_it_is",
+        "initializer": f"{DISTRIBUTE}:test_an_initializer_that_is_given_draws_the_rows_and_padding_is_zeros",
+        "dtype": OF_A_TABLE,
+        "seed": OF_A_TABLE,
+        "reduce": OF_A_TABLE,
+        "max_unapplied": f"{DISTRIBUTE}:test_how_many_pushes_may_be_on_their_way_is_handed_on",
+        "quiet": f"{DISTRIBUTE}:test_it_says_what_it_did",
+    },
+    "kvemb/local_cluster/launcher.py:LocalCluster.__init__": {
+        "store": SHOWN,
+        "nodes": SHOWN,
+        "shards": SHOWN,
+        "mode": STEP,
+        "trainers": STEP,
+        "memory_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
+        "barrier_timeout_s": HANDED_ON,
+        "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
+        "durability": HANDED_ON,
+        "journal_max_mb": HANDED_ON,
+        "write_behind_batches": WRITTEN_BEHIND,
+        "write_behind_ms": HANDED_ON,
+    },
+    "kvemb/local_cluster/launcher.py:local": dict.fromkeys(
+        ("store", "nodes", "shards", "mode", "trainers", "memory_mb", "cache_mb", "durability", "journal_max_mb"), HANDED_ON
+    ),
+    "kvemb/config.py:Config": {
+        "cluster": "tests/integration/test_paramserver.py:test_a_changed_name_of_the_cluster_is_refused_and_the_old_one_goes_on",
+        "storage": SHOWN,
+        "servers": SHOWN,
+        "tables": "tests/integration/test_drop_table.py:test_the_command_drops_only_when_told_so_and_not_what_the_file_declares",
+    },
+    "kvemb/config.py:StorageConfig": {
+        "kind": f"{STORES}:test_a_server_of_another_kind_is_no_hang",
+        "nodes": SHOWN,
+        "timeout_s": "tests/faults/test_faults_nodes.py:test_a_hung_node_costs_one_deadline_and_the_other_nodes_go_on_serving",
+        "username": f"{STORES}:test_the_user_of_the_configuration_is_used",
+        "password": f"{STORES}:test_the_password_of_the_configuration_is_used",
+        "allow_row_loss": f"{STORES}:test_a_redis_that_may_evict_is_refused_unless_allowed",
+        "on_lost_node": "tests/faults/test_faults_repair.py:test_a_pull_from_a_lost_node_waits_or_fails_as_configured",
+    },
+    "kvemb/config.py:ServersConfig": {
+        "shards": SHOWN,
+        "mode": STEP,
+        "trainers": STEP,
+        "data_dir": "tests/unit/test_config.py:test_a_relative_data_dir_starts_at_the_folder_of_the_file",
+        "barrier_timeout_s": f"{TRAINERS}:test_abort_ends_the_others_and_nothing_of_the_step_is_applied_where_it_was_not_whole",
+        "on_lost_trainer": f"{TRAINERS}:test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_again",
+        "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
+        "durability": "tests/unit/test_ps_start_options.py:test_a_shard_syncs_its_journal_unless_it_is_told_not_to",
+        "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",
+        "write_behind_batches": WRITTEN_BEHIND,
+        "write_behind_ms": "tests/unit/test_ps_start_options.py:test_a_shard_writes_behind_within_the_bounds_of_its_file",
+    },
+}
+
+
+@cache
+def defined(path: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """The functions and classes of a file, methods as `Class.method`."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = {node.name: node for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body if isinstance(node, kinds)}
+    inner = {f"{of.name}.{node.name}": node for of in found.values() for node in of.body if isinstance(node, kinds)}
+    return found | inner
+
+
+def options(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """The arguments of a function, or the fields of a class."""
+    if isinstance(node, ast.ClassDef):
+        return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)} - {"self"}
+
+
+@pytest.mark.parametrize("where", SHOWN_BY)
+def test_a_test_shows_the_effect_of_every_option(where: str) -> None:
+    path, name = where.split(":")
+    assert options(defined(path)[name]) == set(SHOWN_BY[where])
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in SHOWN_BY.values() for test in tests.values()}))
+def test_the_test_that_shows_it_is_there(test: str) -> None:
+    path, name = test.split(":")
+    assert name in defined(path)
