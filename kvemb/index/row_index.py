@@ -62,6 +62,9 @@ class RowIndex:
 
     One class: all its methods read or change the same arrays, which must fit each other between any two calls.
 
+    Args:
+        growth: how much larger a full table gets; the more, the more memory a row takes, and the less often it is moved.
+
     Example:
         >>> index = RowIndex()
         >>> index.put(np.array([7, 9], np.uint64), np.array([1, 2], np.uint64))
@@ -73,7 +76,8 @@ class RowIndex:
         array([3, 3], dtype=uint64)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, growth: float = _GROWTH) -> None:
+        self._growth = growth
         self._tags = np.zeros(_MIN_BUCKETS, np.uint64)  # of the 8 places of each bucket, the first in the lowest byte
         self._pairs = np.zeros(2 * WIDTH * _MIN_BUCKETS, np.uint64)  # id and version of each place, one behind the other
         self._n_rows = self._n_used = 0
@@ -231,7 +235,7 @@ class RowIndex:
     def _rebuild(self, n_more: int) -> None:
         """Make room for n_more rows, or give up room that erased ids took; their places become free."""
         self._layout += 1
-        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (_GROWTH / _MAX_LOAD / WIDTH)) + 1)
+        n_old, n_new = len(self._tags), max(_MIN_BUCKETS, int((self._n_rows + n_more) * (self._growth / _MAX_LOAD / WIDTH)) + 1)
         self._resize(max(n_old, n_new))
         starts = range(0, n_old, _WINDOW_BUCKETS)
         self._n_used, late = 0, [self._rows(slice(0, 0))]

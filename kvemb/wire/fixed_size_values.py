@@ -1,8 +1,8 @@
 """Reader of a batch of values of one size, each of which may be missing: the reply of MGET, of pipelined GETs, of `mg`.
 
-The fast path copies runs of hits straight out of the receive buffer. Misses break the stride; rows are then found from the positions of the
-misses, still in vector operations. Only a row that is neither a hit of the expected size nor a miss (a server's error) is looked at by
-itself.
+The fast paths copy runs of hits straight out of the receive buffer, and pass over runs of misses. Where both are mixed there is no
+stride: rows are then found from the positions of the misses, still in vector operations. Only a row that is neither a hit of the expected
+size nor a miss (a server's error) is looked at by itself.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
+
+_MISSES_IN_A_ROW = 16  # with fewer, looking for a run costs more than it saves
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class FixedSizeValuesReply(RowsReader):
             return 0
         else:
             taken = self._take_hits(data)
+            taken += self._take_misses(data[taken:])
             if not self.done and not self._hit_is_cut(data[taken:]):
                 taken += self._take_mixed(data[taken:])
                 taken = taken or self._take_odd(data)
@@ -100,7 +103,7 @@ class FixedSizeValuesReply(RowsReader):
     def _take_hits(self, data: Bytes) -> int:
         """The fast path: a run of hits, straight from the receive buffer to the output."""
         count = min(len(self.found) - self._at, len(data) // self._stride)
-        if not count:
+        if not count or data[: len(self.head)].tobytes() != self.head:
             return 0
         block = data[: count * self._stride].reshape(count, self._stride)
         run = count if self._all_hits(block) else self._n_hits(block)
@@ -109,6 +112,18 @@ class FixedSizeValuesReply(RowsReader):
         self.found[rows] = True
         self._at += run
         return run * self._stride
+
+    def _take_misses(self, data: Bytes) -> int:
+        """The other fast path: a run of misses, as when rows are asked for that were never seen. One or two are left to `_take_mixed`."""
+        size = len(self.miss)
+        count = min(len(self.found) - self._at, len(data) // size)
+        if count < _MISSES_IN_A_ROW or data[: _MISSES_IN_A_ROW * size].tobytes() != _MISSES_IN_A_ROW * self.miss:
+            return 0
+        good = matches(data[: count * size].reshape(count, size), 0, self.miss)
+        run = count if good.all() else int(np.argmin(good))
+        self.found[self._at : self._at + run] = False
+        self._at += run
+        return run * size
 
     def _all_hits(self, block: Bytes) -> bool:
         """Whether all of [k, stride] are hits: between two rows stand the end of one and the head of the next, in few machine words."""

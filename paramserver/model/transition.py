@@ -202,6 +202,8 @@ def first_values(
         exists: bool [n]; where false, the record has no meaning and the row is created.
     """
     definition = state.definition
+    if not exists.any():
+        return definition.initial_rows(ids), state.optimizer.initial_state(len(ids), definition.dim)
     weights, row_state = _own(definition.record.weights(records), records), _own(definition.record.state(records), records)
     if not exists.all():
         new = ~exists

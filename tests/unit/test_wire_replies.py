@@ -86,6 +86,16 @@ CASES = {
     "hits and misses": Case(
         lambda: stride(5), b"$-1\r\n$4\r\nabcd\r\n$-1\r\n$-1\r\n$4\r\nefgh\r\n", ([None, b"abcd", None, None, b"efgh"], [])
     ),
+    **{
+        f"{n} misses between hits": Case(
+            lambda n=n: stride(2 * n + 2), (b"$-1\r\n" * n + b"$4\r\n-1\r\n\r\n") * 2, (([None] * n + [b"-1\r\n"]) * 2, [])
+        )
+        for n in (15, 16, 17, 40)
+    },
+    "many misses, an error, many misses": Case(
+        lambda: stride(61), b"$-1\r\n" * 30 + MOVED + b"\r\n" + b"$-1\r\n" * 30, ([None] * 61, [(30, MOVED)])
+    ),
+    "many misses, ASKING": Case(lambda: stride(20, asking=True), b"+OK\r\n$-1\r\n" * 20, ([None] * 20, [])),
     "a prefix only": Case(lambda: stride(2, prefix=2), b"$4\r\nabcd\r\n$4\r\nefgh\r\n", ([b"ab", b"ef"], [])),
     "MGET": Case(lambda: stride(2, preamble=b"*2\r\n"), b"*2\r\n$4\r\nabcd\r\n$-1\r\n", ([b"abcd", None], [])),
     "MGET refused": Case(lambda: stride(2, preamble=b"*2\r\n"), b"-OOM no\r\n", ([None, None], [(0, b"-OOM no"), (1, b"-OOM no")])),
