@@ -55,7 +55,7 @@ _EPS = Value(1e-8, low=1e-30)
 _MOMENTUM = {"momentum": Value(0.0, high=1.0)}
 _MOMENTUM_SLOT = StateField("momentum_buffer", when="momentum")
 _ADAM_VALUES = {"lr": Value(1e-3), "beta1": Value(0.9, high=1.0), "beta2": Value(0.999, high=1.0), "eps": _EPS}
-_ADAM_SLOTS = (StateField("exp_avg"), StateField("exp_avg_sq"), StateField("max_exp_avg_sq", when="amsgrad"))
+_ADAM_STATE = (StateField("exp_avg"), StateField("exp_avg_sq"), StateField("max_exp_avg_sq", when="amsgrad"))
 _INITIAL = "initial_accumulator_value"
 
 _KINDS: Mapping[str, _OptimizerKind] = {
@@ -66,8 +66,8 @@ _KINDS: Mapping[str, _OptimizerKind] = {
         numbers={_INITIAL: Value(0.0)},
     ),
     "rowwise_adagrad": _OptimizerKind({"lr": Value(0.01), "eps": _EPS}, (StateField("mean_square_sum", per_row=True),)),
-    "adam": _OptimizerKind(_ADAM_VALUES, _ADAM_SLOTS, flags=("amsgrad",)),
-    "adamw": _OptimizerKind({**_ADAM_VALUES, "weight_decay": Value(0.01)}, _ADAM_SLOTS, flags=("amsgrad",)),
+    "adam": _OptimizerKind(_ADAM_VALUES, _ADAM_STATE, flags=("amsgrad",)),
+    "adamw": _OptimizerKind({**_ADAM_VALUES, "weight_decay": Value(0.01)}, _ADAM_STATE, flags=("amsgrad",)),
     "ftrl": _OptimizerKind(
         {"lr": Value(0.05, open_low=True), "l1": Value(0.0), "l2": Value(0.0), "beta": Value(0.0)},
         (StateField("z"), StateField("n", initial_option=_INITIAL)),

@@ -114,28 +114,28 @@ class _BlockCursor:
 
     def __init__(self, blocks: Iterator[RowBlock] | Iterator[Ids]) -> None:
         self._blocks: Iterator[Any] = blocks
-        self._held: RowBlock | Ids | None = None
+        self._block: RowBlock | Ids | None = None
 
     def fill(self) -> bool:
         """Hold a block that is not empty, if there is any left."""
-        while self._held is None or not len(self._held):
-            self._held = next(self._blocks, None)
-            if self._held is None:
+        while self._block is None or not len(self._block):
+            self._block = next(self._blocks, None)
+            if self._block is None:
                 return False
         return True
 
     @property
     def last(self) -> int:
-        """The last id of the block held."""
-        return int(_ids(self._held)[-1])
+        """The last id of the block at hand."""
+        return int(_ids(self._block)[-1])
 
     def take(self, bound: int) -> RowBlock | Ids | None:
-        """Take away and return what is held up to this id; None when that is nothing."""
-        if self._held is None or not len(self._held):
+        """Take away and return what the block has up to this id; None when that is nothing."""
+        if self._block is None or not len(self._block):
             return None
-        ids = _ids(self._held)
+        ids = _ids(self._block)
         n = int(np.searchsorted(ids, np.uint64(bound), side="right"))
-        taken, self._held = _slice(self._held, slice(0, n)), _slice(self._held, slice(n, None))
+        taken, self._block = _slice(self._block, slice(0, n)), _slice(self._block, slice(n, None))
         return taken if n else None
 
 

@@ -143,7 +143,7 @@ class ShardClient:
             return
         self._closed = True
         if timeout_s is None:  # in sync mode the last push is accepted with the others' of its step
-            timeout_s = self._timeout_s if self._session.sync else min(self._timeout_s, exit_delivery.PATIENCE_S)
+            timeout_s = self._timeout_s if self._session.sync else min(self._timeout_s, exit_delivery.DELIVERY_TIMEOUT_S)
         try:
             self._session.close(Deadline.after(timeout_s))
         finally:

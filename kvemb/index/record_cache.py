@@ -112,11 +112,11 @@ class RecordCache:
         at = self._look(ids)
         at = at[at >= 0]
         if self.n_pinned:
-            held = self._pinned[at]
+            are_pinned = self._pinned[at]
             if pinned:
-                self.unpin(at[held])
+                self.unpin(at[are_pinned])
             else:
-                at = at[~held]
+                at = at[~are_pinned]
         self._release(at)
 
     def pin(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -150,15 +150,15 @@ class RecordCache:
         return at
 
     def _make_room(self, n: int) -> NDArray[np.int64]:
-        """Return places for at most n new rows: fresh ones within the budget, then those of rows not used lately."""
+        """Return places for at most n new rows: unused ones within the budget, then those of rows not used lately."""
         budget = self._budget
         room = max((budget.limit_bytes - budget.used_bytes) // self._row_bytes, MIN_ROWS - self._n_taken, 0)
-        n_fresh = min(n, room, len(self.records) - self._n_taken)
-        evicted = self._evict(min(n - n_fresh, self._n_taken))
-        fresh = np.arange(self._n_taken, self._n_taken + n_fresh)
-        self._n_taken += n_fresh
-        budget.used_bytes += n_fresh * self._row_bytes
-        return np.concatenate([fresh, evicted])
+        n_unused = min(n, room, len(self.records) - self._n_taken)
+        evicted = self._evict(min(n - n_unused, self._n_taken))
+        unused = np.arange(self._n_taken, self._n_taken + n_unused)
+        self._n_taken += n_unused
+        budget.used_bytes += n_unused * self._row_bytes
+        return np.concatenate([unused, evicted])
 
     def _evict(self, n: int) -> NDArray[np.int64]:
         """Turn the hand until n rows are given up, fewer where rows are pinned; at most two rounds, since the first clears every mark."""

@@ -178,11 +178,11 @@ class RowIndex:
         return probe(self._tags, self._pairs, ids)
 
     def _versions(self, places: Places) -> Versions:
-        held = self._pairs.take(2 * places + 1, mode="clip")
-        none = held == _ERASED
+        versions = self._pairs.take(2 * places + 1, mode="clip")
+        none = versions == _ERASED
         none |= places < 0
-        held[none] = 0
-        return held
+        versions[none] = 0
+        return versions
 
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""

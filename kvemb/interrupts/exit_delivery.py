@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 
-PATIENCE_S = 10.0
+DELIVERY_TIMEOUT_S = 10.0
 """How long the end of a program may take because of pushes that are on their way."""
 UNDELIVERED = 4
 """Exit code of a program that ended with pushes that were not delivered; a shard that is not drained ends with it, too."""
@@ -108,7 +108,7 @@ def end_at_once() -> None:
 
 def deliver_to(addresses: Sequence[str]) -> str:
     """Wait until the shards at these addresses, which are about to end, have what this process pushed; return what is to be told, or ""."""
-    deadline = Deadline.after(PATIENCE_S)
+    deadline = Deadline.after(DELIVERY_TIMEOUT_S)
     clients = [client for client in _own() if set(client.addresses) & set(addresses)]
     for client in clients:
         _wait(client, deadline)
@@ -143,7 +143,7 @@ def _end_of_child() -> None:
 def _leave() -> bool:
     """Close every client, tell what was not delivered; return whether everything was."""
     told = []
-    deadline = Deadline.after(PATIENCE_S)
+    deadline = Deadline.after(DELIVERY_TIMEOUT_S)
     for client in _own():
         pushes = client.undelivered()
         failure: BaseException | None = None
@@ -171,7 +171,7 @@ def _told(trainer: str, lost: Sequence[Deliverable], failure: BaseException | No
 
 
 def _wait_all() -> None:
-    deadline = Deadline.after(PATIENCE_S)
+    deadline = Deadline.after(DELIVERY_TIMEOUT_S)
     with suppress(KeyboardInterrupt):  # what is lost by that is told later
         for client in _own():
             _wait(client, deadline)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
 
-_PATIENCE_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 _pending: dict[str, "Future[None]"] = {}  # by host: whoever asks meanwhile waits for the same answer
 os.register_at_fork(after_in_child=_pending.clear)  # a child has none of the threads
 
@@ -28,7 +28,7 @@ def connect_timeout_s(deadline: Deadline) -> float:
         >>> connect_timeout_s(Deadline.after(30)), 0 < connect_timeout_s(Deadline.after(0.1)) <= 0.1
         (2.0, True)
     """
-    return max(0.001, min(_PATIENCE_S, deadline.remaining_s()))
+    return max(0.001, min(_CONNECT_TIMEOUT_S, deadline.remaining_s()))
 
 
 def host_and_port(address: str, deadline: Deadline) -> tuple[str, int]:

@@ -6,7 +6,7 @@ took part, because a link with unread replies would hand them to the next batch.
 
 A server may send a large reply in many small pieces (memcached: 6.5 kB), and to look at each costs far more than the bytes do. So while
 much more is certainly on its way, the kernel is asked to wake this process only when a larger piece lies ready (SO_RCVLOWAT). It is a
-hint in both directions: replies turn out shorter where rows are missing, and then the wait ends after PATIENCE_S.
+hint in both directions: replies turn out shorter where rows are missing, and then the wait ends after QUIET_S.
 """
 
 import select
@@ -22,7 +22,7 @@ from kvemb.wire.replies import RepliesInOrder, ReplyReader, Step
 WINDOW_STEPS = 6
 LOW_WATER_BYTES = 128 << 10
 LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
-PATIENCE_S = 0.002
+QUIET_S = 0.002
 
 
 class Conversation:
@@ -95,7 +95,7 @@ class Conversation:
 
     def time_out(self) -> None:
         """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
-        if self.patient and time.monotonic() - self._heard_s > PATIENCE_S:
+        if self.patient and time.monotonic() - self._heard_s > QUIET_S:
             self._was_full = False
             self._set_low_water(1)  # the next poll reports what there is
 
@@ -119,7 +119,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
         poll.register(fd, _interest(conversation))
     while active:
         patient = [conversation for conversation in active.values() if conversation.patient]
-        wait_s = min(deadline.remaining_s(), PATIENCE_S) if patient else deadline.remaining_s()
+        wait_s = min(deadline.remaining_s(), QUIET_S) if patient else deadline.remaining_s()
         events = poll.poll(wait_s * 1000)
         for fd, event in events:
             conversation = active[fd]

@@ -23,7 +23,7 @@ def read_coalesced(parts: Sequence[ReadPart], read: Callable[[Sequence[ReadPart]
 
     Args:
         parts: as in `Store.read`; those that bring memory of their own stand alone.
-        read: reads the joined parts.
+        read: reads the coalesced parts.
     """
     if len(parts) < 2:
         return read(parts)
@@ -43,7 +43,7 @@ def write_coalesced(
 
     Args:
         parts: as in `Store.write`.
-        write: writes the joined parts.
+        write: writes the coalesced parts.
         one_node: whether one node has all rows. Rows under keys of their own need not be put in any order then, and joining them would
             cost more than it saves.
     """

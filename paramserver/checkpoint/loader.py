@@ -92,7 +92,7 @@ class Loader:
     def __init__(self, parts: ShardParts, store: Store, data: DataDir, pause: Pause) -> None:
         self._parts, self._store, self._data = parts, store, data
         self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
-        self._rows_out = UnconditionalWriter(store, self._timeout_s, pause, parts.repairer)
+        self._writer = UnconditionalWriter(store, self._timeout_s, pause, parts.repairer)
         self._still_ours = partial(require_owner, data, parts.engine.epoch)
         self._reported = 0.0
         self._done = self._rows = 0
@@ -231,13 +231,13 @@ class Loader:
                 ids, step = np.sort(state.arrays()[0]), max(1, unconditional_writer.BLOCK_BYTES // state.definition.record.size_bytes)
                 for at in range(0, len(ids), step):
                     some = ids[at : at + step]
-                    self._rows_out.write(state.definition, some, runs.find(state.definition, some).records)
+                    self._writer.write(state.definition, some, runs.find(state.definition, some).records)
                     self._done += len(some)
                     self._report(plan.load_id, "writing")
         finally:
             runs.close()
         for key, ids in plan.erase.items():
-            self._rows_out.erase(self._parts.registry.find_key(key), ids)
+            self._writer.erase(self._parts.registry.find_key(key), ids)
         self._data.write(LOADED, [b"%d\n" % plan.serial], self._still_ours)
         self._data.remove(PLAN)
         self._data.remove(SWITCHED)

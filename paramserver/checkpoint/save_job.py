@@ -33,7 +33,7 @@ from .copy_on_write import CopyOnWriteRecords
 
 Ids = NDArray[np.uint64]
 _SLICE_BYTES = 8 << 20
-_PATIENCE_S = 300.0
+_RETRY_S = 300.0
 _PAUSE_S = 0.5
 Restore = Callable[[TableDef, Ids], None]
 """Has rows compared with the index and restored. Returns when that is done, or takes longer; raises LostRowError where it cannot be."""
@@ -176,7 +176,7 @@ class SaveJob:
 
     def _records(self, definition: TableDef, ids: Ids, versions: Ids) -> NDArray[np.uint8]:
         """Return the rows as they were at the cut, waiting for storage nodes that are away, and for the repair of nodes and rows."""
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + _RETRY_S
         while True:
             try:
                 records, lost = self._read(definition, ids, versions)

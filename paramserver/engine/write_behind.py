@@ -99,7 +99,7 @@ class WriteBehind:
         self._store, self._tables, self._bound = store, tables, bound
         self._epoch, self._repair, self._wake, self._clock_s = epoch, repair, wake, clock_s
         self._arena, self._access = RecordArena(), RowAccess(store, timeout_s)
-        self._held: list[_UnwrittenRecords] = []
+        self._unwritten: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
         self._asked = False
         self.newest_k = 0
@@ -113,11 +113,11 @@ class WriteBehind:
             yield
             self._keep(k)
         except BaseException:
-            for held in self._held:
-                held.cache.unpin(held.pinned)
+            for one in self._unwritten:
+                one.cache.unpin(one.pinned)
             raise
         finally:
-            self._held = []
+            self._unwritten = []
 
     def hold(self, prepared: PreparedRows) -> PreparedRows:
         """Hold back the rows that the cache has; return the others, which are to be written now."""
@@ -126,13 +126,13 @@ class WriteBehind:
             return prepared
         cache = self._tables.state(prepared.rows.definition).cache
         mine = prepared if hot.all() else prepared.take(hot)
-        self._held.append(_UnwrittenRecords(cache, mine, cache.pin(mine.at)))
+        self._unwritten.append(_UnwrittenRecords(cache, mine, cache.pin(mine.at)))
         return prepared.take(~hot)
 
     def _keep(self, k: int) -> None:
-        for held in self._held:
-            held.cache.put(held.prepared.rows.ids, held.prepared.part.records, None, held.prepared.at)
-        if not self._held:
+        for one in self._unwritten:
+            one.cache.put(one.prepared.rows.ids, one.prepared.part.records, None, one.prepared.at)
+        if not self._unwritten:
             return
         self.newest_k = k
         if not self._oldest_k:

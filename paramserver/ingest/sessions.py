@@ -127,13 +127,13 @@ class Sessions:
     Args:
         issues: whether this shard issues incarnations (shard 0).
         next_incarnation: the first it may issue.
-        kept: (trainer, incarnation, last sequence) from the saved state.
+        restored: (trainer, incarnation, last sequence) from the saved state.
     """
 
-    def __init__(self, issues: bool, next_incarnation: int = 1, kept: list[tuple[str, int, int]] | None = None) -> None:
+    def __init__(self, issues: bool, next_incarnation: int = 1, restored: list[tuple[str, int, int]] | None = None) -> None:
         self._issues = issues
         self.next_incarnation = next_incarnation
-        self._sessions = {name: Session(name, number, last, last, live=False, restored=True) for name, number, last in kept or []}
+        self._sessions = {name: Session(name, number, last, last, live=False, restored=True) for name, number, last in restored or []}
 
     @property
     def live(self) -> list[Session]:

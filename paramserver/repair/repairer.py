@@ -379,13 +379,13 @@ def _existing(state: TableState, ahead: AheadOfIndex) -> tuple[Ids, Ids]:
 
 def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:
     """Join what is wanted of the same table; ids in ascending order."""
-    joined = []
+    merged = []
     for table in {id(one.table): one.table for one in wanted}.values():
         parts = [one for one in wanted if one.table is table]
         ids, versions = np.concatenate([one.ids for one in parts]), np.concatenate([one.versions for one in parts])
         order = np.argsort(ids)
-        joined.append(WantedVersions(table, ids[order], versions[order]))
-    return joined
+        merged.append(WantedVersions(table, ids[order], versions[order]))
+    return merged
 
 
 def _kept(wanted: WantedVersions) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:

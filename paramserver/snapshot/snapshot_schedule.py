@@ -107,8 +107,8 @@ def reaches_back(journal: Journal, cut: int, k: int, find: Callable[[str, int], 
     """
     entries = (decode_entry(payload, find) for _, payload in journal.read())
     behind = (entry.version for entry in entries if isinstance(entry, BatchEntry) and entry.version > cut)
-    held = split_version(cut)[1]
-    if cut and held == 0:  # a load began an epoch: the batches behind it are numbered on
+    cut_k = split_version(cut)[1]
+    if cut and cut_k == 0:  # a load began an epoch: the batches behind it are numbered on
         return True
     # Batches of a time without a journal are in neither: then there is a gap behind the cut, which may be from before that time.
-    return split_version(next(behind, k + 1))[1] == held + 1
+    return split_version(next(behind, k + 1))[1] == cut_k + 1

@@ -141,9 +141,9 @@ class SortedRun:
             if holder[start] == len(blocks) or blocks[holder[start], _FIRST] > ids[stop - 1]:
                 continue
             block, asked = blocks[holder[start]], ids[start:stop]
-            held = self._ids(block)
-            at = np.searchsorted(held, asked)  # never behind the end: no id asked is above the block's last
-            hit = held[at] == asked
+            block_ids = self._ids(block)
+            at = np.searchsorted(block_ids, asked)  # never behind the end: no id asked is above the block's last
+            hit = block_ids[at] == asked
             if hit.any():
                 yield start + np.flatnonzero(hit), whole(self._rest(block))[at[hit]].view(np.uint8).reshape(int(hit.sum()), -1)
 

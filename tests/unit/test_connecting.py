@@ -108,7 +108,7 @@ def silent() -> Iterator[str]:
 def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
     silent: str, connecting: Callable[[str, Deadline], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvemb.net.connecting._PATIENCE_S", 0.2)  # two seconds are long for a test
+    monkeypatch.setattr("kvemb.net.connecting._CONNECT_TIMEOUT_S", 0.2)  # two seconds are long for a test
     deadline = Deadline.after(FOREVER_S)
     with pytest.raises(NodeUnavailableError, match=silent):
         connecting(silent, deadline)

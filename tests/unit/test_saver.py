@@ -273,7 +273,7 @@ def failed(shard: Shard, save_id: str = "1" * 32) -> str:
 
 
 def test_a_row_that_storage_has_lost_fails_the_save_and_nothing_else(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_job, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(save_job, "_RETRY_S", 0.05)
     lose(shard)
     shard.begin(str(tmp_path / "a"))
     assert LostRowError.__name__ in failed(shard)

@@ -27,7 +27,7 @@ from .rows_ahead import Changed, Puller, RowsAhead, prefetched_of_all
 
 MODES = ("stale", "bounded", "exact")
 _PUSH = 2  # changes that a push counts as
-Held = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
+Registered = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
 """Ids and versions of rows that are prefetched for batches to come, by table."""
 
 
@@ -46,7 +46,7 @@ class Consistency(Protocol):
         """Whether rows that were made fit for use still are, when they are looked up."""
         ...
 
-    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
         """Take note that a step is about to be pushed; return what to register with it of the batches that come next."""
         ...
 
@@ -72,7 +72,7 @@ class Stale:
         """They are."""
         return True
 
-    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
         """Register nothing."""
         return None
 
@@ -159,7 +159,7 @@ class Exact(Stale):
         now = self._now()
         return rows.as_of == now and now[0] % 2 == 0
 
-    def hold(self, coming: Sequence[RowsAhead]) -> Held | None:
+    def hold(self, coming: Sequence[RowsAhead]) -> Registered | None:
         """Register the rows of the batches that come next."""
         self._prefetched, self._prefetched_at = coming, self._changes()
         prefetched = prefetched_of_all(coming)

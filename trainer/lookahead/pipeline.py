@@ -105,7 +105,7 @@ class Pipeline(Generic[B, R]):
     ) -> None:
         self._batches: Iterator[B] | None = batches
         self._work, self._sizes, self._waited, self._timeout_s = work, sizes, waited, timeout_s
-        self._patience_s = timeout_s  # of the end, with what is being done
+        self._close_timeout_s = timeout_s  # of the end, with what is being done
         self._pid = os.getpid()
         self._own = PullThreads(sizes.threads_num) if executor is None else None
         self._executor: Executor = executor or self._own  # type: ignore[assignment]
@@ -158,7 +158,7 @@ class Pipeline(Generic[B, R]):
 
     def hurry(self) -> None:
         """Let the end wait for what is being done briefly only: somebody wants to be gone."""
-        self._patience_s = _BRIEF_S
+        self._close_timeout_s = _BRIEF_S
 
     def close(self) -> None:
         """End the run: nothing more is begun, and what is being done is waited for. Briefly only after `hurry`, and if `next` was
@@ -167,7 +167,7 @@ class Pipeline(Generic[B, R]):
         batches, self._batches = self._batches, None
         entries, self.ahead = self.ahead, deque()
         if os.getpid() == self._pid:
-            deadline = Deadline.after(self._patience_s)
+            deadline = Deadline.after(self._close_timeout_s)
             for entry in entries:
                 entry.done.cancel()
             if self._own is not None:

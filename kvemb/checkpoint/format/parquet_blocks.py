@@ -168,7 +168,7 @@ def _columns(definition: TableDef, block: RowBlock, weights_only: bool) -> list[
     pa = require_extra("pyarrow")
     weights = _lists(_readable(definition, block.weights), _weight_type(definition))
     columns = [_id_array(definition, block.ids), pa.array(block.versions), weights]
-    if _has_slots(definition, weights_only):
+    if _has_state(definition, weights_only):
         assert block.state is not None
         columns.append(_lists(block.state, pa.float32()))
     return columns
@@ -189,7 +189,7 @@ def _schema(definition: TableDef, weights_only: bool) -> Any:
     pa = require_extra("pyarrow")
     fields = [*_id_schema(definition), pa.field("version", pa.uint64(), nullable=False)]
     fields.append(pa.field("weights", _list_type(_weight_type(definition), definition.dim), nullable=False))
-    if _has_slots(definition, weights_only):
+    if _has_state(definition, weights_only):
         fields.append(pa.field("slots", _list_type(pa.float32(), definition.record.state_size), nullable=False))
     return pa.schema(fields)
 
@@ -223,7 +223,7 @@ def _stored(definition: TableDef, weights: NDArray[Any], where: str) -> NDArray[
     return (bits >> np.uint32(16)).astype(storage_dtype("bfloat16"))
 
 
-def _has_slots(definition: TableDef, weights_only: bool) -> bool:
+def _has_state(definition: TableDef, weights_only: bool) -> bool:
     return definition.record.state_size > 0 and not weights_only
 
 

@@ -89,7 +89,7 @@ class ClusterRepair:
 
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         slot_map = self._topology.refreshed(deadline)
-        lost, joined = [], set()
+        lost, admitted = [], set()
         for index, address in enumerate(slot_map.addresses):
             share = Deadline.after(deadline.remaining_s() / (len(slot_map.addresses) - index))
             try:
@@ -103,9 +103,9 @@ class ClusterRepair:
             elif not self._whole.has(state.process, deadline):
                 lost.append(LostNode(address, "suspect"))
             else:
-                joined.add(state.process)
-        if joined:
-            self._whole.admit(joined, deadline)  # the list itself may have been lost
+                admitted.add(state.process)
+        if admitted:
+            self._whole.admit(admitted, deadline)  # the list itself may have been lost
         self._keep_owner(deadline)
         return lost
 
@@ -200,10 +200,10 @@ class ClusterRepair:
 
     def _state(self, address: str, slot_map: SlotMap, deadline: Deadline) -> PrimaryState:
         process = process_of(redis_admin.info(address, self._access, deadline))
-        held = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address))
-        found = self._markers.at(address, held, deadline)
+        its_slots = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address))
+        found = self._markers.at(address, its_slots, deadline)
         settled = [index for index, value in enumerate(found) if value is not False]
-        slots, values = held[settled], [value if isinstance(value, bytes) else None for value in (found[i] for i in settled)]
+        slots, values = its_slots[settled], [value if isinstance(value, bytes) else None for value in (found[i] for i in settled)]
         empty, nonces = np.zeros(len(slots), dtype=bool), []
         for index, (slot, value) in enumerate(zip(slots, values, strict=True)):
             why = self._judge(int(slot), value, process, address)

@@ -13,7 +13,7 @@ from kvemb.stores.redis_cluster.cluster_members import run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import SlotMap
-from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, joined
+from kvemb.stores.redis_cluster.slot_markers import Begun, Check, SlotMarkers, merged_steps
 from kvemb.wire.replies import Step
 from kvemb.wire.resp.resp_codec import RespCodec
 
@@ -61,7 +61,7 @@ class ClusterRounds:
             by_node.setdefault(share.address, []).extend(share.steps.steps)
         checks = self._checks(batch, shares, slot_map, repair)
         for address, steps in by_node.items():
-            steps += joined([check.step for check in checks if check.address == address])
+            steps += merged_steps([check.step for check in checks if check.address == address])
         run_id = None if repair is None else run_id_in(repair.process)
         exchange(self._rows if repair is None else self._repair, by_node, [share.steps for share in shares], deadline, run_id)
         for check in checks:

@@ -125,8 +125,8 @@ class RedisClusterStore(Store):
         return self._retry(lambda: self._read(parts, deadline), deadline)
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
-        def run(joined: Sequence[ReadPart]) -> list[ReadResult]:
-            batch = ReadBatch(joined)
+        def run(coalesced: Sequence[ReadPart]) -> list[ReadResult]:
+            batch = ReadBatch(coalesced)
             self._rounds.run(batch, deadline, repair)
             return batch.results
 
@@ -136,9 +136,9 @@ class RedisClusterStore(Store):
         return self._write(parts, deadline)
 
     def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Begun | None = None) -> list[WriteResult]:
-        def run(joined: Sequence[WritePart]) -> list[WriteResult]:
-            self._rounds.run(WriteBatch(joined), deadline, repair)
-            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in joined]
+        def run(coalesced: Sequence[WritePart]) -> list[WriteResult]:
+            self._rounds.run(WriteBatch(coalesced), deadline, repair)
+            return [WriteResult(np.ones(len(part.keys), dtype=bool)) for part in coalesced]
 
         return write_coalesced(parts, run)
 

@@ -14,7 +14,7 @@ from kvemb.schema.keys import N_SLOTS, slot_tags
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown, text_of
 from kvemb.wire.resp.resp_value import Value
 
-_PATIENCE_S = 1.0  # with a node that does not tell the map while there are others to ask
+_ANSWER_TIMEOUT_S = 1.0  # with a node that does not tell the map while there are others to ask
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Dea
     for index, address in enumerate(addresses):
         try:
             n_left = len(addresses) - index - 1
-            share_s = min(_PATIENCE_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
+            share_s = min(_ANSWER_TIMEOUT_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
             return _ask_one(address, access, Deadline.after(share_s))
         except (NodeUnavailableError, ProtocolError) as error:
             failures.append(str(error))

@@ -183,7 +183,7 @@ class SlotMarkers:
         requests, replies = _marker_requests(), [BlobReply(miss=b"$-1") for _ in range(len(slots))]
         steps = [Step(requests[slot], reply) for slot, reply in zip(slots.tolist(), replies, strict=True)]
         if steps:
-            exchange(self._pool, {address: joined(steps)}, [], deadline)
+            exchange(self._pool, {address: merged_steps(steps)}, [], deadline)
         found: list[bytes | bool | None] = []
         for reply in replies:
             if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
@@ -219,7 +219,7 @@ class SlotMarkers:
         by_node: dict[str, list[Step]] = {address: [] for address in slot_map.addresses}
         for slot, step in enumerate(steps):
             by_node[slot_map.address_of(slot)].append(step)
-        exchange(self._pool, {address: joined(batch) for address, batch in by_node.items() if batch}, [], deadline)
+        exchange(self._pool, {address: merged_steps(batch) for address, batch in by_node.items() if batch}, [], deadline)
 
     def _require_no_error(self, lines: Sequence[bytes | None]) -> None:
         for line in lines:
@@ -233,7 +233,7 @@ def _marker_requests() -> list[memoryview]:
     return [memoryview(command(b"GET", key)) for key in marker_keys()]
 
 
-def joined(steps: Sequence[Step]) -> list[Step]:
+def merged_steps(steps: Sequence[Step]) -> list[Step]:
     """The same commands and replies in fewer, larger steps."""
     return [
         Step(memoryview(b"".join(step.request for step in steps[rows])), RepliesInOrder([step.reply for step in steps[rows]]))

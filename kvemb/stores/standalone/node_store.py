@@ -119,11 +119,11 @@ class NodeStore(Store):
         return self._rows.erase(parts, deadline, self._lane(address, nonce, parts, deadline))
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None = None) -> list[ReadResult]:
-        return read_coalesced(parts, lambda joined: self._rows.read(joined, deadline, repair))
+        return read_coalesced(parts, lambda coalesced: self._rows.read(coalesced, deadline, repair))
 
     def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
         one_node = len(self.addresses) == 1
-        return write_coalesced(parts, lambda joined: self._rows.write(joined, deadline, repair), one_node=one_node)
+        return write_coalesced(parts, lambda coalesced: self._rows.write(coalesced, deadline, repair), one_node=one_node)
 
     def node_of(self, keys: RowKeys) -> str:
         nodes = self._links.map.nodes_of(keys)
