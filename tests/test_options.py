@@ -16,9 +16,14 @@ FAILURES = "tests/integration/test_table_failures.py"
 ACKS = "tests/integration/test_rows_with_acks.py"
 DISTRIBUTE = "tests/torch/test_distribute.py"
 LOCAL = "tests/integration/test_local_cluster.py"
+SAVES = "tests/integration/test_save_load.py"
+LOADED = "tests/unit/test_checkpoint_load.py"
+PREPARE = "tests/torch/test_prepare.py"
+CONSISTENCY = "tests/torch/test_prefetch_consistency.py"
 STORES = "tests/integration/test_stores.py"
 TRAINERS = "tests/faults/test_faults_trainers.py"
 OF_A_TABLE = f"{DISTRIBUTE}:test_options_reach_the_tables"
+SAVED = f"{SAVES}:test_a_save_under_load_is_one_cut_per_shard_and_holds_all_that_was_acknowledged"
 STEP = f"{FAILURES}:test_a_sync_step_applies_what_all_trainers_pushed_at_once"
 HANDED_ON = f"{LOCAL}:test_a_local_cluster_hands_every_option_on"
 SHOWN = "tests/integration/test_cli.py:test_status_shows_every_node_and_shard"
@@ -46,6 +51,36 @@ SHOWN_BY = {
         "num_ids": "tests/integration/test_table_pages.py:test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent",
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
+    },
+    "kvemb/cluster/cluster.py:Cluster.save": {
+        "url": SAVED,
+        "base": SAVED,
+        "weights_only": f"{SAVES}:test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage",
+        "extra": SAVED,
+        "resume": f"{SAVES}:test_a_save_whose_shard_was_killed_can_be_resumed",
+        "timeout_s": "tests/unit/test_checkpoint_save.py:test_shards_and_caller_have_the_same_time_for_the_cut",
+        "progress": SAVED,
+    },
+    "kvemb/cluster/cluster.py:Cluster.load": {
+        "url": f"{SAVES}:test_a_load_brings_everything_back_while_trainers_wait",
+        "stall_timeout_s": f"{LOADED}:test_a_load_of_which_no_shard_comes_any_further_is_watched_no_longer_than_asked_for",
+        "progress": f"{SAVES}:test_a_shard_killed_while_it_loads_goes_on_when_it_is_started",
+    },
+    "trainer/torch/loaders/prepare.py:prepare": {
+        "model": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
+        "loader": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
+        "features": f"{PREPARE}:test_parts_of_a_batch_are_named_in_several_ways",
+        "consistency": f"{CONSISTENCY}:test_exact_has_the_losses_of_training_without_prefetch_bit_for_bit",
+        "k": f"{CONSISTENCY}:test_bounded_never_lacks_more_than_k_batches",
+        "threads_num": f"{PREPARE}:test_as_many_threads_pull_as_was_said",
+        "capacity": f"{PREPARE}:test_rows_are_as_old_as_capacity_says",
+        "executor": f"{PREPARE}:test_a_pool_of_the_callers_own_runs_the_pulls_and_stays_open",
+        "report": "tests/torch/test_step_report.py:test_a_prepared_loader_puts_its_report_in_force_while_it_is_iterated",
+    },
+    "trainer/torch/export/materialize.py:materialize": {
+        "model": "tests/torch/test_materialize.py:test_all_rows_of_a_dense_table_become_torchs_own_modules",
+        "ids": "tests/torch/test_materialize.py:test_chosen_ids_are_found_and_others_are_zeros",
+        "max_bytes": "tests/torch/test_materialize.py:test_the_rows_of_all_id_sets_of_a_table_count",
     },
     "trainer/torch/conversion/distribute.py:distribute": {
         "model": f"{DISTRIBUTE}:test_a_table_begins_with_the_modules_own_weights",

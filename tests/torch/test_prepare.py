@@ -1,6 +1,7 @@
 """prepare: rows are there before their batch is used, and training is what it is without."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,24 @@ def test_rows_are_as_old_as_capacity_says() -> None:
         rows.sum().backward()
         optimizer.step()
     assert all(max(0, i - 3) <= n <= i for i, n in enumerate(seen)), seen
+
+
+def test_as_many_threads_pull_as_was_said() -> None:
+    model = Model(MemoryCluster())
+    names = set()
+    for _ in prepare(model, draw(6), features=FEATURES, threads_num=5, capacity=6):
+        names |= set(ours())
+    assert len(names) == 5
+
+
+def test_a_pool_of_the_callers_own_runs_the_pulls_and_stays_open() -> None:
+    model = Model(MemoryCluster())
+    with ThreadPoolExecutor(1, thread_name_prefix="the-callers") as pool:
+        loader = prepare(model, draw(6), features=FEATURES, executor=pool)
+        train(model, SparseOptimizer(model), loader)
+        assert model.users.shared.n_ahead == 12
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("the-callers")]
+        assert pool.submit(len, "open").result() == 4
 
 
 def test_batches_in_evaluation_are_looked_up_ahead_without_being_recorded() -> None:
