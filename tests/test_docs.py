@@ -119,3 +119,17 @@ def test_every_link_to_a_file_of_ours_leads_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in MARKDOWN if not page.startswith(PAST)])
 def test_every_path_in_a_document_is_there(page: str) -> None:
     assert [path for path in CODE_PATH.findall(read(page)) if not ((ROOT / path).exists() or "NNNN" in path)] == []
+
+
+def test_every_module_that_was_renamed_has_its_new_name() -> None:
+    rows = [
+        line.split(" | ") for line in read("CHANGELOG.md").split("### Renamed")[1].split("\n### ")[0].splitlines() if line.startswith("| `")
+    ]
+    assert rows
+    names = [name for _, now in rows for name in re.findall(r"`(kvemb\.[\w.]+)`", now)]
+    there = {name for name in names if name in SOURCES or name.rpartition(".")[2] in defined_in(name.rpartition(".")[0])}
+    assert [name for name in names if name not in there] == []
+
+
+def defined_in(module: str) -> frozenset[str]:
+    return defined(SOURCES[module].relative_to(ROOT).as_posix()) if module in SOURCES else frozenset()
