@@ -32,8 +32,8 @@ class Table:
 
     Get one from `Cluster.table` or `Cluster.create_table`; `help(kvemb)` has a tour with an example. Thread-safe.
 
-    One class of many methods, because it is the one object that programs hold of a table: each hands its arguments to the room that does
-    the work.
+    One class of many methods: it is the one object that programs hold of a table. Each method hands its arguments to the room that does the
+    work.
     """
 
     def __init__(self, definition: TableDef, access: Access, cluster: OpenCluster) -> None:

@@ -1,6 +1,6 @@
 """Small values of which every node holds a copy: damaged copies are passed over and named, as long as another is good.
 
-Damaged is what none of our programs has written: bytes that are no message of ours, a value of another type, or a far too long value. What
+Damaged is what none of our programs has written: bytes that are no message of ours, a value of another type or of far too many bytes. What
 another release has written is not damaged: it is refused. What must not live here: what the values mean, and how they are read.
 """
 

@@ -55,7 +55,7 @@ def _words(pattern: bytes, room: int) -> tuple[tuple[int, int, np.uint64 | None,
 
 
 def pieces(data: Bytes, size: int, dtype: str = "") -> NDArray[Any]:
-    """Return the view [len - size + 1] whose item i is data[i : i + size] in one piece: raw bytes unless a dtype is given.
+    """Return the view [len - size + 1] whose item i is data[i : i + size] in one piece. Raw bytes unless a dtype is given.
 
     Items of one opaque type are copied whole: gathering rows of [n, size] single bytes costs three times as much.
     """

@@ -49,7 +49,7 @@ class Kernel:
 
 
 # Values of one array in a block: 512 KiB each, 8192 rows of dim 16. Measured on 40,000 rows, 1 MiB of L2 cache a core. Without blocks adam
-# and ftrl take 3.1 to 3.3 times as long at dim 16, 2.0 to 2.4 times at dim 64; sgd and rowwise_adagrad take about the same. With blocks of
+# and ftrl take 3.1 to 3.3 times as long at dim 16, 2.0 to 2.4 times at dim 64. sgd and rowwise_adagrad take about the same. With blocks of
 # an eighth of this size all take 1.2 to 1.7 times as long, since NumPy's fixed cost per call shows.
 _BLOCK_VALUES = 1 << 17
 

@@ -4,8 +4,8 @@ What must not live here: assigning (`weight_transfer`), tables. Strategy: unless
 own weights. They are assigned, where all of a model's can be in a minute or so. Of those that are too many, the initializer is read off
 (`recognize_initializer`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
 
-A table says by its initializer that its rows are assigned, so that another trainer knows that it has to wait for them, and not for rows
-that are drawn: CARRIED, zeros under a name that nobody gives.
+A table says by its initializer that its rows are assigned: CARRIED, zeros under a name that nobody gives. So another trainer knows that it
+has to wait for them, as it need not for rows that are drawn.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

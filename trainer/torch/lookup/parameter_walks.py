@@ -1,9 +1,9 @@
 """What goes over the parameters of a model or an optimizer, and whether it meets the leaves of rows that wait for a step.
 
 What must not live here: what waits, and how (`pending_lookups`). Strategy: in one process everybody meets them. In a job of several ranks
-(torch.distributed) a leaf is this rank's alone, and a norm that only this rank has would scale the dense gradients, which are equal on all
-ranks, differently on each: so only GradScaler and zero_grad do. Torch says nothing of who asks for parameters; where that matters the
-call stack tells.
+(torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would scale
+them differently on each. So only GradScaler and zero_grad meet the leaves there. Torch says nothing of who asks for
+parameters; where that matters the call stack tells.
 """
 
 import logging
