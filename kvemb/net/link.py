@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import NodeUnavailableError, ProtocolError
-from kvemb.net.connecting import connect_timeout_s, host_and_port
 from kvemb.net.deadline import Deadline
+from kvemb.net.name_lookup import connect_timeout_s, host_and_port
 
 _BUFFER_BYTES = 1 << 20
 _MAX_BUFFER_BYTES = 64 << 20
@@ -117,7 +117,7 @@ class Link:
 Connect = Callable[[str, Deadline], Link]
 """Opens a connection to "host:port", ready to carry commands.
 
-It takes no longer than `kvemb.net.connecting` says, and raises NodeUnavailableError where that was not enough.
+It takes no longer than `kvemb.net.name_lookup` says, and raises NodeUnavailableError where that was not enough.
 """
 
 
@@ -125,7 +125,7 @@ def connect_link(address: str, deadline: Deadline) -> Link:
     """Open a TCP connection.
 
     Raises:
-        NodeUnavailableError: refused, unreachable, unknown host, or not in time; see `kvemb.net.connecting`.
+        NodeUnavailableError: refused, unreachable, unknown host, or not in time; see `kvemb.net.name_lookup`.
     """
     endpoint = host_and_port(address, deadline)
     try:

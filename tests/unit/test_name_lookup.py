@@ -14,9 +14,9 @@ import pytest
 
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
-from kvemb.net.connecting import host_and_port
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link, connect_link
+from kvemb.net.name_lookup import host_and_port
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
 from kvemb.stores.redis_server import redis_admin
@@ -108,7 +108,7 @@ def silent() -> Iterator[str]:
 def test_an_address_that_answers_nothing_is_told_long_before_the_deadline(
     silent: str, connecting: Callable[[str, Deadline], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvemb.net.connecting._CONNECT_TIMEOUT_S", 0.2)  # two seconds are long for a test
+    monkeypatch.setattr("kvemb.net.name_lookup._CONNECT_TIMEOUT_S", 0.2)  # two seconds are long for a test
     deadline = Deadline.after(FOREVER_S)
     with pytest.raises(NodeUnavailableError, match=silent):
         connecting(silent, deadline)

@@ -1,11 +1,11 @@
-"""How long a connection may take to come about: looking up the node's name, and TCP's greeting.
+"""Looks up a node's name in limited time, and says how long TCP's greeting may take.
 
 A node that is gone may say nothing at all: its name is told by no name server, its address answers no packet. Who waited for that as long
 as a batch may take would not see that a Redis Cluster has long put another primary in its place. So connecting fails after two seconds,
 enough for a greeting that was lost once, and who is told tries again, if there is time.
 
 The system's resolver takes no time limit of a caller's, and its own are 5 to 30 s: a thread looks up, and its callers wait.
-Thread- and fork-safe. What must not live here: connecting itself, which the clients of storage servers do.
+Thread- and fork-safe. What must not live here: connecting itself (`kvemb.net.link`).
 """
 
 import os
