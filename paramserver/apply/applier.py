@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvemb.errors import KvembError, StorageError
+from kvemb.errors import StorageError
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushReply
 from kvemb.schema.record import split_version
@@ -12,7 +12,7 @@ from kvemb.schema.record import split_version
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
-from ..journal import START, Position
+from ..journal import Position
 from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
@@ -39,7 +39,7 @@ class Applier:
         finder: answers what trainers ask about rows that they have pulled ahead.
         background: what is done between batches.
         applied: behind the entry of the last batch applied before this process began.
-        failed: called with the cause when the shard stops applying for good.
+        failed: called with what ends the shard for good: everything that waits is to fail.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Applier:
         *,
         finder: ChangedRowsFinder,
         background: BackgroundWork,
-        applied: Position = START,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        applied: Position,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
@@ -80,8 +80,6 @@ class Applier:
             except AbandonedError:
                 return
             except Exception as error:
-                log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-                self._ingest.outcomes.fail(error)
                 self._failed(error)
 
     def _wait_s(self) -> float | None:

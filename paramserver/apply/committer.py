@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvemb.errors import KvembError
 from kvemb.schema.record import make_version
 
 from ..ingest.aggregate import merge_pushes
@@ -104,7 +103,7 @@ class Committer:
         handover: where committed batches go.
         sync: whether lists of pushes are steps of a sync job.
         epoch, k: of the versions: the first batch is k + 1.
-        failed: called with the cause when the shard stops for good.
+        failed: called with what ends the shard for good: everything that waits is to fail.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Committer:
         sync: bool,
         epoch: int,
         k: int,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
         self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
@@ -139,8 +138,6 @@ class Committer:
         except AbandonedError:
             return
         except Exception as error:
-            log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
-            self._ingest.outcomes.fail(error)
             self._failed(error)
 
     def _commit(self, group: Sequence[Work]) -> None:

@@ -58,6 +58,8 @@ class Membership:
 class Barrier:
     """Steps of a sync job at one shard.
 
+    One class, because places, steps and lateness are judged by the same leases, which change with each of them.
+
     Args:
         n_trainers: places.
         timeout_s: how long a member may be silent while a step waits for it.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.errors import FencedError, NodeLostError, StorageError, UnsafeNodeError
+from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
@@ -108,7 +108,7 @@ class Shard:
             copies=parts.registry.load if parts.shard == 0 else lambda: None,
             whole=self._tell_progress,
             still_ours=partial(require_owner, data, engine.epoch),
-            fenced=self._lost_the_shard,
+            fenced=self._failed,
         )
         self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
@@ -215,11 +215,9 @@ class Shard:
         log.info("drained; state saved in %s at k %d", self._data.path, self._parts.engine.k)
         return ""
 
-    def _lost_the_shard(self, error: FencedError) -> None:
-        self._parts.ingest.outcomes.fail(error)
-        self._failed(error)
-
     def _failed(self, error: BaseException) -> None:
+        log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
+        self._parts.ingest.outcomes.fail(error)
         self._server.set_serving(False)
         if isinstance(error, FencedError):
             self.fenced = True

@@ -1,39 +1,29 @@
 """The registry of tables: shard 0 keeps it, storage holds a copy on every node, the other shards and read-only clients read that.
 
-The copy is written to every node before a creation is answered; its form is `kvemb.coordination.registry_format`. The highest serial is the
-truth. So a write that was broken off counts as soon as one node has it, and is completed before the next one. Every shard keeps a copy in
-its data folder too: when all nodes have lost theirs, the shards must still know what to restore.
+The copy is written to every node before a creation is answered (`registry_copies`); its form is `kvemb.coordination.registry_format`.
 """
 
 import logging
 import threading
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-from kvemb.coordination.registry_format import META_NAME, Dropped, Registered, decode_registry, encode_registry, newest_registry
-from kvemb.coordination.replicated_values import are_damaged
+from kvemb.coordination.registry_format import Dropped, Registered, encode_registry
 from kvemb.errors import (
     InvalidInputError,
-    NodeLostError,
-    NodeSuspectError,
     ParameterServerError,
     TableDroppedError,
     UnknownTableError,
 )
-from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
-from ..disk.disk_errors import named
+from .registry_copies import RegistryCopies, encoded
 
 MAX_TABLES = 1024
 MAX_DROPPED = 2048  # over the life of a cluster: their definitions are kept
 _OTHER_SCHEMAS = 100  # of the newest tables dropped under a name: a trainer that still holds one of them is refused
 MAX_REGISTRY_BYTES = 1_000_000  # it is one value in storage, and memcached takes a megabyte
-KEPT = "tables"  # file in the data folder
-_MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s, and every 20 s where one look at the markers takes long
 AFTER_A_DROP = (
     "Who used it connects again (kvemb.connect), and opens or creates a table of that name; for a model over it, build the model anew and "
     "call distribute"
@@ -49,39 +39,38 @@ class Registry:
         store: open.
         shard: number.
         timeout_s: deadline of one storage call.
-        data: where a copy is kept; None for none.
+        data: the shard's folder, where a copy is kept.
     """
 
-    def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir | None = None) -> None:
-        self._store, self._shard, self._timeout_s, self._data = store, shard, timeout_s, data
+    def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir) -> None:
+        self._shard, self._max_record_bytes = shard, store.capabilities.max_record_bytes
+        self._copies = RegistryCopies(store, shard, timeout_s, data)
         self._lock = threading.Lock()
-        self._now = Registered(0, {}, {})  # replaced as a whole
-        self._behind = True  # nodes may hold more than we know: never read yet, or a write was broken off
 
     @property
     def tables(self) -> list[TableDef]:
         """Every known table, by name."""
-        return [table for _, table in sorted(self._now.tables.items())]
+        return [table for _, table in sorted(self._copies.now.tables.items())]
 
     @property
     def dropping(self) -> list[TableDef]:
         """The tables that are being dropped: shards may have rows of them."""
-        return [one.definition for one in self._now.dropped.values() if not one.gone]
+        return [one.definition for one in self._copies.now.dropped.values() if not one.gone]
 
     @property
     def gone(self) -> list[TableDef]:
         """The tables that were dropped."""
-        return [one.definition for one in self._now.dropped.values() if one.gone]
+        return [one.definition for one in self._copies.now.dropped.values() if one.gone]
 
     @property
     def encoded(self) -> bytes:
         """The registry as nodes hold it."""
-        return _encoded(self._now)
+        return encoded(self._copies.now)
 
     def load(self) -> None:
         """Read the registry; shard 0 also completes a write that was broken off."""
         with self._lock:
-            self._read()
+            self._copies.read()
 
     def reloaded(self) -> list[TableDef]:
         """Return every table, by name, as of now."""
@@ -94,11 +83,11 @@ class Registry:
         Raises:
             UnknownTableError: listing the known ones; TableDroppedError where it was dropped.
         """
-        table = self._now.tables.get(name)
+        table = self._copies.now.tables.get(name)
         if table is None or (schema is not None and table.schema != schema):
             if self._shard != 0:  # shard 0's own view is the newest there is
                 self.load()
-            table = self._now.tables.get(name)
+            table = self._copies.now.tables.get(name)
         if table is None:
             raise self._unknown(name)
         return table
@@ -123,24 +112,24 @@ class Registry:
         Raises:
             UnknownTableError: there never was one.
         """
-        named = [one.definition for one in self._now.dropped.values() if one.definition.name == name]
-        return max(named, key=lambda table: table.life) if named and name not in self._now.tables else self.find(name)
+        named = [one.definition for one in self._copies.now.dropped.values() if one.definition.name == name]
+        return max(named, key=lambda table: table.life) if named and name not in self._copies.now.tables else self.find(name)
 
     def _by_key(self, key: str) -> TableDef | None:
-        dropped, table = self._now.dropped.get(key), self._now.tables.get(key.partition("\n")[0])
+        dropped, table = self._copies.now.dropped.get(key), self._copies.now.tables.get(key.partition("\n")[0])
         return dropped.definition if dropped is not None else table if table is not None and table.key == key else None
 
     def _unknown(self, name: str) -> UnknownTableError:
-        named = [one for one in self._now.dropped.values() if one.definition.name == name]
+        named = [one for one in self._copies.now.dropped.values() if one.definition.name == name]
         if any(not one.gone for one in named):
             return TableDroppedError(
                 f"table {name!r} is being dropped. Call drop_table({name!r}) again if that was broken off; it goes on. {AFTER_A_DROP}."
             )
-        known = ", ".join(sorted(self._now.tables)) or "none"
+        known = ", ".join(sorted(self._copies.now.tables)) or "none"
         if named:
             return TableDroppedError(f"table {name!r} was dropped; existing: {known}. {AFTER_A_DROP}.")
         return UnknownTableError(
-            f"no table {name!r} in this cluster; existing: {known}{'' if self._now.tables else ' yet'}. Create it with create_table."
+            f"no table {name!r} in this cluster; existing: {known}{'' if self._copies.now.tables else ' yet'}. Create it with create_table."
         )
 
     def create(self, table: TableDef, *, exist_ok: bool) -> TableDef:
@@ -155,9 +144,8 @@ class Registry:
         if self._shard != 0:
             raise ParameterServerError(f"tables are created by shard 0, this is shard {self._shard}")
         with self._lock:
-            if self._behind:
-                self._read()
-            existing = self._now.tables.get(table.name)
+            self._copies.catch_up()
+            existing = self._copies.now.tables.get(table.name)
             if existing is not None:
                 existing.require_same(table.opened_as(existing))
                 if not exist_ok:
@@ -168,8 +156,10 @@ class Registry:
             self._check_new(table)
             table = self._next_life(table)
             table = table.with_tag_attempt(self._free_tag(table))
-            self._check_size([*self._now.tables.values(), table])
-            self._write(self._now._replace(serial=self._now.serial + 1, tables={**self._now.tables, table.name: table}))
+            self._check_size([*self._copies.now.tables.values(), table])
+            self._copies.write(
+                self._copies.now._replace(serial=self._copies.now.serial + 1, tables={**self._copies.now.tables, table.name: table})
+            )
         log.info("table %s created: dim %d, %s, %s", table.name, table.dim, table.dtype, table.optimizer.kind)
         return table
 
@@ -182,23 +172,22 @@ class Registry:
             StorageError: it may have begun; call it again.
         """
         with self._lock:
-            if self._behind:
-                self._read()
-            table = self._now.tables.get(name)
+            self._copies.catch_up()
+            table = self._copies.now.tables.get(name)
             if table is None:
                 begun = next((one for one in self.dropping if one.name == name), None)
                 if begun is None:
                     raise self._unknown(name)
                 return begun
-            dropped = {**self._now.dropped, table.key: Dropped(table, False)}
-            tables = {key: one for key, one in self._now.tables.items() if key != name}
-            new = Registered(self._now.serial + 1, tables, dropped)
-            if len(dropped) > MAX_DROPPED or len(_encoded(new)) > MAX_REGISTRY_BYTES:
+            dropped = {**self._copies.now.dropped, table.key: Dropped(table, False)}
+            tables = {key: one for key, one in self._copies.now.tables.items() if key != name}
+            new = Registered(self._copies.now.serial + 1, tables, dropped)
+            if len(dropped) > MAX_DROPPED or len(encoded(new)) > MAX_REGISTRY_BYTES:
                 raise InvalidInputError(
                     f"table {name!r}: {len(dropped) - 1} tables were dropped from this cluster, whose definitions are kept in storage, and "
                     "there is no room for more. Use table.erase for its rows; the table stays, empty."
                 )
-            self._write(new)
+            self._copies.write(new)
         log.info("table %s is being dropped", name)
         return table
 
@@ -209,19 +198,18 @@ class Registry:
             StorageError: it may be free; call it again.
         """
         with self._lock:
-            if self._behind:
-                self._read()
-            one = self._now.dropped.get(key)
+            self._copies.catch_up()
+            one = self._copies.now.dropped.get(key)
             if one is None or one.gone:
                 return
-            dropped = {**self._now.dropped, key: Dropped(one.definition, True)}
-            self._write(self._now._replace(serial=self._now.serial + 1, dropped=dropped))
+            dropped = {**self._copies.now.dropped, key: Dropped(one.definition, True)}
+            self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
         log.info("table %s was dropped", one.definition.name)
 
     def _next_life(self, table: TableDef) -> TableDef:
         """The definition as none was that had this name: nothing written for one of those is taken for it."""
         earlier = sorted(
-            (one.definition for one in self._now.dropped.values() if one.definition.name == table.name), key=lambda one: one.life
+            (one.definition for one in self._copies.now.dropped.values() if one.definition.name == table.name), key=lambda one: one.life
         )
         schemas = {one.schema for one in earlier[-_OTHER_SCHEMAS:]}
         table = replace(table, life=earlier[-1].life + 1 if earlier else 0)
@@ -234,67 +222,19 @@ class Registry:
         return next(attempt for attempt in range(1 << 16) if table.with_tag_attempt(attempt).tag not in taken)
 
     def _check_new(self, table: TableDef) -> None:
-        limit = self._store.capabilities.max_record_bytes
+        limit = self._max_record_bytes
         if limit is not None and table.record.size_bytes > limit:
             raise InvalidInputError(
                 f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "
                 "use a smaller dim, a 16-bit dtype or an optimizer with less state"
             )
-        if len(self._now.tables) >= MAX_TABLES:
+        if len(self._copies.now.tables) >= MAX_TABLES:
             raise InvalidInputError(f"table {table.name!r}: a cluster has at most {MAX_TABLES} tables")
 
     def _check_size(self, tables: list[TableDef]) -> None:
-        size = len(encode_registry(self._now.serial + 1, tables, self._now.dropped.values()))
+        size = len(encode_registry(self._copies.now.serial + 1, tables, self._copies.now.dropped.values()))
         if size > MAX_REGISTRY_BYTES:
             raise InvalidInputError(
                 f"table {tables[-1].name!r}: the definitions of {len(tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
                 "kept in storage; put several embeddings into one table, or give shorter names"
             )
-
-    def _read(self) -> None:
-        kept = self._data.read(KEPT) if self._data is not None else None
-        try:
-            copies, whole = self._copies(), True
-        except (NodeLostError, NodeSuspectError):  # to be repaired, with what we know
-            if kept is None:
-                raise
-            copies, whole = [], False
-        holders = self._store.copies_on(META_NAME) if copies else ()
-        found = newest_registry([*copies, kept], [*holders, f"this shard's file {KEPT}"])
-        damaged = are_damaged(copies, decode_registry)
-        if any(damaged) and (self._shard == 0 or _some_good(copies, damaged)):  # what another shard has kept may be old
-            self._store.mend_copies(META_NAME, copies, damaged, _encoded(found), Deadline.after(self._timeout_s))
-        if self._shard == 0 and found.serial and whole and len(set(copies)) > 1:
-            self._write(found)
-        self._remember(found, kept)
-        self._behind = not whole
-
-    def _copies(self) -> list[bytes | None]:
-        """The nodes' copies; where all are damaged, shard 0 is given time to mend them: nobody else knows the newest tables."""
-        until = Deadline.after(_MENDED_WITHIN_S)
-        while True:
-            copies = self._store.get_meta(META_NAME, Deadline.after(self._timeout_s))
-            damaged = are_damaged(copies, decode_registry)
-            if self._shard == 0 or not any(damaged) or _some_good(copies, damaged) or until.expired:
-                return copies
-            time.sleep(_PAUSE_S)
-
-    def _write(self, new: Registered) -> None:
-        self._behind = True
-        self._store.put_meta(META_NAME, _encoded(new), Deadline.after(self._timeout_s))
-        self._remember(new, None)
-        self._behind = False
-
-    def _remember(self, new: Registered, kept: bytes | None) -> None:
-        self._now = new
-        if self._data is not None and new.serial and kept != self.encoded:
-            with named("the tables' definitions cannot be kept", self._data.path):
-                self._data.write(KEPT, [self.encoded])
-
-
-def _encoded(new: Registered) -> bytes:
-    return encode_registry(new.serial, [table for _, table in sorted(new.tables.items())], new.dropped.values())
-
-
-def _some_good(copies: Sequence[bytes | None], damaged: Sequence[bool]) -> bool:
-    return any(copy is not None and not wrong for copy, wrong in zip(copies, damaged, strict=True))

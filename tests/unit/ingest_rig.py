@@ -27,6 +27,7 @@ from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.unapplied_parts import Limits
+from paramserver.journal import START
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
@@ -96,16 +97,20 @@ class Rig:
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
         self.ingest = Ingest(Sessions(issues=True), barrier, limits)
         self.failed = threading.Event()
-        failed, self.handover, fenced_log = (lambda error: self.failed.set()), Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
+        failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
         self.applier = Applier(
-            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), failed=failed
+            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=background(self), applied=START, failed=failed
         )
         self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=bool(trainers), epoch=1, k=0, failed=failed)
         self.applier.thread.start()
         self.committer.thread.start()
         self.sequences: dict[int, int] = {}
         self.open_steps: dict[int, int] = {}
+
+    def _fail(self, error: BaseException) -> None:
+        self.ingest.outcomes.fail(error)
+        self.failed.set()
 
     def hello(self, trainer: str = "a") -> int:
         return self.ingest.attendance.hello(trainer, 0)[0]

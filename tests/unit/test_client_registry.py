@@ -7,7 +7,7 @@ from kvemb import init, optim
 from kvemb.coordination.registry_format import decode_registry, encode_registry, newest_registry
 from kvemb.errors import ProtocolError
 from kvemb.schema.table_def import TableDef
-from paramserver.model import table_registry
+from paramserver.model import registry_copies
 
 USER = TableDef("user", 4, optim.adam(), init.normal(), seed=9)
 ITEM = TableDef("item", 2, optim.chain(optim.clip_by_norm(1.0), optim.sgd(0.5, momentum=0.9)), init.zeros(), dtype="float16")
@@ -18,8 +18,8 @@ def test_definitions_survive_the_round_trip() -> None:
 
 
 def test_what_shard_0_writes_is_what_a_reader_expects() -> None:
-    assert table_registry.META_NAME == "kvemb:tables"
-    assert decode_registry(table_registry.encode_registry(3, [USER]))[:2] == (3, {"user": USER})
+    assert registry_copies.META_NAME == "kvemb:tables"
+    assert decode_registry(registry_copies.encode_registry(3, [USER]))[:2] == (3, {"user": USER})
 
 
 def test_the_copy_with_the_highest_serial_counts() -> None:

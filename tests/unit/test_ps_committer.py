@@ -84,6 +84,7 @@ class Rig:
         self.sequences: dict[str, int] = {}
 
     def _fail(self, error: BaseException) -> None:
+        self.ingest.outcomes.fail(error)
         self.failed.append(error)
         self.over.set()
 

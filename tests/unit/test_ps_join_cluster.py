@@ -156,13 +156,22 @@ def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:
 # --- the registry -------------------------------------------------------------------------------------------------------------------------
 
 
-def registry(nodes: tuple[str, ...], shard: int = 0) -> Registry:
-    made = Registry(make_store(nodes), shard, 5)
-    made.load()
-    return made
+MakeRegistry = Callable[..., Registry]
 
 
-def test_a_created_table_is_on_every_node_and_found_by_the_other_shards() -> None:
+@pytest.fixture
+def registry(folder: Folder, tmp_path: Path) -> MakeRegistry:
+    numbers = count()
+
+    def make(nodes: tuple[str, ...], shard: int = 0) -> Registry:
+        made = Registry(make_store(nodes), shard, 5, folder(tmp_path / str(next(numbers)), shard))
+        made.load()
+        return made
+
+    return make
+
+
+def test_a_created_table_is_on_every_node_and_found_by_the_other_shards(registry: MakeRegistry) -> None:
     nodes = addresses()
     other = registry(nodes, 1)
     created = registry(nodes).create(TABLE, exist_ok=False)
@@ -172,7 +181,7 @@ def test_a_created_table_is_on_every_node_and_found_by_the_other_shards() -> Non
         other.find("usr")
 
 
-def test_another_identity_is_refused_and_another_default_is_not() -> None:
+def test_another_identity_is_refused_and_another_default_is_not(registry: MakeRegistry) -> None:
     first = registry(addresses())
     first.create(TABLE, exist_ok=True)
     with pytest.raises(TableMismatchError, match="dim: exists with 4, asked for 8"):
@@ -183,7 +192,7 @@ def test_another_identity_is_refused_and_another_default_is_not() -> None:
     assert again == TABLE
 
 
-def test_a_table_that_exists_keeps_its_algorithm_of_first_values() -> None:
+def test_a_table_that_exists_keeps_its_algorithm_of_first_values(registry: MakeRegistry) -> None:
     made = registry(addresses())
     earlier = made.create(replace(TABLE, init_algorithm=1), exist_ok=False)
     assert made.create(TABLE, exist_ok=True) == earlier
@@ -191,7 +200,7 @@ def test_a_table_that_exists_keeps_its_algorithm_of_first_values() -> None:
         made.create(replace(TABLE, seed=9), exist_ok=True)
 
 
-def test_tags_are_unique() -> None:
+def test_tags_are_unique(registry: MakeRegistry) -> None:
     by_tag: dict[bytes, str] = {}
     pair = next((by_tag[tag], f"t{n}") for n in count() if by_tag.setdefault(tag := table_tag(f"t{n}"), f"t{n}") != f"t{n}")
     made = registry(addresses())
@@ -200,14 +209,14 @@ def test_tags_are_unique() -> None:
     assert first.tag != second.tag
 
 
-def test_records_too_large_for_the_store_are_refused_at_creation() -> None:
+def test_records_too_large_for_the_store_are_refused_at_creation(registry: MakeRegistry) -> None:
     made = registry(addresses())
     with pytest.raises(InvalidInputError, match="at most 1048576"):
         made.create(TableDef("wide", 65536, kvemb.optim.adam(amsgrad=True), kvemb.init.zeros()), exist_ok=True)
     assert made.tables == []
 
 
-def test_a_creation_that_was_broken_off_is_completed_by_the_next_one() -> None:
+def test_a_creation_that_was_broken_off_is_completed_by_the_next_one(registry: MakeRegistry) -> None:
     nodes = addresses()
     made = registry(nodes)
     memory_node(nodes[1]).down = True
@@ -219,6 +228,6 @@ def test_a_creation_that_was_broken_off_is_completed_by_the_next_one() -> None:
     assert [table.name for table in registry(nodes, 1).tables] == ["item", "user"]
 
 
-def test_only_shard_0_creates_tables() -> None:
+def test_only_shard_0_creates_tables(registry: MakeRegistry) -> None:
     with pytest.raises(ParameterServerError, match="shard 0"):
         registry(addresses(), 1).create(TABLE, exist_ok=True)

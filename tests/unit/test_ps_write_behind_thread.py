@@ -17,6 +17,7 @@ from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.write_behind import Bound
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
+from paramserver.journal import START
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import APPLY
 from tests.unit.forgetful_journal import ForgetfulJournal
@@ -32,14 +33,18 @@ class Rig(Shard):
         super().__init__(bound, wake=self.handover.wake, clock_s=time.monotonic)
         self.ingest = Ingest(Sessions(True), None, behind=self.behind)
         self.failed = threading.Event()
-        finder, failed = ChangedRowsFinder(self.store, self.tables, 5), lambda error: self.failed.set()
+        finder, failed = ChangedRowsFinder(self.store, self.tables, 5), self._fail
         self.applier = Applier(
-            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=IdleBackground(), failed=failed
+            self.ingest, self.engine, self.tables, self.handover, finder=finder, background=IdleBackground(), applied=START, failed=failed
         )
-        self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=False, epoch=1, k=0)
+        self.committer = Committer(self.ingest, self.tables, fenced_log, self.handover, sync=False, epoch=1, k=0, failed=failed)
         self.incarnation, self.sequence = self.ingest.attendance.hello("a", 0)
         self.applier.thread.start()
         self.committer.thread.start()
+
+    def _fail(self, error: BaseException) -> None:
+        self.ingest.outcomes.fail(error)
+        self.failed.set()
 
     def push(self, ids: Ids) -> PushReply:
         self.sequence += 1
