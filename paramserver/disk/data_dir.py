@@ -10,7 +10,7 @@ from kvemb.atomic_file import sync_folder
 from kvemb.errors import ParameterServerError
 
 from .disk_errors import mend
-from .private_files import make_folder, opener, replace_privately, sweep
+from .private_files import make_folder, opener, replace_privately
 
 
 class DataDir:
@@ -70,10 +70,6 @@ class DataDir:
         """
         replace_privately(self.path / name, chunks, check)
         sync_folder(self.path)
-
-    def sweep(self) -> None:
-        """Delete what earlier processes have begun to write; call it when they can be told that the folder is not theirs any more."""
-        sweep(self.path)
 
     def remove(self, name: str) -> None:
         """Remove a file durably; fine when there is none."""

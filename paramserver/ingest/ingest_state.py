@@ -37,26 +37,17 @@ class Trouble:
     """
 
     def __init__(self) -> None:
-        self._storage = self._journal = ""
-
-    @property
-    def journal(self) -> str:
-        """Why nothing can be acknowledged, or ""."""
-        return self._journal
-
-    @property
-    def storage(self) -> str:
-        """Why a batch is tried again, or ""."""
-        return self._storage
+        self.storage = ""  # why a batch is tried again
+        self.journal = ""  # why nothing can be acknowledged
 
     def storage_waits(self, why: str) -> bool:
         """Record why storage is tried again; return whether that is news."""
-        before, self._storage = self._storage, why
+        before, self.storage = self.storage, why
         return why != before
 
     def storage_works(self) -> None:
         """Record that whatever was tried again is done."""
-        self._storage = ""
+        self.storage = ""
 
     def until_there_is_room(self, write: Callable[[], T], wait: Callable[[float], bool]) -> T:
         """Write to the journal, again and again while its disk is full; return what that returns.
@@ -71,18 +62,18 @@ class Trouble:
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 done = write()
-                self._journal = ""
+                self.journal = ""
                 return done
             except JournalFullError as error:
-                before, self._journal = self._journal, f"{type(error).__name__}: {error}"
-                if self._journal != before:
-                    log.warning("nothing is acknowledged because %s", self._journal)
+                before, self.journal = self.journal, f"{type(error).__name__}: {error}"
+                if self.journal != before:
+                    log.warning("nothing is acknowledged because %s", self.journal)
                 if wait(pause_s):
                     raise AbandonedError from error
         raise AssertionError("unreachable")
 
     def __str__(self) -> str:
-        return "; ".join(filter(None, (self._journal, self._storage)))
+        return "; ".join(filter(None, (self.journal, self.storage)))
 
 
 class IngestState:

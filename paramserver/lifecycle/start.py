@@ -35,7 +35,7 @@ from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
 from ..recovery.claim_shard import CLUSTER_NAME, claim_shard, require_owner, save
 from ..recovery.high_water_mark import require_reached
-from ..recovery.replay import Recovered, Recovery
+from ..recovery.replay import Recovery
 from ..recovery.shard_parts import ShardParts
 from ..recovery.state_file import ShardState, TableImage
 from ..recovery.state_image import image
@@ -149,7 +149,8 @@ class _Start:
         still_ours = partial(require_owner, data, state.epoch)
         fenced_log = FencedLog(journal, still_ours)
         try:
-            recovery = self._scan(journal, state, registry)
+            assert state.journal is not None
+            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
@@ -159,7 +160,7 @@ class _Start:
             ports = EnginePorts(repairer, observer, behind)
             engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, ports=ports, rows_applied=state.rows_applied)
             due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
-            recovered = self._recover(recovery, engine, tables, sessions, members)
+            recovered = recovery.run(engine, tables, sessions, members, _retry_until(self._start_timeout_s, self._wait))
             for table in registry.gone:  # the replay may have needed them
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
@@ -214,22 +215,6 @@ class _Start:
         # Only whole segments can be let go: several must fit into the bound.
         segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
         return Journal(self._data.path / JOURNAL, self._config.servers.durability, segment_bytes=segment_bytes)
-
-    def _scan(self, journal: Journal, state: ShardState, registry: Registry) -> Recovery:
-        assert state.journal is not None
-        return Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
-
-    def _recover(self, recovery: Recovery, engine: Engine, tables: Tables, sessions: Sessions, members: Membership) -> Recovered:
-        recovered = recovery.run(engine, tables, sessions, members, _retry_until(self._start_timeout_s, self._wait))
-        if recovered.entries:
-            log.info(
-                "recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)",
-                recovered.seconds,
-                recovered.batches,
-                recovered.rows,
-                recovered.rows / max(recovered.seconds, 1e-9),
-            )
-        return recovered
 
     def _settle(self, parts: ShardParts) -> None:
         """Save what was recovered: the next start need not do it again."""

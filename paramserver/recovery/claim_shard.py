@@ -18,6 +18,7 @@ from kvemb.schema.record import MAX_EPOCH
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
+from ..disk.private_files import sweep
 from .state_file import ShardState, decode_state, encode_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
@@ -67,7 +68,7 @@ def claim_shard(
         state = replace(state, journal=JOURNAL_START)
         data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
-    data.sweep()  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
+    sweep(data.path)  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
     store.put_meta(owner_name(shard), Owner(epoch, n_shards).encode(), Deadline.after(timeout_s))
     store.fence(shard, epoch, Deadline.after(timeout_s), still_ours=partial(require_owner, data, epoch))
     store.kill_other_writers(Deadline.after(timeout_s))

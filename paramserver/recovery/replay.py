@@ -128,7 +128,11 @@ class Recovery:
                 refused = entry.batch.kind == ERASE and not entry.batch.tables
                 for mark in entry.watermarks:
                     sessions.restore(mark.trainer, mark.incarnation, mark.sequence, refused=refused)
-        return Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s)
+        done = Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s)
+        if done.entries:
+            rate = done.rows / max(done.seconds, 1e-9)
+            log.info("recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)", done.seconds, done.batches, done.rows, rate)
+        return done
 
     def _teller(self, how_far: Callable[[], str]) -> Callable[[], None]:
         """Return what says in the log, now and then, how far a long recovery has come: whoever waits for the shard sees that it goes on."""

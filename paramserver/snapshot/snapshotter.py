@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import LostRowError
-from kvemb.net.deadline import Deadline
 from kvemb.schema.record import split_version
-from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
+from ..engine.row_access import RowAccess
 from ..model.tables import TableState
 from .run_set import Runs
 from .sorted_run import ERASED, ROWS
@@ -143,16 +142,15 @@ def from_storage(store: Store, timeout_s: float) -> ReadRecords:
         timeout_s: deadline of one read.
     """
 
+    access = RowAccess(store, timeout_s)
+
     def read(table: TableState, ids: Ids) -> tuple[Bytes, NDArray[np.bool_]]:
-        record, at = table.definition.record, table.cache.find(ids)
-        records, found = np.empty((len(ids), record.size_bytes), np.uint8), at >= 0
+        at = table.cache.find(ids)
+        records, found = np.empty((len(ids), table.definition.record.size_bytes), np.uint8), at >= 0
         records[found] = table.cache.records[at[found]]
         missing = np.flatnonzero(~found)
         if len(missing):
-            keys = table.definition.keys(ids[missing], pages=store.capabilities.pages)
-            (got,) = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(timeout_s))
-            got = got.in_key_order()
-            record.check(got.records, ids[missing], got.found, store.whereabouts(keys))
+            (got,) = access.read([(table.definition, ids[missing])])
             records[missing], found[missing] = got.records, got.found
         return records, found
 
