@@ -105,7 +105,7 @@ class BackgroundWork:
         *,
         timeout_s: float = 5.0,
     ) -> None:
-        self._repairer, self._snapshots, self._wake, self._scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
+        self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
         self._to_compare: list[CompareTicket] = []
@@ -145,14 +145,9 @@ class BackgroundWork:
         except StorageError as error:
             log.warning("table %r: %d rows are not restored yet: %s", table.definition.name, len(ids), error)
 
-    @property
-    def compared(self) -> str:
-        """How far the comparison of rows that nobody touches is."""
-        return self._scrub.describe()
-
     def due_in_s(self) -> float:
         """When `step` has something to do although nobody asks."""
-        return self._scrub.due_in_s()
+        return self.scrub.due_in_s()
 
     def step(self, applied: Position, pause: Pause) -> bool:
         """Do a bit of what there is to do; return whether there is more at once.
@@ -222,7 +217,7 @@ class BackgroundWork:
 
     def _step_scrub(self) -> None:
         try:
-            self._scrub.step()
+            self.scrub.step()
             self._said = ""
         except LostRowError:
             raise

@@ -216,7 +216,7 @@ class Loader:
                 tables.append(TableImage(definition, step, ids, np.full(len(ids), plan.version, np.uint64)))
         finally:
             runs.close()
-        end = self._parts.fenced_log.end
+        end = self._parts.fenced_log.journal.end
         save(self._data, replace(image(self._parts, end), tables=tuple(tables)))
         self._parts.fenced_log.discard_before(end)
         self._data.write(SWITCHED, [plan.load_id.encode()], self._still_ours)

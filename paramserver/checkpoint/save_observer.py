@@ -22,7 +22,7 @@ class SaveObserver:
     """
 
     def __init__(self, since: int) -> None:
-        self._erased = ErasedLog(since)
+        self.erased_log = ErasedLog(since)
         self._job: SaveJob | None = None
 
     @property
@@ -39,10 +39,6 @@ class SaveObserver:
         """Let this save hear of rows from now on, and no other; between two batches."""
         self._job = job
 
-    def erased_after(self, version: int, table: str) -> Ids | None:
-        """Return the ids that batches after this version have erased; see `ErasedLog.after`."""
-        return self._erased.after(version, table)
-
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
         job = self._job
@@ -56,4 +52,4 @@ class SaveObserver:
 
     def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
         """Hear of rows that a batch has erased. Apply thread."""
-        self._erased.add(version, definition.key, ids)
+        self.erased_log.add(version, definition.key, ids)

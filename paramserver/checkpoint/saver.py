@@ -137,7 +137,7 @@ class Saver:
         tables = []
         for definition in definitions:
             state = self._tables.state(definition)
-            erased = self._observer.erased_after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
+            erased = self._observer.erased_log.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
             tables.append(TableCut(definition, state.step, *state.arrays(), erased))
         return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self._restore)
 

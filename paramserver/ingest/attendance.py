@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from kvemb.errors import JournalFullError, ShardUnavailableError
+from kvemb.errors import JournalFullError, ShardUnavailableError, to_wire
 
 from .barrier import Barrier
 from .ingest_state import POLL_S, IngestState
@@ -54,7 +54,7 @@ class Attendance:
             session = self._sessions.hello(trainer, incarnation)
             if self._barrier is not None:
                 for push in self._barrier.join(trainer, session.incarnation, state.clock()):
-                    self._outcomes.give_up(push, self._sessions.fenced(trainer, push.incarnation))
+                    self._outcomes.give_up(push, to_wire(self._sessions.fenced(trainer, push.incarnation)))
             state.changed.notify_all()
             granted, recorded = (session.incarnation, session.last_sequence), session.recorded
         if not recorded:

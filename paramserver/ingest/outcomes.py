@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvemb.errors import BarrierError, KvembError, to_wire
+from kvemb.errors import BarrierError, to_wire
 from kvemb.protocol.messages import PushReply
 
 from ..model.batch import PartTicket, Push, RowsWork, Work, items_of
@@ -71,15 +71,12 @@ class Outcomes:
             failure = to_wire(self._state.fail(error))
             in_step = {id(push) for push in self._queue.in_unfinished_steps()} if isinstance(error, BarrierError) else set()
             for item in self._pending.all():
-                self._fail(item, to_wire(error) if id(item) in in_step else failure)
+                self.give_up(item, to_wire(error) if id(item) in in_step else failure)
             self._sessions.drop_all_incomplete(failure)
             self._queue.clear()
 
-    def give_up(self, push: Push, error: KvembError) -> None:
-        """Give up a push that waits for the others of its step; under the lock."""
-        self._fail(push, to_wire(error))
-
-    def _fail(self, item: Push | RowsWork, cause: dict[str, str]) -> None:
+    def give_up(self, item: Push | RowsWork, cause: dict[str, str]) -> None:
+        """Let work fail that was taken; under the lock."""
         self._forget(item, lambda ticket: PushReply(ticket.sequence, "failed", error=cause))
 
     def _forget(self, item: Push | RowsWork, reply: Callable[[PartTicket], PushReply]) -> None:

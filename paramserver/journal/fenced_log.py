@@ -22,17 +22,7 @@ class FencedLog:
     """
 
     def __init__(self, journal: Journal, still_ours: Callable[[], None]) -> None:
-        self._journal, self._still_ours = journal, still_ours
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that the journal takes on disk."""
-        return self._journal.size_bytes
-
-    @property
-    def end(self) -> Position:
-        """Where the next entry begins."""
-        return self._journal.end
+        self.journal, self._still_ours = journal, still_ours
 
     def append(self, entry: Entry) -> Position:
         """Write an entry, durable with the next `commit`; return the position behind it.
@@ -40,7 +30,7 @@ class FencedLog:
         Raises:
             JournalFullError: nothing of the entry is in the journal.
         """
-        return self._journal.append(encode_entry(entry))
+        return self.journal.append(encode_entry(entry))
 
     def commit(self) -> None:
         """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.
@@ -49,7 +39,7 @@ class FencedLog:
             JournalFullError: not durable; try again.
             FencedError: another process owns the shard; nothing may be acknowledged any more.
         """
-        self._journal.commit()
+        self.journal.commit()
         self._still_ours()
 
     def record(self, trainer: str, incarnation: int) -> None:
@@ -65,12 +55,4 @@ class FencedLog:
             ParameterServerError: a file cannot be deleted.
         """
         self._still_ours()
-        self._journal.discard_before(position)
-
-    def close(self) -> None:
-        """Close the journal."""
-        self._journal.close()
-
-    def give_up(self) -> None:
-        """Close the journal as it was found, if nothing has been written to it."""
-        self._journal.give_up()
+        self.journal.discard_before(position)

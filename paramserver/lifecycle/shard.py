@@ -91,7 +91,7 @@ class Shard:
             handover,
             finder=ChangedRowsFinder(store, parts.tables, timeout_s),
             background=self._background,
-            applied=parts.fenced_log.end,
+            applied=parts.fenced_log.journal.end,
             failed=self._failed,
         )
         versions = {"epoch": engine.epoch, "k": engine.k}
@@ -134,7 +134,7 @@ class Shard:
             trouble = self._save()
         self._server.stop(_GRACE_S)
         self._store.close()
-        self._parts.fenced_log.close()
+        self._parts.fenced_log.journal.close()
         self._parts.runs.close()
         self._data.close()
         return trouble

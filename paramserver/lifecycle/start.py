@@ -90,7 +90,7 @@ def start(
             running = Shard(started, store, data, listen, on_fenced=on_fenced, on_load=on_load)
     except BaseException as error:
         if started is not None:
-            started.parts.fenced_log.close()
+            started.parts.fenced_log.journal.close()
         if store is not None:
             store.close()
         data.close()
@@ -173,10 +173,10 @@ class _Start:
             Loader(parts, self._store, self._data, _retry_until(self._start_timeout_s, self._wait)).run()
             return RecoveredShard(parts, handover, observer)
         except JournalBehindError:
-            fenced_log.give_up()
+            journal.give_up()
             raise
         except BaseException:
-            fenced_log.close()
+            journal.close()
             raise
 
     @property
@@ -221,7 +221,7 @@ class _Start:
         if not parts.recovered.entries:
             return
         try:
-            save(self._data, image(parts, parts.fenced_log.end))
+            save(self._data, image(parts, parts.fenced_log.journal.end))
         except OSError as error:
             raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
 

@@ -197,12 +197,12 @@ class Handlers:
             cache_lookups=cache.n_lookups,
             cache_hits=cache.n_hits,
             failure=parts.ingest.state.why_failed or parts.ingest.state.waits_for or self.drop.unfinished,
-            journal_bytes=parts.fenced_log.size_bytes,
+            journal_bytes=parts.fenced_log.journal.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
             dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
             repair=parts.repairer.figures.now,
-            compared=self._background.compared,
+            compared=self._background.scrub.describe(),
         )
 
     def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:

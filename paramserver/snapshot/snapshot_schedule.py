@@ -64,7 +64,7 @@ class LocalSnapshots:
         """
         self._now = applied, pause
         if self._steps is None:
-            if self._fenced_log.size_bytes <= self._due_bytes and not self._needed:
+            if self._fenced_log.journal.size_bytes <= self._due_bytes and not self._needed:
                 return False
             self._cut, self._begun_s = applied, time.monotonic()
             self._steps = self._snapshotter.steps(self._tables(), lambda: self._save(*self._now))
@@ -80,11 +80,11 @@ class LocalSnapshots:
 
     def _end(self) -> None:
         self._steps, self._needed = None, False
-        before = self._fenced_log.size_bytes
+        before = self._fenced_log.journal.size_bytes
         self._fenced_log.discard_before(self._cut)
         self.taken += 1
         # What lies behind the cut stays: the next one is due only when as much again has come.
-        self._due_bytes = max(self._max_bytes, self._fenced_log.size_bytes + self._max_bytes // 2)
+        self._due_bytes = max(self._max_bytes, self._fenced_log.journal.size_bytes + self._max_bytes // 2)
         took_s = time.monotonic() - self._begun_s
         log.info(
             "local snapshot: %d rows, %.1f MB in %.1f s; the journal went from %.1f MB to %.1f MB",
@@ -92,7 +92,7 @@ class LocalSnapshots:
             self._progress.size_bytes / 1e6,
             took_s,
             before / 1e6,
-            self._fenced_log.size_bytes / 1e6,
+            self._fenced_log.journal.size_bytes / 1e6,
         )
 
 

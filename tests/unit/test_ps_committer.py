@@ -342,9 +342,9 @@ def test_the_log_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     fenced_log.append(BatchEntry(make_version(5, 1), Batch(APPLY, (rows,)), (0,), ()))
     assert asked == [0]
     fenced_log.commit()
-    end = fenced_log.end
-    assert (asked, fenced_log.size_bytes > 0) == ([0, 1], True)
-    fenced_log.close()
+    end = fenced_log.journal.end
+    assert (asked, fenced_log.journal.size_bytes > 0) == ([0, 1], True)
+    fenced_log.journal.close()
     journal = Journal(tmp_path, "os")
     entries = [decode_entry(payload, lambda name, schema: TABLE) for _, payload in journal.read(START)]
     assert entries[0] == SessionEntry("a", 1)
