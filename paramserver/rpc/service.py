@@ -154,7 +154,7 @@ class Server:
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         stream = self._handlers.open_stream(requests)
         try:
-            self._streams.enter(stream, context.peer())
+            self._streams.enter(stream.answers, context.peer())
         except ShardUnavailableError as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         try:
@@ -163,4 +163,4 @@ class Server:
                 if stream.unavailable:
                     context.abort(grpc.StatusCode.UNAVAILABLE, stream.unavailable)
         finally:
-            self._streams.leave(stream)
+            self._streams.leave(stream.answers)

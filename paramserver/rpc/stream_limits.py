@@ -5,9 +5,10 @@ push and hardly notices. What must not live here: what goes through a stream (`p
 """
 
 import threading
-from typing import Protocol
 
 from kvemb.errors import ShardUnavailableError
+
+from .answer_queue import AnswerQueue
 
 MAX_STREAMS = 256
 MAX_STREAMS_OF_PEER = 64  # of a connection: a trainer opens one, a proxy may bring many trainers over one
@@ -16,28 +17,18 @@ _SEND_AGAIN_AFTER_S = 5.0  # where there is no room before
 _MAY_LEAVE_AFTER_S = 1.0
 
 
-class Stream(Protocol):
-    """The part of `PushStream` that is needed here."""
-
-    def idle_s(self) -> float:
-        """Seconds since something last went through; 0 while outcomes are still to come."""
-
-    def end(self) -> None:
-        """End the stream, if nothing goes through it at this moment."""
-
-
 class Streams:
     """Which push streams a shard serves at the moment; the one that is idle for longest makes room. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Stream, str] = {}
+        self._open: dict[AnswerQueue, str] = {}
 
-    def enter(self, stream: Stream, peer: str) -> None:
+    def enter(self, stream: AnswerQueue, peer: str) -> None:
         """Let a stream in; where there is no place left, the one that has been idle for longest goes.
 
         Args:
-            stream: that wants in.
+            stream: that wants in, by its answers.
             peer: the connection that it comes over.
 
         Raises:
@@ -51,14 +42,14 @@ class Streams:
                 self._take_place(list(self._open), f"this shard serves {MAX_STREAMS} push streams, the most it may,")
             self._open[stream] = peer
 
-    def _take_place(self, streams: list[Stream], why: str) -> None:
+    def _take_place(self, streams: list[AnswerQueue], why: str) -> None:
         idle_s, longest = max(((stream.idle_s(), stream) for stream in streams), key=lambda pair: pair[0])
         if idle_s < _MAY_LEAVE_AFTER_S:
             raise ShardUnavailableError(f"{why} and none of them is idle; try again")
         del self._open[longest]
-        longest.end()
+        longest.end_if_idle()  # a part that comes at this moment is not answered here: its trainer sends it again on another stream
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: AnswerQueue) -> None:
         """A stream is over."""
         with self._lock:
             self._open.pop(stream, None)
@@ -67,7 +58,7 @@ class Streams:
         """End every stream that nothing goes through: the shard stops."""
         with self._lock:
             for stream in self._open:
-                stream.end()
+                stream.end_if_idle()
 
 
 class BytesInHand:

@@ -22,7 +22,7 @@ from paramserver.ingest import sessions
 from paramserver.ingest.unapplied_parts import Limits
 from paramserver.lifecycle.start import start
 from paramserver.model import table_registry
-from paramserver.rpc import push_parts, stream_limits
+from paramserver.rpc import answer_queue, stream_limits
 from tests.integration.shard_processes import PATIENCE_S, TABLE, Cluster, Pushes, Server, Shard, cluster, part, server
 
 __all__ = ["cluster", "server"]  # fixtures
@@ -126,7 +126,7 @@ def test_one_connection_may_open_so_many_streams_and_others_are_served_all_the_s
 def test_a_stream_that_is_idle_is_ended_and_its_trainer_does_not_notice(
     launch: Callable[[], InProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_parts, "_LONGEST_IDLE_S", 0.2)
+    monkeypatch.setattr(answer_queue, "_LONGEST_IDLE_S", 0.2)
     made = launch()
     with kvemb.connect(made.url) as opened:
         table = opened.create_table("rows", dim=2, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros())

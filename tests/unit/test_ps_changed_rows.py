@@ -20,8 +20,8 @@ from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, Pa
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
 from paramserver.model.timeline import Timeline
-from paramserver.rpc import push_parts
-from paramserver.rpc.push_parts import _AnswerQueue
+from paramserver.rpc import answer_queue
+from paramserver.rpc.answer_queue import AnswerQueue
 from tests.unit.engine_storage import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
 from tests.unit.lonely_engine import ALONE
 from tests.unit.sent_parts import OWNED, find, part
@@ -157,8 +157,8 @@ def test_who_asks_again_is_told_nothing_and_pulls() -> None:
 
 
 def test_answers_that_a_trainer_does_not_take_leave_the_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 40)
-    outbox = _AnswerQueue()
+    monkeypatch.setattr(answer_queue, "_MAX_ROW_BYTES", 40)
+    outbox = AnswerQueue()
     changed = ChangedRowsBlock(np.zeros(1, np.uint32), np.ones(1, np.uint64), bytes(12))
     for sequence in (1, 2):
         outbox.expect()

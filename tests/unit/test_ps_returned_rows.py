@@ -10,7 +10,7 @@ from kvemb.protocol.messages import MAX_PART_BYTES, PushReply
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.returned_rows import OthersCount, returned_rows
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
-from paramserver.rpc import push_parts
+from paramserver.rpc import answer_queue
 
 USER = TableDef("user", 3, optim.adam(), init.zeros())
 ITEM = TableDef("item", 2, optim.sgd(), init.zeros(), dtype="bfloat16")
@@ -86,8 +86,8 @@ def test_a_part_that_is_asked_about_again_comes_back_without_rows() -> None:
 
 
 def test_rows_that_a_trainer_does_not_take_are_left_out_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_parts, "_MAX_ROW_BYTES", 10)
-    outbox = push_parts._AnswerQueue()
+    monkeypatch.setattr(answer_queue, "_MAX_ROW_BYTES", 10)
+    outbox = answer_queue.AnswerQueue()
     outbox.end_input()
     for sequence in (1, 2, 3):
         outbox.expect()
