@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, checkpoint, deepfm, dlrm, durability, memory, pull, recovery, scale, train
+from benchmarks import apply, checkpoint, deepfm, dlrm, durability, memory, new_rows, pull, recovery, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -24,6 +24,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "pull": Benchmark(pull.pull, pull.add_arguments),
     "apply": Benchmark(apply.apply, apply.add_arguments),
     "train": Benchmark(train.train, train.add_arguments),
+    "new_rows": Benchmark(new_rows.new_rows, new_rows.add_arguments),
     "durability": Benchmark(durability.durability, durability.add_arguments),
     "recovery": Benchmark(recovery.recovery, recovery.add_arguments),
     "checkpoint": Benchmark(checkpoint.checkpoint, checkpoint.add_arguments),

@@ -113,13 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
 
 
-def lines_of(ours: Mapping[str, Sequence[Stretch]], others: Sequence[Stretch], *, dim: int) -> list[Line]:
+def lines_of(
+    ours: Mapping[str, Sequence[Stretch]], others: Sequence[Stretch], *, dim: int, targets: Mapping[int, float] = TARGETS
+) -> list[Line]:
     """Lay the rounds out.
 
     Args:
         ours: of each round, by name; targets are those of the first.
         others: TFRA's, or none.
-        dim: decides the target.
+        dim: decides the target, one of
+        targets: rows/s divided by TFRA's, by dim.
     """
     lines: list[Line] = []
     for name, rounds in ours.items():
@@ -127,7 +130,7 @@ def lines_of(ours: Mapping[str, Sequence[Stretch]], others: Sequence[Stretch], *
             "kept": rounds[-1].kept,
             "changed": Spread.of([mean(push.changed_fraction for push in one.staleness) for one in rounds]),
             "elapsed": Spread.of([mean(push.batches_elapsed for push in one.staleness) for one in rounds]),
-            "target": f"/ TFRA >= {TARGETS[dim]}" if not lines and dim in TARGETS else "–",
+            "target": f"/ TFRA >= {targets[dim]}" if not lines and dim in targets else "–",
         }
         if others:
             figures["/ TFRA"] = Spread.of([mine.rows_per_s / theirs.rows_per_s for mine, theirs in zip(rounds, others, strict=True)])

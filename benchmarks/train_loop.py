@@ -86,9 +86,9 @@ class Ours:
             n_rows, self._at = n_rows + n, (self._at + 1) % len(self.batches)
             unapplied.append(ack)
             while len(unapplied) > max_unapplied:
-                self._await(unapplied.popleft())
+                self.wait_applied(unapplied.popleft())
         while unapplied:
-            self._await(unapplied.popleft())
+            self.wait_applied(unapplied.popleft())
         self.table.flush(TIMEOUT_S)
         return Turn(n_rows, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
@@ -100,7 +100,8 @@ class Ours:
         self.used.add(index)
         return len(ids), self.table.push(ids, np.full_like(rows, GRADIENT), versions=versions, timeout_s=TIMEOUT_S)
 
-    def _await(self, ack: Ack) -> None:
+    def wait_applied(self, ack: Ack) -> None:
+        """Wait until a push is applied, and keep its staleness."""
         ack.wait_applied(TIMEOUT_S)
         if ack.staleness is not None:
             self.staleness.append(ack.staleness)

@@ -41,23 +41,23 @@ class Tfra:
         """The worker's process id."""
         return self._process.pid
 
-    def open(self, port: int, dim: int, lr: float = 0.01) -> None:
-        """Connect to a Redis or Valkey server on loopback.
+    def open(self, port: int, dim: int, lr: float = 0.01, *, std: float = 0.0) -> None:
+        """Connect to a Redis or Valkey server on loopback; rows begin as normal draws of this deviation, unless it is 0 as zeros.
 
         Raises:
             PeerError: TFRA could not.
         """
         config = self._folder / "redis_config.json"
         config.write_text(json.dumps(redis_config(port)), encoding="utf-8")
-        self.versions = self._ask(do="open", config=str(config), dim=dim, lr=lr)
+        self.versions = self._ask(do="open", config=str(config), dim=dim, lr=lr, std=std)
 
     def fill(self, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         """Write rows: uint64 [n], float32 [n, dim]."""
         self._ask(do="fill", ids=self._saved("ids", ids.view(np.int64)), rows=self._saved("rows", rows))
 
-    def batches(self, ids: Sequence[NDArray[np.uint64]]) -> None:
-        """Hand over the batches that `turn` uses one after another: uint64 [m] each, all of one length."""
-        self._ask(do="batches", ids=self._saved("ids", np.stack(ids).view(np.int64)))
+    def batches(self, ids: Sequence[NDArray[np.uint64]], first: int = 0) -> None:
+        """Hand over the batches that `turn` uses one after another, from number `first` on: uint64 [m] each, all of one length."""
+        self._ask(do="batches", ids=self._saved("ids", np.stack(ids).view(np.int64)), first=first)
 
     def rows(self, ids: NDArray[np.uint64], call: str = "lookup") -> NDArray[np.float32]:
         """Return the rows of these ids; what does not exist is zeros."""
@@ -70,14 +70,15 @@ class Tfra:
         """Train on one batch."""
         self._ask(do="step", index=index)
 
-    def turn(self, call: str, seconds: float) -> Turn:
-        """Work for that long.
+    def turn(self, call: str, seconds: float = 0.0, *, steps: int = 0) -> Turn:
+        """Work for that long, or that many calls.
 
         Args:
             call: "lookup", "lookup_unique" or "train", whose rows are the distinct ones.
-            seconds: of calls.
+            seconds: of calls; one at least.
+            steps: how many calls at least.
         """
-        done = self._ask(do="run", call=call, seconds=seconds)
+        done = self._ask(do="run", call=call, seconds=seconds, steps=steps)
         return Turn(done["n_rows"], done["wall_s"], done["cpu_s"])
 
     def _saved(self, name: str, array: NDArray[Any]) -> str:

@@ -27,11 +27,11 @@ _FILL_ROWS = 100_000
 class Worker:
     """One TFRA table on one Redis server, and batches of ids."""
 
-    def open(self, config, dim, lr):
-        """Connect; `config` is the path of TFRA's redis_config.json. Rows begin as zeros, as what is missing reads."""
+    def open(self, config, dim, lr, std):
+        """Connect; `config` is the path of TFRA's redis_config.json. Rows begin as zeros, as what is missing reads, or as normal draws."""
         creator = de.RedisTableCreator(de.RedisTableConfig(redis_config_abs_dir=config))
-        zeros = tf.keras.initializers.Zeros()
-        self.table = de.get_variable("bench", key_dtype=tf.int64, value_dtype=tf.float32, dim=dim, initializer=zeros, kv_creator=creator)
+        first = tf.keras.initializers.RandomNormal(0.0, std) if std else tf.keras.initializers.Zeros()
+        self.table = de.get_variable("bench", key_dtype=tf.int64, value_dtype=tf.float32, dim=dim, initializer=first, kv_creator=creator)
         adam = tf.keras.optimizers.legacy.Adam(lr, epsilon=1e-8)
         self.optimizer = de.DynamicEmbeddingOptimizer(adam)
         self.shadow = de.shadow_ops.ShadowVariable(self.table, name="bench_shadow")
@@ -51,8 +51,9 @@ class Worker:
             self.table.upsert(tf.constant(ids[piece]), tf.constant(rows[piece]))
         return {}
 
-    def batches(self, ids):
-        """Take the batches, int64 [n, m]."""
+    def batches(self, ids, first):
+        """Take the batches, int64 [n, m]; `first`: which `run` begins with."""
+        self.at = first
         self.ids = [tf.constant(batch) for batch in np.load(ids)]
         return {}
 
@@ -66,11 +67,11 @@ class Worker:
         self.calls["train"](self.ids[index])
         return {}
 
-    def run(self, call, seconds):
-        """Call with batch after batch, going on where the last run stopped, until the calls took so long."""
+    def run(self, call, seconds, steps):
+        """Call with batch after batch, going on where the last run stopped, until the calls took so long and are so many."""
         wall_s = cpu_s = 0.0
         n_rows = n_steps = 0
-        while wall_s < seconds:
+        while wall_s < seconds or n_steps < steps:
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             result = self.calls[call](self.ids[self.at])
             n = int(result.numpy()) if call == "train" else len(result.numpy())
