@@ -1,23 +1,31 @@
 """Asking the shards to save, without shards."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvemb.checkpoint.save import Saving, save
+from kvemb.cluster import Cluster
+from kvemb.config import parse
+from kvemb.connection.access import Access
 from kvemb.errors import ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveRequest
 
+CONFIG = parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["a:1"]}, "parameter_servers": {"shards": ["b:2"]}}, {})
+
 
 class NoShard:
-    """One shard, which does not answer."""
+    """One shard, which says who it is and then answers no more."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, float, float]] = []
 
     def __len__(self) -> int:
         return 1
+
+    def describe(self, config: object, deadline: Deadline) -> SimpleNamespace:
+        return SimpleNamespace(cluster_id=bytes(16))
 
     def call_each(self, method: str, requests: list[SaveRequest], reply_type: object, deadline: Deadline) -> None:
         self.asked.append((method, requests[0].timeout_s, deadline.timeout_s))
@@ -26,7 +34,7 @@ class NoShard:
 
 def test_shards_and_caller_have_the_same_time_for_the_cut(tmp_path: Path) -> None:
     shards = NoShard()
-    saving = Saving(shards, "demo", "00" * 16)  # type: ignore[arg-type]
+    access = Access(None, SimpleNamespace(servers=shards), 5.0)  # type: ignore[arg-type]
     with pytest.raises(ShardUnavailableError):
-        save(saving, str(tmp_path / "a"), base=None, weights_only=False, extra=None, resume=False, timeout_s=7.0)
+        Cluster(CONFIG, access).save(str(tmp_path / "a"), timeout_s=7.0)
     assert shards.asked == [("Save", 7.0, 7.0)]
