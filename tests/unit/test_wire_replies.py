@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import find
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.memcached.cas_values_reply import CasValuesReply
 from kvemb.wire.memcached.cas_write_reply import CasWriteReply
@@ -287,3 +288,14 @@ def test_a_reader_of_rows_answers_as_many_as_it_says_and_keeps_errors_by_row(mak
     assert feed(reply, [b"-ERR no\r\n"] * 3) == b""
     assert reply.done
     assert reply.errors == [(row, b"-ERR no") for row in range(3)]
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4, 5, (1 << 15) - 1, (1 << 15) + 4, (1 << 16) + 5, 100_001])
+def test_a_pattern_is_found_wherever_it_lies_in_a_large_buffer(n_bytes: int) -> None:
+    pattern = b"$-1\r\n"
+    data = np.random.default_rng(0).choice(np.frombuffer(pattern, np.uint8), n_bytes)
+    for edge in (1 << 15, 1 << 16, n_bytes):
+        for start in range(max(0, edge - 12), min(edge, n_bytes - 5), 5):
+            data[start : start + 5] = np.frombuffer(pattern, np.uint8)
+    whole = data.tobytes()
+    assert find(data, pattern).tolist() == [at for at in range(n_bytes) if whole.startswith(pattern, at)]
