@@ -119,14 +119,10 @@ class Committer:
         failed: Callable[[BaseException], None],
     ) -> None:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
-        self._sync, self._epoch, self._k, self._failed = sync, epoch, k, failed
+        self._sync, self._epoch, self._failed = sync, epoch, failed
+        self.k = k  # of the last batch numbered: what was acknowledged before is in it or before it
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
-
-    @property
-    def k(self) -> int:
-        """Of the last batch numbered: what was acknowledged before is in it or before it."""
-        return self._k
 
     def _run(self) -> None:
         try:
@@ -150,11 +146,11 @@ class Committer:
     def _append(self, work: Work) -> Committed:
         """Number a piece of work and append it to the journal."""
         batch = self._batch(work)
-        version = make_version(self._epoch, self._k + 1)
+        version = make_version(self._epoch, self.k + 1)
         steps = tuple(self._step(rows.definition.key, batch) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
-        self._k += 1
+        self.k += 1
         if batch.kind == APPLY:
             self._steps.update({rows.definition.key: step + 1 for rows, step in zip(batch.tables, steps, strict=True)})
         return Committed(version, batch, work, end)

@@ -23,25 +23,20 @@ class SaveObserver:
 
     def __init__(self, since: int) -> None:
         self.erased_log = ErasedLog(since)
-        self._job: SaveJob | None = None
-
-    @property
-    def job(self) -> SaveJob | None:
-        """The newest save that was cut, if any. Any thread."""
-        return self._job
+        self.job: SaveJob | None = None  # the newest save that was cut
 
     @property
     def running(self) -> bool:
         """Whether a save reads rows now. Any thread."""
-        return self._job is not None and self._job.running
+        return self.job is not None and self.job.running
 
     def follow(self, job: SaveJob | None) -> None:
         """Let this save hear of rows from now on, and no other; between two batches."""
-        self._job = job
+        self.job = job
 
     def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
         """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
-        job = self._job
+        job = self.job
         if job is not None and job.running:
             job.keep(definition, ids, versions, records)
 

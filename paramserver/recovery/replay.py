@@ -63,16 +63,11 @@ class Recovery:
                 f"the saved state needs the journal from segment {start.segment} on, but it begins with {journal.start.segment}: state and "
                 "journal are not from the same time. Put the data folder of the shard's last owner back."
             )
-        self._journal, self._start, self._k, self._find = journal, start, k, find
-        self._last_k = k
+        self._journal, self._start, self._saved_k, self._find = journal, start, k, find
+        self.k = k  # of the last batch, once the first pass was made
         self._begun_s = time.monotonic()
         self._n_entries = self._n_rows = 0
         self._rules = Replay(0)
-
-    @property
-    def k(self) -> int:
-        """Of the last batch, once the first pass was made."""
-        return self._last_k
 
     def scan(self) -> "Recovery":
         """Make the first pass.
@@ -87,13 +82,13 @@ class Recovery:
             if not isinstance(entry, BatchEntry):
                 continue
             k = split_version(entry.version)[1]
-            if k > self._k and k != self._last_k + 1:
+            if k > self._saved_k and k != self.k + 1:
                 raise JournalDamagedError(
-                    f"the journal goes from batch {self._last_k} to batch {k}: entries between them are missing. Put the data folder "
+                    f"the journal goes from batch {self.k} to batch {k}: entries between them are missing. Put the data folder "
                     "of the shard's last owner back."
                 )
-            if k > self._k:
-                self._last_k = k
+            if k > self._saved_k:
+                self.k = k
                 self._rules.reach(entry.version)
                 note = self._rules.will_erase if entry.batch.kind == ERASE else self._rules.will_write
                 for rows in entry.batch.tables:
@@ -119,7 +114,7 @@ class Recovery:
         for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
             if isinstance(entry, SessionEntry):
                 _restore(entry, sessions, members)
-            elif split_version(entry.version)[1] > self._k:
+            elif split_version(entry.version)[1] > self._saved_k:
                 self._check_steps(entry, tables)
                 engine.run(entry.batch, entry.version, pause, self._rules, between=say)
                 n_batches += 1
