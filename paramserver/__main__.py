@@ -29,7 +29,7 @@ _POLL_S = 0.1
 
 
 class _StoppedError(Exception):
-    """Told to stop while starting."""
+    """The process was told to stop while it was starting."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

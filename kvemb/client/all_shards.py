@@ -21,7 +21,7 @@ M = TypeVar("M", bound=Message)
 
 
 class AllShards:
-    """The shards, in order. Thread-safe.
+    """The channels to all shards of a cluster, in order, for requests that go to each. Thread-safe.
 
     Args:
         addresses: "host:port" of each shard.

@@ -40,7 +40,7 @@ def find_server(kind: str) -> str:
 
 
 class StorageServer:
-    """One running storage server.
+    """One storage server of a local cluster, a process on a loopback port.
 
     Args:
         kind: one of `kvemb.stores.storage_kinds.KINDS`.

@@ -137,7 +137,7 @@ class CreateTableRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class TableReply(Message):
-    """The table's definition as registered."""
+    """The definition of a table as the registry has it."""
 
     table: dict[str, Any]
 
@@ -199,7 +199,7 @@ class EraseTableReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class CountReply(Message):
-    """A number of rows."""
+    """How many rows: the answer to Count, Erase and Compare."""
 
     n_rows: int
 
@@ -302,7 +302,7 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class SaveStatusRequest(Message):
-    """How far is a save?"""
+    """Ask how far a save is on this shard."""
 
     save_id: str
 

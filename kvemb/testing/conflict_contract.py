@@ -11,7 +11,7 @@ from kvemb.testing.contract_rows import read, records_of, require_rows, within, 
 
 
 class ConflictContract(StoreOnNodes):
-    """Nothing newer is overwritten, or erased."""
+    """The tests of concurrent writes: nothing newer is overwritten, or erased."""
 
     def test_a_stale_token_is_a_conflict_of_that_row_only(self, store: Store) -> None:
         if not store.capabilities.cas:

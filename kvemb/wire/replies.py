@@ -237,7 +237,7 @@ class RepliesInOrder(ReplyReader):
 
 @dataclass(eq=False)
 class LineReply(ReplyReader):
-    """One line, kept as it is."""
+    """Reads a reply of one line, and keeps it as it is."""
 
     line: bytes = b""
     done: bool = False

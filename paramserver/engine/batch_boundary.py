@@ -9,7 +9,7 @@ from kvemb.net.deadline import Deadline
 
 
 class BatchBoundary:
-    """One shard's. The apply thread passes it batch by batch; whoever needs rows and index at rest steps in between."""
+    """The moment between two batches of one shard. The apply thread passes it; whoever needs rows and index at rest steps in there."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

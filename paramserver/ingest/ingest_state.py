@@ -77,7 +77,7 @@ class Trouble:
 
 
 class IngestState:
-    """One shard's. Attributes change, and methods are called, under the lock `changed`, unless they say otherwise.
+    """What the parts of one shard's ingest share. Attributes and methods are used under the lock `changed`, unless they say otherwise.
 
     Args:
         barrier: in sync mode.

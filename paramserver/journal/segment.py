@@ -46,7 +46,7 @@ START = Position(0, 0)
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """What a segment says of itself.
+    """What the header of a journal's segment says: its number, its nonce, where the one before it ended.
 
     Args:
         number: segments are numbered from 1 without gaps.

@@ -21,7 +21,7 @@ _MENDED_WITHIN_S, _PAUSE_S = 30.0, 0.2  # shard 0 looks at the copies every 5 s,
 
 
 class RegistryCopies:
-    """One shard's view of the copies.
+    """The copies of the registry of tables, on the nodes and in the data folder, as one shard reads and writes them.
 
     Args:
         store: open.

@@ -74,7 +74,7 @@ class MemcachedServer:
 
 
 class MemcachedStore(NodeStore):
-    """Nodes of memcached >= 1.6."""
+    """The store over nodes of memcached >= 1.6."""
 
     def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
         self._memcached = MemcachedServer(config, connect)

@@ -43,7 +43,7 @@ class NodeServer(Protocol):
 
 
 class NodeLinks:
-    """Opens, checks and lends connections.
+    """Opens connections to nodes, checks each node's marker, and lends them.
 
     Args:
         server: of the nodes' kind.

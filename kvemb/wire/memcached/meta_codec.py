@@ -20,7 +20,7 @@ from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns, decima
 
 
 class MetaCodec:
-    """Builds steps for memcached >= 1.6.
+    """Builds requests in memcached's meta commands (>= 1.6), and the readers of their replies.
 
     Args:
         rows_per_step: rows of one request.
