@@ -38,7 +38,7 @@ def apply(options: argparse.Namespace) -> Report:
     They take turns in every round. Read: ratio is ours divided by this line's rows/s, within a round; PS, server and client µs/row are
     CPU time of the shard, the storage server and the pushing client (or of that program); hits is the share of rows that the cache had;
     targets stand beside what they are about. Values are medians with (smallest..largest). Three processes of ours share this machine's
-    cores, two of the peer's do. --layout paged is a dense table, whose rows lie in pages (peers' are keyed all the same); --durability
+    cores, two of the peer's do. --layout paged is a dense table, whose rows lie in pages (peers have a key per row); --durability
     is of the shard's journal. Before: pushes of whole gradients to a plain SGD table must come out as the exact sums. After: every
     pushed id has a row, and no other.
     """
@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = sorted(OPTIMIZERS)
     parser.add_argument("--optimizer", nargs="+", choices=names, default=["rowwise_adagrad", "adam"], help="(rowwise_adagrad adam)")
     parser.add_argument("--cache", nargs="+", choices=["all", "none"], default=["all", "none"], help="rows that the shard keeps (both)")
-    parser.add_argument("--layout", nargs="+", choices=["keyed", "paged"], default=["keyed"], help="of the table; paged: num_ids (keyed)")
+    parser.add_argument(
+        "--layout", nargs="+", choices=["buckets", "paged"], default=["buckets"], help="of the table; paged: num_ids (buckets)"
+    )
     parser.add_argument("--durability", choices=DURABILITIES, default="os", help="of the shard's journal (os)")
     parser.add_argument("--rows", type=whole(1), default=400_000, metavar="N", help="rows in the table (400000)")
     parser.add_argument("--batch", type=whole(1), default=40_000, metavar="N", help="rows of a push (40000)")

@@ -33,7 +33,7 @@ from kvemb.stores.store import Store
 
 STORES = ("redis", "valkey", "memcached")
 PAGED_STORES = ("redis", "valkey")
-LAYOUTS = {"keyed": "one key per row", "paged": "rows in pages (num_ids)"}
+LAYOUTS = {"buckets": "rows in buckets (memcached: a key for every row)", "paged": "rows in pages (num_ids)"}
 OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
     "sgd": lambda: kvemb.optim.sgd(lr=0.01),
     "adam": lambda: kvemb.optim.adam(lr=0.01),

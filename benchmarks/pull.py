@@ -18,13 +18,15 @@ from benchmarks.report import Report, Section
 from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
 from kvemb.errors import KvembError
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
+from kvemb.stores.node_batch import group_by_node
 from kvemb.stores.storage_kinds import KINDS
 from kvemb.table import Table
 
 BATCH_IDS = 26 * 4096
 STORES = ("redis", "valkey", "memcached")
-LAYOUTS = ("keyed", "paged")
+LAYOUTS = ("buckets", "paged")
 PAGED_STORES = ("redis", "valkey", "redis-cluster")
 _N_BATCHES = 8
 _TIMEOUT_S = 60.0
@@ -38,7 +40,7 @@ class Case:
     store: str
     ids: str = "uniform"
     optimizer: str = "sgd"
-    layout: str = "keyed"
+    layout: str = "buckets"
     dim: int = 16
 
 
@@ -114,7 +116,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     asked = (options.store, options.ids, options.optimizer, options.layout, options.dim)
     if all(given is None for given in asked):
         return list(DEFAULT_CASES)
-    default = (list(STORES), ["uniform"], ["sgd"], ["keyed"], [16])
+    default = (list(STORES), ["uniform"], ["sgd"], ["buckets"], [16])
     cases = [Case(*one) for one in product(*(given or others for given, others in zip(asked, default, strict=True)))]
     if any(case.layout == "paged" and case.store not in PAGED_STORES for case in cases):
         raise KvembError(f"--layout paged: only {', '.join(PAGED_STORES)} have pages")
@@ -126,7 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", nargs="+", choices=KINDS, help="storage kinds, in turn; without any of these five: see above")
     parser.add_argument("--ids", nargs="+", choices=DISTRIBUTIONS, help="how ids are drawn (uniform); zipf: exponent 1.05")
     parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), help="decides what a record holds (sgd)")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="a key for every row, or rows in pages (keyed)")
+    parser.add_argument(
+        "--layout", nargs="+", choices=LAYOUTS, help="rows in buckets (memcached: a key for every row), or in pages (buckets)"
+    )
     parser.add_argument("--dim", nargs="+", type=whole(1), metavar="N", help="weights per row (16)")
     parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
@@ -200,15 +204,19 @@ def _peers(target: Filled, case: Case, batches: Sequence[Batch], missing: float)
     if len(target.ports) > 1:
         return [], ["Peers skipped: each of them speaks to one server, and this cluster has several."]
     (port,), size = target.ports, target.table.definition.record.size_bytes
-    keys = [_keys(target, batch) for batch in batches] if case.layout == "keyed" else []
     n_missing = [int((batch.positions >= target.n_rows).sum()) for batch in batches]
     if case.store == "memcached":
+        keys = [_keys(target, batch) for batch in batches]
         makers = [partial(peers.pymemcache, port, keys, size, n_missing)]
         notes = ["redis-benchmark skipped: it does not speak memcached's protocol, and Debian ships no such program in C for it."]
     else:
         makers = [
             partial(peers.redis_benchmark, port, value_bytes=size, n_keys=target.n_rows, missing=missing),
-            *([partial(peers.redis_py, port, keys, size, n_missing)] if keys else []),
+            *(
+                [partial(peers.redis_py, port, [_fields(target, batch) for batch in batches], size, n_missing)]
+                if case.layout == "buckets"
+                else []
+            ),
         ]
         notes = []
     found = []
@@ -233,3 +241,12 @@ def _batch(target: Filled, positions: NDArray[np.int64]) -> Batch:
 def _keys(target: Filled, batch: Batch) -> list[bytes]:
     encoded = RowKeys(target.table.definition.tag, batch.ids).encode()
     return encoded.view(f"S{encoded.shape[1]}")[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def _fields(target: Filled, batch: Batch) -> list[tuple[bytes, list[bytes]]]:
+    """The same on Redis and Valkey: every bucket's key, and the fields in it."""
+    keys = group_by_node(target.table.definition.keys(batch.ids, pages=True), None).keys
+    assert isinstance(keys, BucketKeys)
+    firsts = keys.runs()
+    names, fields = keys.take(firsts).encode(), keys.fields().view("V8")[:, 0]
+    return [(bytes(name), [bytes(field) for field in some]) for name, some in zip(names, np.split(fields, firsts[1:]), strict=True)]

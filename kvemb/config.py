@@ -259,8 +259,10 @@ def _tables(tree: object) -> tuple[TableDef, ...]:
             raise ConfigError(f"tables.{name}: got {type(fields).__name__}, expected a mapping with dim, optimizer and initializer")
         if {"name", "tag_attempt", "life", "init_algorithm"} & set(fields):
             raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
+        given = {key: value for key, value in fields.items() if key != "expected_rows"}
         try:
-            tables.append(TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **fields}))
+            table = TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **given})
+            tables.append(table.with_expected_rows(fields.get("expected_rows")))
         except (InvalidInputError, TypeError) as error:
             raise ConfigError(f"tables.{name}: {error}") from error
     return tuple(tables)

@@ -79,7 +79,8 @@ ROOMS = {
 }
 
 PURE = (
-    "kvemb.errors", "kvemb.arrays", "kvemb.index", "kvemb.specs", "kvemb.init", "kvemb.optim", "kvemb.schema.keys", "kvemb.schema.pages",
+    "kvemb.errors", "kvemb.arrays", "kvemb.index", "kvemb.specs", "kvemb.init", "kvemb.optim", "kvemb.schema.keys", "kvemb.schema.buckets",
+    "kvemb.schema.pages",
     "kvemb.schema.record", "kvemb.wire", "paramserver.optim",
 )  # fmt: skip
 PURE_THIRD_PARTY = {"numpy", "xxhash"}

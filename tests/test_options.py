@@ -49,6 +49,7 @@ SHOWN_BY = {
         "seed": f"{TABLE}:test_a_pull_of_unseen_ids_is_the_initializer_and_creates_nothing",
         "reduce": STEP,
         "num_ids": "tests/integration/test_table_pages.py:test_ids_outside_are_refused_by_every_verb_and_nothing_is_sent",
+        "expected_rows": f"{TABLE}:test_a_table_of_many_expected_rows_has_as_many_buckets_for_its_life",
         "exist_ok": f"{TABLE}:test_another_identity_is_refused_and_both_are_shown",
         "start_over": "tests/integration/test_drop_table.py:test_start_over_drops_what_there_is_and_creates_anew",
     },

@@ -108,6 +108,7 @@ class Cluster:
         seed: int = 0,
         reduce: str = "sum",
         num_ids: int | None = None,
+        expected_rows: int | None = None,
         exist_ok: bool = False,
         start_over: bool = False,
     ) -> Table:
@@ -120,6 +121,8 @@ class Cluster:
             name, dim, optimizer, dtype, id_dtype, seed, reduce, num_ids: see `kvemb.schema.table_def.TableDef`; they are its identity. Give
                 num_ids where ids are 0 to num_ids - 1: on Redis and Valkey such a table needs less memory and is read faster.
             initializer: the first value of a row; `kvemb.init.uniform()` unless given.
+            expected_rows: how many rows a table without num_ids will have, roughly: from about 14 million on (of 76 bytes) it decides in
+                how many hashes Redis and Valkey keep them (`kvemb.schema.buckets`). Used when the table is made; never a limit.
             exist_ok: whether it may exist already.
             start_over: drop it first where it exists, with any definition; see `drop_table`. For one process of a job only: a second one
                 would drop what the first has created. The others open the table once it is there.
@@ -136,7 +139,7 @@ class Cluster:
         for given, kind, at in ((optimizer, OptimizerSpec, "kvemb.optim"), (first, Initializer, "kvemb.init")):
             if not isinstance(given, kind):
                 raise InvalidInputError(f"table {name!r}: got {given!r} where one of {at}'s functions is expected to be called")
-        definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce, num_ids=num_ids)
+        definition = TableDef(name, dim, optimizer, first, dtype, id_dtype, seed, reduce, num_ids=num_ids).with_expected_rows(expected_rows)
         return self._tables.create(definition, exist_ok=exist_ok, start_over=start_over)
 
     def drop_table(self, name: str, timeout_s: float | None = None) -> int:

@@ -22,7 +22,7 @@ Why = Literal["empty", "suspect", "repairing"]
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"
-_VERSION, _REPAIRED_VERSION = 1, 2
+_VERSION, _REPAIRED_VERSION = 3, 4  # 1 and 2: rows under keys of their own, without buckets
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ class Marker:
             if magic != _MAGIC:
                 raise ValueError("another magic")
             if type(version) is int and version not in (_VERSION, _REPAIRED_VERSION):
-                raise WrongNodeError(f"node {node}: marker of another version ({version}); use the same kvemb release")
+                raise WrongNodeError(
+                    f"node {node}: another release of kvemb has laid out its rows (marker of version {version}, expected {_VERSION}). Use "
+                    "that release; or save a checkpoint with it, empty the nodes, and load the checkpoint with this one."
+                )
             marker = Marker(*body)
             types = [bytes, int, bytes, int, int, str]
             if [type(value) for value in body] != types + [str, bool] * (version == _REPAIRED_VERSION):

@@ -15,6 +15,7 @@ Keys of many small tables can be joined: all of the above is then done once for 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ TAG_SIZE = 3
 KEY_SIZE = 14
 N_SLOTS = 16384
 
-_ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
+ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 _DIGIT_SHIFTS = (48, 36, 24, 12, 0)
 
 
@@ -37,7 +38,7 @@ def table_tag(table: str, attempt: int = 0) -> bytes:
         (3, False)
     """
     digest = digest64("table tag", table, attempt)
-    return bytes(_ALPHABET[[(digest >> shift) & 63 for shift in (58, 52, 46)]])
+    return bytes(ALPHABET[[(digest >> shift) & 63 for shift in (58, 52, 46)]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,11 @@ class RowKeys:
         """Return keys like these of the rows of all tables; see `coalesce_keys`."""
         return RowKeys(b"", ids, tables=tables)
 
+    @property
+    def key_bytes(self) -> int:
+        """The length of a key."""
+        return KEY_SIZE
+
     def described(self, row: int) -> str:
         """Say which row this is, for messages.
 
@@ -105,7 +111,11 @@ class RowKeys:
         one = self[row : row + 1]
         names = (one.name,) if one.tables is None else one.tables.names
         name = names[0 if one.tables is None else int(one.tables.which[0])] if any(names) else ""
-        return (f"table {name!r}, " if name else "") + f"id {int(one.ids[0])} (key {one.encode().tobytes().decode()})"
+        return (f"table {name!r}, " if name else "") + f"id {int(one.ids[0])} ({one._shown()})"
+
+    def _shown(self) -> str:
+        """The one row's place on its node, for messages."""
+        return f"key {self.encode().tobytes().decode()}"
 
     def encode(self) -> NDArray[np.uint8]:
         """Return the keys as text: uint8 [n, 14].
@@ -135,6 +145,10 @@ class RowKeys:
         """Return a number that rows share which lie near each other in a server's memory: uint16 [n]; None when order does not matter."""
         return None
 
+    def containers(self) -> "Containers | None":
+        """Return the values that hold these rows, each once, where a value holds several rows; None where every row has its own."""
+        return None
+
     def _some(self, rows: slice | NDArray[np.intp]) -> "RowKeys":
         return RowKeys(self.tag, self.ids[rows], tables=self.tables and self.tables[rows], name=self.name)
 
@@ -144,6 +158,21 @@ class RowKeys:
         if self.tables is None:
             return _tag_tables((self.tag,)), 0, top
         return _tag_tables(self.tables.tags), self.tables.which, top + (self.tables.which.astype(np.intp) << 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Containers:
+    """Values of a server that hold several rows each.
+
+    Args:
+        keys: of them.
+        kind: their type, in Redis's words.
+        most_bytes: the length of a string; 0 of other types.
+    """
+
+    keys: RowKeys
+    kind: Literal["string", "hash"]
+    most_bytes: int = 0
 
 
 def coalesce_keys(keys: Sequence[RowKeys]) -> RowKeys:
@@ -179,7 +208,7 @@ def text_slot(key: bytes) -> int:
 def slot_tags() -> list[bytes]:
     """Return for every slot the first 3-character text that hashes to it: used as `{tag}`, it pins a key to that slot."""
     texts = np.arange(64**3)
-    chars = np.stack([_ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)
+    chars = np.stack([ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)
     table = _byte_table()
     crc = np.zeros(len(texts), dtype=np.uint16)
     for column in range(3):
@@ -221,11 +250,11 @@ class _TagTables:
 @cache
 def _digit_tables() -> _DigitTables:
     both = np.arange(4096)
-    pairs = np.stack([_ALPHABET[both >> 6], _ALPHABET[both & 63]], axis=1)
+    pairs = np.stack([ALPHABET[both >> 6], ALPHABET[both & 63]], axis=1)
     crcs = []
     for pair in range(5):
         # A difference from digit 0: what stands before it does not matter then.
-        chars = np.full((4096, KEY_SIZE), _ALPHABET[0], dtype=np.uint8)
+        chars = np.full((4096, KEY_SIZE), ALPHABET[0], dtype=np.uint8)
         chars[:, 4 + 2 * pair : 6 + 2 * pair] = pairs
         crc = np.zeros(4096, dtype=np.uint16)
         for column in range(KEY_SIZE):
@@ -236,9 +265,9 @@ def _digit_tables() -> _DigitTables:
 
 @cache
 def _tag_tables_of(tag: bytes) -> _TagTables:
-    seconds = np.stack([np.full(16, tag[2], dtype=np.uint8), _ALPHABET[:16]], axis=1).view(np.uint16)[:, 0]
-    zeros = bytes([_ALPHABET[0]] * 10)
-    crcs = np.array([_crc16(tag + bytes([top]) + zeros) for top in _ALPHABET[:16]], dtype=np.uint16)
+    seconds = np.stack([np.full(16, tag[2], dtype=np.uint8), ALPHABET[:16]], axis=1).view(np.uint16)[:, 0]
+    zeros = bytes([ALPHABET[0]] * 10)
+    crcs = np.array([_crc16(tag + bytes([top]) + zeros) for top in ALPHABET[:16]], dtype=np.uint16)
     return _TagTables(np.frombuffer(tag[:2], dtype=np.uint16), seconds, crcs)
 
 

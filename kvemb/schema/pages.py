@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import RowKeys, RowTags
+from kvemb.schema.keys import Containers, RowKeys, RowTags
 
 # Part of a table's identity: which rows share a page may never change for a table that exists.
 LAYOUT_VERSION = 1
@@ -142,12 +142,12 @@ class PagedKeys(RowKeys):
         opens = None if self.opens is None else self.opens[rows]
         return PagedKeys(self.tag, self.ids[rows], self.layout, opens, tables=self.tables and self.tables[rows], name=self.name)
 
-    def unique_pages(self) -> RowKeys:
-        """Return the keys of the rows' pages, each once; their ids are the pages' numbers."""
+    def containers(self) -> Containers:
+        """Return the rows' pages; the ids of their keys are the pages' numbers."""
         tables = None if self.tables is None else self.tables.which
         both = self._pages if tables is None else np.stack([self._pages, tables.astype(np.uint64)], axis=1)
         first = np.unique(both, axis=0, return_index=True)[1]
-        return self._page_keys()._some(first)
+        return Containers(self._page_keys()._some(first), "string", self.layout.page_bytes)
 
     def _page_keys(self) -> RowKeys:
         return RowKeys(self.tag, self._pages, tables=self.tables, name=self.name)

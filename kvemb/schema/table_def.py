@@ -5,7 +5,7 @@ every creation. No I/O here; the registry of tables is shard 0's, and storage ho
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,19 +19,21 @@ from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
 from kvemb.optim import OptimizerSpec
+from kvemb.schema.buckets import MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, keeps_hash_table
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
 from kvemb.specs.first_draws import ALGORITHMS
 
 MAX_DIM = 65536
+_AT_ONCE = 1 << 16  # buckets in one batch
 MAX_NAME_BYTES = 255
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
 _UNNAMED_ALGORITHM = 1
 """Of definitions that name no algorithm of first values: there was only this one."""
 _KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
-_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm"}
+_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets"}
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,12 @@ class TableDef:
         reduce: how the gradients of different trainers combine in one step: "sum" or "mean".
         tag_attempt: which candidate for the key tag the registry took (0 unless another table has that tag).
         num_ids: of a dense table: its ids are 0 to num_ids - 1. Where storage can (Redis, Valkey), its records lie side by side in pages
-            (`kvemb.schema.pages`). None: ids of the whole domain, and a key for every row.
+            (`kvemb.schema.pages`). None: ids of the whole domain.
         life: how many tables of this name were dropped before; the registry sets it. No identity, but rows, journals and pushes of one life
             are never taken for another's.
         init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
+        n_buckets: of a table without num_ids: where storage can, its rows are fields of so many hashes (`kvemb.schema.buckets`), a power
+            of two; None: as many as when nobody says how many rows there will be. No identity, but fixed for the table's life.
 
     Raises:
         InvalidInputError: on any value out of range; nothing was created.
@@ -70,6 +74,7 @@ class TableDef:
     num_ids: int | None = None
     life: int = 0
     init_algorithm: int = ALGORITHM_VERSION
+    n_buckets: int | None = None
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
@@ -87,6 +92,7 @@ class TableDef:
                 f"table {self.name!r}: its first values are drawn by algorithm {self.init_algorithm!r}, this kvemb knows "
                 f"{' and '.join(map(str, ALGORITHMS))}; it was made by a newer kvemb: install that one here, too"
             )
+        self._settle_buckets()
         if self.reduce not in _REDUCES:
             raise InvalidInputError(f"table {self.name!r}: reduce is {self.reduce!r}; give one of {', '.join(_REDUCES)}")
         try:
@@ -95,14 +101,23 @@ class TableDef:
         except InvalidInputError as error:
             raise InvalidInputError(f"table {self.name!r}: {error}") from error
 
+    def _settle_buckets(self) -> None:
+        """Keep a power of two, of a table whose rows lie in buckets."""
+        if self.num_ids is not None:
+            if self.n_buckets is not None:
+                raise InvalidInputError(f"table {self.name!r}: give n_buckets, or expected_rows, to a table without num_ids")
+            return
+        if self.n_buckets is None:
+            object.__setattr__(self, "n_buckets", buckets_for(None, 1))
+        self._settle_integer("n_buckets", 1, MAX_BUCKETS + 1, f"[1, {MAX_BUCKETS}]")
+        if self.n_buckets is not None and self.n_buckets & (self.n_buckets - 1):
+            raise InvalidInputError(f"table {self.name!r}: n_buckets is {self.n_buckets}; give a power of two")
+
     def _settle_integer(self, field: str, low: int, end: int, expected: str) -> None:
         """Keep the field as a Python int in [low, end), which messages and digests need, or refuse it."""
         given = getattr(self, field)
-        try:
-            value = low - 1 if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            value = low - 1
-        if not low <= value < end:
+        value = whole_number(given)
+        if value is None or not low <= value < end:
             raise InvalidInputError(f"table {self.name!r}: {field} is {given!r}; give an integer in {expected}")
         object.__setattr__(self, field, value)
 
@@ -121,9 +136,9 @@ class TableDef:
 
     @cached_property
     def schema(self) -> int:
-        """8-bit digest of the identity and the life, carried in every record and every push."""
-        life = {"life": self.life} if self.life else {}
-        return digest64("schema", msgpack.packb(self.identity() | life)) & 0xFF
+        """8-bit digest of everything that is fixed for the table's life, carried in every record and every push."""
+        more = {name: value for name, value in (("life", self.life), ("n_buckets", self.n_buckets)) if value}
+        return digest64("schema", msgpack.packb(self.identity() | more)) & 0xFF
 
     @cached_property
     def key(self) -> str:
@@ -154,12 +169,23 @@ class TableDef:
 
         Args:
             ids: uint64 [n], unique.
-            pages: whether the storage takes rows in pages (`Capabilities.pages`).
+            pages: whether the storage takes rows in pages and buckets (`Capabilities.pages`).
             new: bool [n], for writes: rows that may not exist yet; None = any.
         """
-        if self.pages is None or not pages:
+        if not pages:
             return RowKeys(self.tag, ids, name=self.name)
+        if self.pages is None:
+            assert self.n_buckets is not None
+            return BucketKeys(self.tag, ids, self.n_buckets, name=self.name)
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
+
+    def leftovers(self, *, pages: bool) -> Iterator[RowKeys]:
+        """Yield the keys of what may be left in storage once all rows are erased: buckets whose rows are too short for a hash table."""
+        if not pages or self.n_buckets is None or keeps_hash_table(self.record.size_bytes):
+            return
+        for start in range(0, self.n_buckets, _AT_ONCE):
+            numbers = np.arange(start, min(start + _AT_ONCE, self.n_buckets), dtype=np.uint64)
+            yield WholeBuckets(self.tag, numbers, self.n_buckets, name=self.name)
 
     def rows_under(self, found: RowKeys, *, pages: bool) -> RowKeys:
         """Return the keys of every row that may lie under keys of this table that were found on a node (`Store.keys_on`).
@@ -167,7 +193,7 @@ class TableDef:
         Where rows lie in pages, the keys found are the pages', and each stands for all rows of its page, whether they exist or not.
         """
         if self.pages is None or self.num_ids is None or not pages:
-            return found
+            return self.keys(found.ids, pages=pages)
         n = self.pages.rows_per_page
         firsts = found.ids[found.ids <= np.uint64((self.num_ids - 1) // n)] * np.uint64(n)
         rows: NDArray[np.uint64] = np.add.outer(firsts, np.arange(n, dtype=np.uint64)).reshape(-1)
@@ -204,6 +230,23 @@ class TableDef:
         """Return the same definition with what no user chooses, and an existing table keeps: its algorithm of first values."""
         return replace(self, init_algorithm=existing.init_algorithm)
 
+    def with_expected_rows(self, expected_rows: object) -> "TableDef":
+        """Return the same definition with as many buckets as such a number of rows wants, roughly; None = nobody said.
+
+        Raises:
+            InvalidInputError: it is no number of rows, or the table has num_ids.
+        """
+        if expected_rows is None:
+            return self
+        if self.num_ids is not None:
+            raise InvalidInputError(f"table {self.name!r}: give one of num_ids and expected_rows; num_ids says how many rows there may be")
+        if (n_rows := whole_number(expected_rows)) is None:
+            raise InvalidInputError(f"table {self.name!r}: expected_rows is {expected_rows!r}; give a number of rows, or None")
+        try:
+            return replace(self, n_buckets=buckets_for(n_rows, self.record.size_bytes))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"table {self.name!r}: {error}") from error
+
     def with_tag_attempt(self, attempt: int) -> "TableDef":
         """Return the same definition with the given candidate for the key tag."""
         return replace(self, tag_attempt=attempt)
@@ -225,7 +268,7 @@ class TableDef:
     def _rarer(self) -> dict[str, int | None]:
         """What is only written where it says something: earlier definitions keep their bytes."""
         algorithm = None if self.init_algorithm == _UNNAMED_ALGORITHM else self.init_algorithm
-        return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm}
+        return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm, "n_buckets": self.n_buckets}
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":
@@ -244,6 +287,14 @@ class TableDef:
             initializer=Initializer.from_dict(fields["initializer"]),
             **rest,
         )
+
+
+def whole_number(given: object) -> int | None:
+    """Return an integer of any kind, NumPy's too, as Python's; None where it is none."""
+    try:
+        return None if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return None
 
 
 def check_table_name(name: object) -> str:

@@ -20,6 +20,7 @@ from kvemb.errors import (
     ProtocolError,
     RecordError,
 )
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.wire.buffer_scan import WRONG_TYPE
@@ -141,8 +142,10 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
 
 
 def _foreign(node: str, address: str, keys: RowKeys | None) -> RecordError:
-    if isinstance(keys, PagedKeys):
-        return ForeignPageError(f"{node}: another program put a value of another type under the key of this row's page. {_MENDED}", address)
+    if isinstance(keys, (PagedKeys, BucketKeys)):
+        what = "page" if isinstance(keys, PagedKeys) else "bucket"
+        text = f"{node}: another program put a value of another type in the place of this row's {what}. {_MENDED}"
+        return ForeignPageError(text, address)
     return RecordError(f"{node}: something that is no record lies under this row's key. Another program wrote there. {_MENDED}")
 
 

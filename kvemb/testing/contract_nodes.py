@@ -35,6 +35,10 @@ class Nodes:
         """Write a value where the key belongs, as another program would."""
         pytest.skip("no foreign writer")
 
+    def delete(self, key: bytes) -> None:
+        """Delete a key, as another program would."""
+        pytest.skip("no foreign writer")
+
     def put_markers(self, values: Sequence[bytes]) -> None:
         """Overwrite every marker; in the order of `Store.open`'s."""
         pytest.skip("markers cannot be overwritten")

@@ -79,6 +79,15 @@ class ServerNodes(Nodes):
         else:
             self._put(self.server_of(key), key, value)
 
+    def delete(self, key: bytes) -> None:
+        """See `Nodes.delete`."""
+        if not self.own_map:
+            with redis.RedisCluster(host="127.0.0.1", port=self.servers[0].port) as cluster:
+                cluster.delete(key)
+        else:
+            with redis_client(self.server_of(key)) as client:
+                client.delete(key)
+
     def put_markers(self, values: Sequence[bytes]) -> None:
         """See `Nodes.put_markers`."""
         if self.own_map:

@@ -40,7 +40,7 @@ from kvemb.testing.store_contract import (
     within,
     write,
 )
-from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.replies import RowsReader
 
 ROWS = row_keys(600)
 KNOWN = Identity(CLUSTER, GENERATION)
@@ -97,7 +97,7 @@ def own(store: Store, epoch: int) -> None:
     store.fence(0, epoch, within())
 
 
-def _interrupted(reply: FixedSizeValuesReply, data: NDArray[np.uint8]) -> int:
+def _interrupted(reply: RowsReader, data: NDArray[np.uint8]) -> int:
     raise KeyboardInterrupt
 
 
@@ -327,7 +327,7 @@ class RepairContract(StoreContract):
             own(successor, 2)
             successor.kill_other_writers(within())
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt, FencedError):  # it gives its connections up
-                patch.setattr(FixedSizeValuesReply, "feed", _interrupted)
+                patch.setattr(RowsReader, "feed", _interrupted)
                 read(store, ROWS)
             with pytest.raises(FencedError, match=r"epoch 2.*epoch 1"):
                 store.write([WritePart(ROWS, records_of(ROWS, salt=1), tokens)], within())

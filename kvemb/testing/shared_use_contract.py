@@ -20,7 +20,7 @@ from kvemb.testing.contract_rows import (
     within,
     write,
 )
-from kvemb.wire.fixed_size_values import FixedSizeValuesReply
+from kvemb.wire.replies import RowsReader
 
 
 class SharedUseContract(StoreOnNodes):
@@ -82,14 +82,14 @@ class SharedUseContract(StoreOnNodes):
             pytest.skip("no replies to interrupt")
         keys = self.keys(3000)
         write(store, keys, records_of(keys))
-        feed = FixedSizeValuesReply.feed
+        feed = RowsReader.feed
 
-        def interrupted(self: FixedSizeValuesReply, data: NDArray[np.uint8]) -> int:
+        def interrupted(self: RowsReader, data: NDArray[np.uint8]) -> int:
             feed(self, data[: len(data) // 2])
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(FixedSizeValuesReply, "feed", interrupted)
+            patch.setattr(RowsReader, "feed", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 read(store, keys)
         for first in (1500, 1):

@@ -7,6 +7,8 @@ import logging
 import threading
 from dataclasses import replace
 
+import numpy as np
+
 from kvemb.coordination.registry_format import Dropped, Registered, encode_registry
 from kvemb.errors import (
     InvalidInputError,
@@ -14,7 +16,9 @@ from kvemb.errors import (
     TableDroppedError,
     UnknownTableError,
 )
+from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
@@ -43,7 +47,7 @@ class Registry:
     """
 
     def __init__(self, store: Store, shard: int, timeout_s: float, data: DataDir) -> None:
-        self._shard, self._max_record_bytes = shard, store.capabilities.max_record_bytes
+        self._store, self._shard, self._timeout_s = store, shard, timeout_s
         self._copies = RegistryCopies(store, shard, timeout_s, data)
         self._lock = threading.Lock()
 
@@ -202,6 +206,8 @@ class Registry:
             one = self._copies.now.dropped.get(key)
             if one is None or one.gone:
                 return
+            for keys in one.definition.leftovers(pages=self._store.capabilities.pages):
+                self._store.erase([WritePart(keys, np.empty((len(keys), 0), np.uint8))], Deadline.after(self._timeout_s))
             dropped = {**self._copies.now.dropped, key: Dropped(one.definition, True)}
             self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
         log.info("table %s was dropped", one.definition.name)
@@ -222,7 +228,7 @@ class Registry:
         return next(attempt for attempt in range(1 << 16) if table.with_tag_attempt(attempt).tag not in taken)
 
     def _check_new(self, table: TableDef) -> None:
-        limit = self._max_record_bytes
+        limit = self._store.capabilities.max_record_bytes
         if limit is not None and table.record.size_bytes > limit:
             raise InvalidInputError(
                 f"table {table.name!r}: its records have {table.record.size_bytes} bytes, this storage takes at most {limit}; "

@@ -26,7 +26,7 @@ from kvemb.protocol.messages import (
     StatusReply,
     digest_tables,
 )
-from kvemb.schema.keys import N_SLOTS, RowKeys
+from kvemb.schema.keys import N_SLOTS
 from kvemb.schema.table_def import TableDef
 
 PATIENCE_S = 40.0
@@ -71,7 +71,7 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 def nodes_of(table: kvemb.Table, n_nodes: int, ids: np.ndarray) -> np.ndarray:
     """The number of the node that holds each id: of our node map, or of a Redis Cluster whose slots were dealt out evenly, in order."""
     config = table.cluster.config.storage
-    slots = RowKeys(table.definition.tag, ids.astype(np.uint64)).slots()
+    slots = table.definition.keys(ids.astype(np.uint64), pages=config.kind != "memcached").slots()
     if config.kind != "redis-cluster":
         return np.asarray(NodeMap(config.nodes).slot_nodes[slots])
     bounds = np.array([N_SLOTS * node // n_nodes for node in range(1, n_nodes)])

@@ -51,7 +51,7 @@ class Replayed:
         record = self.definition.record
         with open_store(cluster.config.storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
-            keys = self.definition.keys(self.ids, pages=False)
+            keys = self.definition.keys(self.ids, pages=store.capabilities.pages)
             (read,) = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(PATIENCE_S))
         got, name = read.in_key_order(), self.definition.name
         np.testing.assert_array_equal(got.found, self.exists, err_msg=name)

@@ -23,6 +23,7 @@ from kvemb.checkpoint.verify import verify
 from kvemb.client.repair_request import repair
 from kvemb.errors import KvembError, MessageError, RecordError, from_wire
 from kvemb.protocol.messages import Empty
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.testing.real_servers import memcached_client, redis_client
@@ -113,20 +114,28 @@ def test_bytes_that_are_no_grpc_end_that_connection_only(single: FaultyCluster, 
 
 def foreign_write(local: FaultyCluster, table: kvemb.Table, row: int, value: bytes | None) -> None:
     """Put a value of another program under a row's key, or nothing."""
-    key = RowKeys(table.definition.tag, np.array([row], np.uint64)).encode().tobytes().decode()
     server = local.servers[int(nodes_of(table, 3, np.array([row]))[0])]
     if server.kind == "memcached":
+        key = RowKeys(table.definition.tag, np.array([row], np.uint64)).encode().tobytes().decode()
         with closing(memcached_client(server)) as client:
             if value is None:
                 client.delete(key, noreply=False)
             else:
                 client.set(key, value, noreply=False)
     else:
+        keys = bucket_keys(table, row)
         with redis_client(server) as client:
             if value is None:
-                client.delete(key)
+                client.hdel(keys.encode().tobytes(), keys.fields().tobytes())
             else:
-                client.set(key, value)
+                client.hset(keys.encode().tobytes(), keys.fields().tobytes(), value)
+
+
+def bucket_keys(table: kvemb.Table, row: int) -> BucketKeys:
+    """Where a row lies on Redis and Valkey."""
+    keys = table.definition.keys(np.array([row], np.uint64), pages=True)
+    assert isinstance(keys, BucketKeys)
+    return keys
 
 
 def another_rows_record(table: kvemb.Table, size: int) -> bytes:
@@ -211,7 +220,7 @@ def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_delete
             foreign_write(local, table, 70 * row, make(table, table.definition.record.size_bytes))
         foreign_write(local, table, 450, None)
         if kind != "memcached":
-            key = RowKeys(table.definition.tag, np.array([451], np.uint64)).encode().tobytes()
+            key = bucket_keys(table, 451).encode().tobytes()
             with redis_client(local.servers[int(nodes_of(table, 3, np.array([451]))[0])]) as client:
                 client.delete(key)
                 client.rpush(key, "x")
@@ -241,7 +250,7 @@ def test_a_value_of_another_type_under_a_rows_key_is_written_over_too(
         pytest.skip("memcached knows one type of value")
     table, row = counting_table(connected, "foreign_types"), ["rpush", "sadd"].index(make)
     add(table, np.array([row, 9 + row])).wait_applied(timeout_s=PATIENCE_S)
-    key = RowKeys(table.definition.tag, np.array([row], np.uint64)).encode().tobytes()
+    key = bucket_keys(table, row).encode().tobytes()
     with redis_client(local.servers[int(nodes_of(table, 3, np.array([row]))[0])]) as client:
         client.delete(key)
         getattr(client, make)(key, "x")
@@ -316,7 +325,7 @@ def replace_page(local: FaultyCluster, table: kvemb.Table, row: int, what: str) 
     keys = table.definition.keys(np.array([row], np.uint64), pages=True)
     assert isinstance(keys, PagedKeys)
     key = keys.encode().tobytes()
-    with redis_client(local.servers[int(nodes_of(table, 3, keys.unique_pages().ids)[0])]) as client:
+    with redis_client(local.servers[int(nodes_of(table, 3, keys.containers().keys.ids)[0])]) as client:
         if what != "bytes behind the end":
             client.delete(key)
         OTHER_TYPES[what](client, key)

@@ -42,7 +42,6 @@ from kvemb.protocol.messages import (
     TableRequest,
     digest_tables,
 )
-from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
@@ -198,7 +197,7 @@ class Cluster:
         """Read rows as a trainer does."""
         with open_store(self.storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
-            keys = RowKeys(table.tag, np.array(ids, np.uint64))
+            keys = table.keys(np.array(ids, np.uint64), pages=store.capabilities.pages)
             read = store.read([ReadPart(keys, table.record.size_bytes, table.record.prefix_bytes)], Deadline.after(PATIENCE_S))[0]
         got = read.in_key_order()
         assert got.found.all()

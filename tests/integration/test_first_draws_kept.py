@@ -11,12 +11,12 @@ from kvemb.errors import TableMismatchError
 from kvemb.local_cluster import LocalCluster
 
 EARLIER = Path(__file__).parent / "golden" / "checkpoint_first_draws_1"
-# Written by the last commit whose definitions named no algorithm: rows 0 and 1 were pushed, rows 2 and 3 only pulled.
+# Written by the last commit whose definitions named no algorithm and no buckets: rows 0 and 1 were pushed, rows 2 and 3 only pulled.
 PULLED = {
     "user": ["bfdf9209bf9a5e11bfe0a875", "beb9f31abfd4145dbfc4610b", "bd44be453e8be34f3de39ebe", "be6dcc68be3170bc3ebe210b"],
     "item": ["bf7e0000bf7e0000", "bf830000bf860000", "bd3d0000bb940000", "bd050000bce40000"],
 }
-SCHEMAS = {"user": 175, "item": 66}
+SCHEMAS = {"user": 45, "item": 107}
 USER = {"dim": 3, "optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.normal(std=0.5), "seed": 7}
 
 

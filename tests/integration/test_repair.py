@@ -23,6 +23,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
+from kvemb.schema.buckets import BucketKeys
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 
@@ -74,13 +75,17 @@ def require_same(local: LocalCluster, table: "kvemb.Table", before: np.ndarray) 
     np.testing.assert_array_equal(after, before)
 
 
-def delete_keys(server: StorageServer, keys: list[bytes]) -> None:
-    if server.kind == "memcached":
+def delete_rows(server: StorageServer, table: "kvemb.Table", ids: np.ndarray) -> None:
+    keys = table.definition.keys(ids.astype(np.uint64), pages=server.kind != "memcached")
+    names = [bytes(key) for key in keys.encode()]
+    if not isinstance(keys, BucketKeys):
         with closing(Client(("127.0.0.1", server.port))) as client:
-            client.delete_many(keys, noreply=False)
+            client.delete_many(names, noreply=False)
         return
-    with redis.Redis(port=server.port) as client:
-        client.delete(*keys)
+    with redis.Redis(port=server.port) as client, client.pipeline() as pipeline:
+        for name, field in zip(names, keys.fields(), strict=True):
+            pipeline.hdel(name, bytes(field))
+        pipeline.execute()
 
 
 def flush(server: StorageServer) -> None:
@@ -118,7 +123,7 @@ def test_rows_deleted_behind_our_back_are_restored_on_request(kind: str, cache_m
         before = records(local, table)[0]
         gone = IDS[::100]
         for server in local.servers:
-            delete_keys(server, [bytes(key) for key in table.definition.keys(gone.astype(np.uint64), pages=False).encode()])
+            delete_rows(server, table, gone)
         assert int(records(local, table)[1].sum()) == N - len(gone)
         done = kvemb_command("repair", str(local.config_path))
         assert (done.returncode, done.stdout) == (0, "no node has lost its rows; give --node or --all to compare nodes row by row\n"), done
@@ -135,9 +140,8 @@ def test_only_the_named_node_is_compared(kind: str) -> None:
     with running(kind) as (local, _, table):
         before = records(local, table)[0]
         config = load(local.config_path, {})
-        keys = [bytes(key) for key in table.definition.keys(IDS[:200].astype(np.uint64), pages=False).encode()]
         for server in local.servers:
-            delete_keys(server, keys)
+            delete_rows(server, table, IDS[:200])
         first, second = (server.address for server in local.servers)
         n_first = sum(reply.rows for reply in repair(config, [first], timeout_s=PATIENCE_S))
         assert 0 < n_first < 200

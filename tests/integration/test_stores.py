@@ -25,6 +25,7 @@ from kvemb.schema.keys import text_slot
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
+from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import (
@@ -123,6 +124,19 @@ class TestMemcachedStore(_OnServers):
 
 
 class TestRedisClusterStore(_OnServers):
+    kind = "redis-cluster"
+    n_nodes = 3
+
+
+class TestBucketedValkeyStore(_Servers, BucketedStoreContract):
+    kind = "valkey"
+
+
+class TestBucketedRedisStore(_Servers, BucketedStoreContract):
+    kind = "redis"
+
+
+class TestBucketedRedisClusterStore(_Servers, BucketedStoreContract):
     kind = "redis-cluster"
     n_nodes = 3
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import mix64
 from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import N_SLOTS, RowKeys, slot_tags, text_slot
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
@@ -22,12 +24,19 @@ from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import begun, lost, repair
 from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, TAG, read, records_of, require_rows, row_keys, within, write
 
-ALL = RowKeys(TAG, mix64(np.arange(1, 1_000_000, dtype=np.uint64)))
+N_BUCKETS = 4 * N_SLOTS  # four buckets a slot
+
+
+def keys_of(ids: NDArray[np.uint64]) -> BucketKeys:
+    return BucketKeys(TAG, ids, N_BUCKETS)
+
+
+ALL = keys_of(mix64(np.arange(1, 1_000_000, dtype=np.uint64)))
 SLOTS = ALL.slots()
 SLOT = 1234
 
 
-def rows_in(slot: int) -> RowKeys:
+def rows_in(slot: int) -> BucketKeys:
     """About sixty rows of one slot."""
     return ALL.take(np.flatnonzero(slot == SLOTS))
 
@@ -50,9 +59,9 @@ def mixed_paged(slot: int) -> PagedKeys:
     return PAGES.take(np.unique(np.concatenate([paged_rows_in(slot).ids, np.arange(0, 60_000, 41, dtype=np.uint64)])).astype(np.intp))
 
 
-def mixed(slot: int) -> RowKeys:
+def mixed(slot: int) -> BucketKeys:
     """Rows of one slot between rows of all others."""
-    keys = RowKeys(TAG, np.concatenate([rows_in(slot).ids, row_keys(1500).ids]))
+    keys = keys_of(np.concatenate([rows_in(slot).ids, row_keys(1500).ids]))
     order = np.unique(keys.ids, return_index=True)[1]
     return keys.take(order)
 
@@ -127,10 +136,10 @@ def encoded(keys: RowKeys) -> list[bytes]:
     return list(dict.fromkeys(bytes(key) for key in keys.encode()))
 
 
-@pytest.mark.parametrize("layout", ["keyed", "paged"])
+@pytest.mark.parametrize("layout", ["buckets", "paged"])
 @pytest.mark.parametrize("moved", ["no row", "half of the rows", "every row", "rows and marker"])
 def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Mover, moved: str, layout: str) -> None:
-    keys, inside = (mixed(SLOT), rows_in(SLOT)) if layout == "keyed" else (mixed_paged(SLOT), paged_rows_in(SLOT))
+    keys, inside = (mixed(SLOT), rows_in(SLOT)) if layout == "buckets" else (mixed_paged(SLOT), paged_rows_in(SLOT))
     write(store, keys, records_of(keys))
     to = (mover.owner(SLOT) + 1) % 3
     source = mover.begin(SLOT, to)
@@ -145,7 +154,7 @@ def test_rows_are_right_while_their_slot_is_on_its_way(store: Store, mover: Move
     store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
     left = ~np.isin(keys.ids, gone.ids)
     np.testing.assert_array_equal(read(store, keys).found, left)
-    new = gone if layout == "keyed" else paged_keys(TAG, gone.ids, page_layout(SIZE), np.ones(len(gone), dtype=bool))
+    new = gone if layout == "buckets" else paged_keys(TAG, gone.ids, page_layout(SIZE), np.ones(len(gone), dtype=bool))
     assert store.write([WritePart(new, records_of(gone, salt=2))], within())[0].stored.all()
     require_rows(store, gone, records_of(gone, salt=2))
     store.erase([WritePart(gone, np.empty((len(gone), 0), np.uint8))], within())
@@ -174,11 +183,11 @@ def test_a_store_can_be_opened_while_slots_are_on_their_way(store: Store, runnin
     mover.move(SLOT, source)  # other tests count on who has it
 
 
-@pytest.mark.parametrize("layout", ["keyed", "paged"])
+@pytest.mark.parametrize("layout", ["buckets", "paged"])
 def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running: ServerNodes, mover: Mover, layout: str) -> None:
     name = f"kvemb:test:{{{slot_tags()[SLOT].decode()}}}"
     assert text_slot(name.encode()) == SLOT
-    keys = mixed(SLOT) if layout == "keyed" else mixed_paged(SLOT)
+    keys = mixed(SLOT) if layout == "buckets" else mixed_paged(SLOT)
     with running.store() as writer, running.store() as eraser, running.store() as asker:
         for other in (writer, eraser, asker):
             other.open(within())
@@ -213,12 +222,12 @@ def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) 
         mover.finish(SLOT, source, to)
 
 
-@pytest.mark.parametrize("layout", ["keyed", "paged"])
+@pytest.mark.parametrize("layout", ["buckets", "paged"])
 def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Mover, layout: str) -> None:
     slots = [100 + 500 * index for index in range(12)]
-    rows = rows_in if layout == "keyed" else paged_rows_in
-    keys = RowKeys(TAG, np.unique(np.concatenate([rows(slot).ids for slot in slots] + [row_keys(500).ids * (layout == "keyed")])))
-    keys = keys if layout == "keyed" else PAGES.take(keys.ids.astype(np.intp))
+    rows = rows_in if layout == "buckets" else paged_rows_in
+    keys = keys_of(np.unique(np.concatenate([rows(slot).ids for slot in slots] + [row_keys(500).ids * (layout == "buckets")])))
+    keys = keys if layout == "buckets" else PAGES.take(keys.ids.astype(np.intp))
     write(store, keys, records_of(keys))
     done = threading.Event()
     failures: list[BaseException] = []
@@ -290,7 +299,7 @@ def move_without_keys(mover: Mover, slot: int, to: int) -> None:
 
 
 def test_rows_of_slots_that_came_without_their_keys_are_never_new(store: Store, mover: Mover) -> None:
-    keys = RowKeys(TAG, np.concatenate([rows_in(SLOT).ids, rows_in(SLOT + 1).ids, row_keys(1500).ids]))
+    keys = keys_of(np.concatenate([rows_in(SLOT).ids, rows_in(SLOT + 1).ids, row_keys(1500).ids]))
     keys = keys.take(np.unique(keys.ids, return_index=True)[1])
     write(store, keys, records_of(keys))
     source = mover.owner(SLOT)
@@ -304,7 +313,7 @@ def test_rows_of_slots_that_came_without_their_keys_are_never_new(store: Store, 
         with pytest.raises(NodeLostError, match=rf"slot {SLOT}\b"):
             read(store, keys)
     with pytest.raises(NodeLostError, match=rf"slot {SLOT}\b"):
-        read(store, RowKeys(TAG, np.concatenate([rows_in(SLOT).ids, other.ids])))  # whose last slot is another one
+        read(store, keys_of(np.concatenate([rows_in(SLOT).ids, other.ids])))  # whose last slot is another one
     (lost,) = store.lost_nodes(within())
     assert (lost.address, lost.why) == (f"127.0.0.1:{mover.ports[to]}", "empty")
 

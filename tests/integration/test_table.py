@@ -19,6 +19,7 @@ from kvemb.errors import (
     UnknownTableError,
 )
 from kvemb.local_cluster import LocalCluster
+from kvemb.schema.buckets import BucketKeys
 from tests.integration.table_clusters import ids_of, names, new_table, start
 
 NAN = float("nan")
@@ -290,6 +291,25 @@ def test_records_that_a_node_would_not_take_are_refused(local_cluster: LocalClus
             new_table(cluster, **options)  # type: ignore[arg-type]
     else:  # which take values far beyond any record
         assert new_table(cluster, **options).dim == 65536  # type: ignore[arg-type]
+
+
+def test_a_table_of_many_expected_rows_has_as_many_buckets_for_its_life(local_cluster: LocalCluster, cluster: Cluster) -> None:
+    before = sum(node.n_keys for node in cluster.status().nodes)
+    table = new_table(cluster, expected_rows=10**9)
+    ids = ids_of(2000)
+    table.push(ids, np.ones((2000, 4), np.float32))
+    table.flush()
+    assert table.definition.n_buckets == 1 << 13
+    n_keys = sum(node.n_keys for node in cluster.status().nodes) - before
+    n_filled = len(np.unique(BucketKeys(b"tab", ids.view(np.uint64), 1 << 13).buckets))
+    assert (
+        0 <= n_keys - (2000 if cluster.store.capabilities.cas else n_filled) <= 4
+    )  # the registry, and the shards' notes of how far they are
+    same = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
+    again = cluster.create_table(table.name, dim=4, **same, expected_rows=5, exist_ok=True)  # type: ignore[arg-type]
+    assert again.definition.n_buckets == 1 << 13
+    with pytest.raises(InvalidInputError, match="give one of num_ids and expected_rows"):
+        new_table(cluster, num_ids=10, expected_rows=10)
 
 
 def test_read_only_pulls_and_refuses_the_rest(local_cluster: LocalCluster, cluster: Cluster) -> None:

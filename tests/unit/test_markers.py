@@ -13,11 +13,11 @@ from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNod
 
 MARKER = Marker(b"0123456789abcdef", 1, b"lifetime", 2**64 - 1, 1, "run-1")
 
-GOLDEN_MARKER = "98ac6b76656d622d6d61726b657201c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
+GOLDEN_MARKER = "98ac6b76656d622d6d61726b657203c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
 
 
 GOLDEN_REPAIRED = (
-    "9aac6b76656d622d6d61726b657202c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
+    "9aac6b76656d622d6d61726b657204c4103031323334353637383961626364656601c4086c69666574696d65cfffffffffffffffff01a572756e2d31"
     "b030313233343536373839616263646566c3"
 )
 
@@ -120,7 +120,7 @@ def test_no_marker_means_the_rows_are_lost() -> None:
     assert type(diagnose("host:1", MARKER, None)) is NodeLostError
 
 
-def foreign(*body: object, magic: object = "kvemb-marker", version: object = 1) -> bytes:
+def foreign(*body: object, magic: object = "kvemb-marker", version: object = 3) -> bytes:
     return msgpack.packb([magic, version, *body])  # type: ignore[no-any-return]
 
 
@@ -132,10 +132,10 @@ def foreign(*body: object, magic: object = "kvemb-marker", version: object = 1) 
         MARKER.encode()[:-1],
         MARKER.encode() + b"\0",
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", magic="other"),
-        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=2),
-        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "nonce", 1, version=2),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=4),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "nonce", 1, version=4),
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "nonce", True),
-        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "", True, version=2),
+        foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", "", True, version=4),
         foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1),
         foreign("text for bytes", 1, b"lifetime", 0, 1, ""),
         foreign(None, 1, b"lifetime", 0, 1, ""),
@@ -159,10 +159,11 @@ def test_a_node_whose_marker_is_none_is_suspect_and_never_another_exception(data
     assert first_identity(["host:1", "host:2"], [data, MARKER.encode()]) == Identity(MARKER.cluster_id, MARKER.generation)
 
 
-def test_a_marker_of_another_release_is_a_wrong_node_and_left_alone() -> None:
-    newer = foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=3)
+@pytest.mark.parametrize("version", [1, 2, 5])  # 1 and 2: without buckets
+def test_a_marker_of_another_release_is_a_wrong_node_and_left_alone(version: int) -> None:
+    newer = foreign(b"0123456789abcdef", 1, b"lifetime", 0, 1, "", version=version)
     assert type(diagnose("host:1", MARKER, newer)) is WrongNodeError
-    with pytest.raises(WrongNodeError, match="same kvemb release"):
+    with pytest.raises(WrongNodeError, match="another release of kvemb has laid out its rows"):
         why_lost("host:1", MARKER, newer, "run-1")
 
 

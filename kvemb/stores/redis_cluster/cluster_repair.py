@@ -19,7 +19,6 @@ from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import N_SLOTS, RowKeys, text_slot
-from kvemb.schema.pages import PagedKeys
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.redis_cluster.cluster_members import process_of, run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -146,18 +145,17 @@ class ClusterRepair:
         return mine
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
-        if not isinstance(keys, PagedKeys):
+        found, n_changed = keys.containers(), 0
+        if found is None:
             return 0
-        pages, n_changed = keys.unique_pages(), 0
-        slots, slot_map = pages.slots(), self._topology.refreshed(deadline)
+        slots, slot_map = found.keys.slots(), self._topology.refreshed(deadline)
         process = None if repair is None else self._require_repair(*repair, deadline).process
         for node in np.unique(slot_map.nodes[slots]).tolist():
             address = slot_map.addresses[node]
-            names = [bytes(key) for key in pages.encode()[slot_map.nodes[slots] == node]]
+            names = [bytes(key) for key in found.keys.encode()[slot_map.nodes[slots] == node]]
             here = process or process_of(redis_admin.info(address, self._access, deadline))
-            size = keys.layout.page_bytes
             n_changed += compare_and_set.make_way(
-                address, self._access, names, size, run_id_in(here), deadline, clear=repair is not None and address == repair[0]
+                address, self._access, names, found, run_id_in(here), deadline, clear=repair is not None and address == repair[0]
             )
         return n_changed
 

@@ -36,8 +36,8 @@ from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server import redis_admin
-from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
+from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Capabilities, NodeStats, Store
@@ -189,8 +189,7 @@ class RedisClusterStore(Store):
         return self._repairs.keys_of(address, keys)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        for block in redis_admin.scan(address, self._access, deadline):
-            yield from row_keys_in(block)
+        return rows_on(address, self._access, deadline)
 
     def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         return self._read(parts, deadline, self._lane(address, nonce, parts))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
+from kvemb.schema.keys import Containers
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.redirects import redirect_target
 from kvemb.stores.redis_server.redis_admin import run_id_of
@@ -24,11 +25,11 @@ Change = tuple[bytes, bytes | None, bytes]
 _MAX_HOPS = 8
 _PIPELINED = 512
 _MAKE_WAY = """
-local size = redis.pcall('STRLEN', KEYS[1])
-if type(size) == 'table' then
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= ARGV[3] then
     return ARGV[2] == '1' and redis.call('UNLINK', KEYS[1]) or 0
 end
-if size > tonumber(ARGV[1]) then
+if kind == 'string' and redis.call('STRLEN', KEYS[1]) > tonumber(ARGV[1]) then
     redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], 0, ARGV[1] - 1))
     return 1
 end
@@ -70,20 +71,20 @@ def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: s
 
 
 def make_way(
-    address: str, access: RedisAccess, keys: Sequence[bytes], page_bytes: int, run_id: str, deadline: Deadline, *, clear: bool
+    address: str, access: RedisAccess, keys: Sequence[bytes], wanted: Containers, run_id: str, deadline: Deadline, *, clear: bool
 ) -> int:
     """Cut strings off that are longer than a page, and with `clear` take values of other types away; each in one step.
 
     Args:
         address, access, run_id, deadline: as of `swap`.
-        keys: of pages, unique.
-        page_bytes: of a page.
-        clear: whether to take away what is no string.
+        keys: of pages or buckets, unique.
+        wanted: which they are.
+        clear: whether to take away what is none.
 
     Returns:
         How many values were changed.
     """
-    commands = [("EVAL", _MAKE_WAY, 1, key, page_bytes, int(clear)) for key in keys]
+    commands = [("EVAL", _MAKE_WAY, 1, key, wanted.most_bytes, int(clear), wanted.kind) for key in keys]
     return sum(reply == 1 for reply in _run_all(address, access, commands, run_id, deadline))
 
 

@@ -4,6 +4,7 @@ The inverse of `RowKeys.encode`. What has another length, another character or a
 something else: markers and other small values have a colon in their names.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvemb.schema.keys import KEY_SIZE, TAG_SIZE, RowKeys
 _ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 _DIGITS = np.full(256, -1, dtype=np.int16)
 _DIGITS[_ALPHABET] = np.arange(64)
+_BUCKET = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}([A-Za-z0-9_-]{3})?")
 _SHIFTS = np.arange(60, -1, -6, dtype=np.uint64)
 
 
@@ -35,6 +37,21 @@ def row_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
     tags = np.ascontiguousarray(characters[:, :TAG_SIZE]).view(f"S{TAG_SIZE}")[:, 0]
     for tag in np.unique(tags):
         yield RowKeys(bytes(tag), _ids(digits[tags == tag, TAG_SIZE:]))
+
+
+def bucket_keys_in(keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys of buckets among these.
+
+    Example:
+        >>> bucket_keys_in([b"tab{Alr}", b"tab{Alr}AAB", b"kvemb:marker:{Alr}", b"tab{A r}", b"tabAAAAAAAAAAB"])
+        [b'tab{Alr}', b'tab{Alr}AAB']
+    """
+    return [key for key in keys if _BUCKET.fullmatch(key)]
+
+
+def tag_of(key: bytes) -> bytes:
+    """The tag of the table that a bucket's key belongs to."""
+    return key[:TAG_SIZE]
 
 
 def _ids(digits: NDArray[np.int16]) -> NDArray[np.uint64]:

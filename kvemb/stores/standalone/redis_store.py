@@ -7,10 +7,9 @@ from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link, connect_link
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.pages import PagedKeys
 from kvemb.stores.redis_server import compare_and_set, redis_admin
-from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
+from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities, NodeStats
 from kvemb.wire.resp.resp_codec import RespCodec
@@ -71,19 +70,17 @@ class RedisStore(NodeStore):
         return self._redis.kill_other_writers(self.addresses, deadline)
 
     def keys_on(self, address: str, deadline: Deadline) -> Iterator[RowKeys]:
-        for block in redis_admin.scan(address, self._access, deadline):
-            yield from row_keys_in(block)
+        return rows_on(address, self._access, deadline)
 
     def make_way(self, keys: RowKeys, deadline: Deadline, *, repair: tuple[str, str] | None = None) -> int:
-        if not isinstance(keys, PagedKeys):
+        found, n_changed = keys.containers(), 0
+        if found is None:
             return 0
-        pages, n_changed = keys.unique_pages(), 0
         for address in self.addresses if repair is None else [repair[0]]:
-            names = [bytes(key) for key in pages.encode()[self.keys_of(address, pages)]]
+            names = [bytes(key) for key in found.keys.encode()[self.keys_of(address, found.keys)]]
             if names:
                 run_id = self._links.look(address, deadline)[1] if repair is None else self._repair.require_repair(*repair, deadline).run_id
-                size = keys.layout.page_bytes
-                n_changed += compare_and_set.make_way(address, self._access, names, size, run_id, deadline, clear=repair is not None)
+                n_changed += compare_and_set.make_way(address, self._access, names, found, run_id, deadline, clear=repair is not None)
         return n_changed
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:

@@ -24,18 +24,20 @@ class IntegerReplies(RowsReader):
 
     Args:
         lines: what each line of a row is: b"+" for `+OK`, b":" for an integer; an error may stand in any place.
-        most: the usual integer, and the largest that is right; a row with a larger one counts as an error.
+        most: the largest integer that is right; a row with a larger one counts as an error.
         out: uint8 [n], set to 0 for rows that were answered.
+        usual: the integer that nearly all replies are; `most` where nothing is said.
     """
 
     lines: bytes
     most: int
     out: NDArray[np.uint8]
+    usual: int | None = None
     errors: list[tuple[int, bytes]] = field(default_factory=list)
     _at: int = 0
 
     def __post_init__(self) -> None:
-        integer = b":%d\r\n" % self.most
+        integer = b":%d\r\n" % (self.most if self.usual is None else self.usual)
         self._usual = b"".join(integer if line == _INTEGER else b"+OK\r\n" for line in self.lines)
 
     @property

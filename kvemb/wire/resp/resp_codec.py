@@ -5,12 +5,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.schema.buckets import BucketKeys, WholeBuckets
 from kvemb.schema.keys import KEY_SIZE, RowKeys
 from kvemb.schema.pages import PagedKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 from kvemb.wire.request_arrays import Bytes, SharedRows, chunks, columns
+from kvemb.wire.resp.resp_buckets import BucketRequests
 from kvemb.wire.resp.resp_pages import PageRequests
 
 _MISS = b"$-1\r\n"
@@ -33,6 +35,7 @@ class RespCodec:
         self._ask, self._asked = (command(b"ASKING"), b"+OK\r\n") if asking else (b"", b"")
         self._rows_per_step = rows_per_step
         self._pages = PageRequests(self._ask, self._asked, rows_per_step)
+        self._buckets = BucketRequests(self._ask, self._asked, rows_per_step)
 
     def read_steps(
         self,
@@ -46,6 +49,8 @@ class RespCodec:
         """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
             return self._pages.read_steps(keys, record_bytes, out, found, foreign)
+        if isinstance(keys, BucketKeys):
+            return self._buckets.read_steps(keys, record_bytes, out, found, foreign)
         head, miss = self._asked + b"$%d\r\n" % record_bytes, self._asked + _MISS
         shared = SharedRows(lambda rows: self._get_rows(keys[rows]), len(keys), self._rows_per_step)
         steps = []
@@ -62,6 +67,8 @@ class RespCodec:
         """See `Codec.write_steps`: pipelined SETs, which never conflict."""
         if isinstance(keys, PagedKeys):
             return self._pages.write_steps(keys, records, out)
+        if isinstance(keys, BucketKeys):
+            return self._buckets.write_steps(keys, records, out)
         return [
             RowsStep(partial(self._set_request, keys[rows], records[rows]), CodeReply((self._asked + b"+OK\r\n",), out[rows], self._asked))
             for rows in chunks(len(keys), self._rows_per_step)
@@ -71,6 +78,8 @@ class RespCodec:
         """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
             return self._pages.erase_steps(keys, out)
+        if isinstance(keys, BucketKeys) and not isinstance(keys, WholeBuckets):
+            return self._buckets.erase_steps(keys, out)
         codes = (self._asked + b":1\r\n", self._asked + b":0\r\n")
         return [
             RowsStep(partial(self._del_request, keys[rows]), CodeReply(codes, out[rows], self._asked))
@@ -111,7 +120,7 @@ class RespCodec:
         return columns(len(keys), head, keys.encode(), middle, records.bytes(), b"\r\n").reshape(-1).data
 
     def _del_request(self, keys: RowKeys) -> memoryview:
-        return columns(len(keys), self._ask + b"*2\r\n$3\r\nDEL\r\n" + _KEY_HEAD, keys.encode(), b"\r\n").reshape(-1).data
+        return columns(len(keys), self._ask + b"*2\r\n$3\r\nDEL\r\n$%d\r\n" % keys.key_bytes, keys.encode(), b"\r\n").reshape(-1).data
 
 
 def command(*words: bytes) -> bytes:

@@ -31,7 +31,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     Args:
         feature_columns: numeric and embedding columns (`trainer.columns`), of unique names.
         cluster: where the tables of embedding columns are created, or opened if they exist with the same identity. A table of up to
-            2**30 buckets is dense (`create_table`'s num_ids); beyond that its rows have keys of their own.
+            2**30 buckets is dense (`create_table`'s num_ids); beyond that its rows lie wherever their ids put them.
         optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
         reduce: of the tables: how gradients of different trainers combine, "sum" or "mean".
         emb_num_groups: pull the tables in at most so many pulls, ahead (`prepare`) as well; more than 1 bounds the size of each.

@@ -1,0 +1,193 @@
+"""Buckets: the rows of a table as fields of a few hashes, on servers that have hashes (Redis, Valkey). Pure; no I/O, no protocol.
+
+A server answers for many rows of one hash in half the time that it takes for as many keys: one key is looked up per command, the names of
+fields are short, and rows that are asked for one after another lie close in its cache. docs/adr/0046 has the measurements.
+
+A fixed mix of the id's 64 bits says where its row lies. The upper bits are the bucket, and the slot follows from the bucket: up to 16,384
+buckets lie in a slot each, evenly spread; of more, several share one. A bucket's key holds a hash tag that pins it to its slot on Redis
+Cluster; on nodes of ours the same slot says which node has it.
+
+A hash of few short values would be kept as one string that is searched from its beginning (Redis: up to 512 values of up to 64 bytes).
+Tables of such records have a longer field of no row in every bucket, written with the rows: the server then makes a hash table of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.hashing import mix64
+from kvemb.errors import InvalidInputError
+from kvemb.schema.keys import ALPHABET, N_SLOTS, TAG_SIZE, Containers, RowKeys, RowTags, slot_tags
+
+MAX_BUCKETS = 1 << 32
+FIELD_BYTES = 8
+_SLOT_BITS = N_SLOTS.bit_length() - 1
+_ID_BITS = 64
+_MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
+_COMPACT_VALUE_BYTES = 64  # the longest value that both servers keep in their compact form, as they come
+_DEFAULT_BUCKETS = 256
+_ROWS_FOR_DEFAULT = 1 << 14
+_FEWEST_ROWS = 64  # of a bucket, on average, where the rows expected are few
+_MOST_BYTES = 4 << 20  # of a bucket: a server that moves a slot moves whole keys
+_SUB_CHARACTERS = 3  # of the key of a bucket that shares its slot with others: 18 bits
+
+
+def buckets_for(expected_rows: int | None, record_bytes: int) -> int:
+    """Return how many buckets a table has: a power of two.
+
+    Args:
+        expected_rows: how many rows the table will have, roughly; None when nobody said.
+        record_bytes: of one row.
+
+    Raises:
+        InvalidInputError: fewer than one row is expected, or so many that no number of buckets keeps them small.
+
+    Example:
+        >>> [buckets_for(rows, 76) for rows in (None, 100, 1_000_000, 10**9)]
+        [256, 1, 256, 32768]
+    """
+    if expected_rows is None:
+        return _DEFAULT_BUCKETS
+    if expected_rows < 1:
+        raise InvalidInputError(f"expected_rows is {expected_rows}; give how many rows the table will have, roughly, or None")
+    most = _DEFAULT_BUCKETS if expected_rows >= _ROWS_FOR_DEFAULT else expected_rows // _FEWEST_ROWS
+    n_buckets = 1 << max(0, max(most, -(-expected_rows * record_bytes // _MOST_BYTES)) - 1).bit_length()
+    if n_buckets > MAX_BUCKETS:
+        raise InvalidInputError(f"expected_rows is {expected_rows} of {record_bytes} bytes each; at most {MAX_BUCKETS} buckets hold them")
+    return n_buckets
+
+
+@dataclass(frozen=True, eq=False)
+class BucketKeys(RowKeys):
+    """The keys of n rows that lie in buckets.
+
+    Args:
+        tag, ids: as in `RowKeys`.
+        n_buckets: of the table, a power of two up to 2**32.
+    """
+
+    n_buckets: int
+
+    def __getitem__(self, rows: slice) -> "BucketKeys":
+        return self._some(rows)
+
+    def take(self, order: NDArray[np.intp]) -> "BucketKeys":
+        return self._some(order)
+
+    @property
+    def coalesce_key(self) -> int:
+        return self.n_buckets
+
+    def coalesced(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "BucketKeys":
+        buckets = [one.buckets for one in keys if isinstance(one, BucketKeys)]
+        return self._with(BucketKeys(b"", ids, self.n_buckets, tables=tables), np.concatenate(buckets))
+
+    @cached_property
+    def buckets(self) -> NDArray[np.int64]:
+        """The bucket of each row: int64 [n] in [0, n_buckets)."""
+        if self.n_buckets == 1:
+            return np.zeros(len(self.ids), dtype=np.int64)
+        words = mix64(self.ids)
+        words >>= np.uint64(_ID_BITS - self._bits)
+        return words.view(np.int64)
+
+    @property
+    def key_bytes(self) -> int:
+        """The length of the table's bucket keys."""
+        return TAG_SIZE + 2 + TAG_SIZE + (_SUB_CHARACTERS if self.n_buckets > N_SLOTS else 0)
+
+    def encode(self) -> NDArray[np.uint8]:
+        """Return the keys of the rows' buckets as text: uint8 [n, key_bytes].
+
+        Example:
+            >>> keys = BucketKeys(b"tab", np.array([1, 2], dtype=np.uint64), 2)
+            >>> [bytes(key) for key in keys.encode()], keys.buckets.tolist(), keys.slots().tolist()
+            ([b'tab{DLH}', b'tab{DnL}'], [0, 1], [0, 8192])
+        """
+        out = np.empty((len(self.ids), self.key_bytes), dtype=np.uint8)
+        if self.tables is None:
+            out[:, :TAG_SIZE] = np.frombuffer(self.tag, dtype=np.uint8)
+        else:
+            out[:, :TAG_SIZE] = np.frombuffer(b"".join(self.tables.tags), dtype=np.uint8).reshape(-1, TAG_SIZE)[self.tables.which]
+        out[:, TAG_SIZE], out[:, 2 * TAG_SIZE + 1] = ord("{"), ord("}")
+        out[:, TAG_SIZE + 1 : 2 * TAG_SIZE + 1] = _slot_texts()[self.slots()]
+        for column in range(2 * TAG_SIZE + 2, self.key_bytes):
+            shift = 6 * (self.key_bytes - 1 - column)
+            out[:, column] = ALPHABET[(self.buckets & ((1 << self._bits - _SLOT_BITS) - 1)) >> shift & 63]
+        return out
+
+    def fields(self) -> NDArray[np.uint8]:
+        """Return the names of the rows' fields, the ids' bytes, least significant first: uint8 [n, 8]."""
+        return self.ids.astype("<u8", copy=False).view(np.uint8).reshape(-1, FIELD_BYTES)
+
+    def slots(self) -> NDArray[np.int64]:
+        spare = _SLOT_BITS - self._bits
+        return self.buckets << spare if spare >= 0 else self.buckets >> -spare
+
+    def locality(self) -> NDArray[np.uint16] | None:
+        # A bucket's rows must come one after another: a command asks for rows of one bucket.
+        table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
+        excess = max(0, self._bits + table_bits - 16)
+        number = (self.buckets >> excess).astype(np.uint16)
+        if self.tables is not None:
+            number |= self.tables.which << np.uint16(16 - table_bits)
+        return None if (number[1:] >= number[:-1]).all() else number
+
+    def runs(self) -> NDArray[np.intp]:
+        """Return where runs of neighbouring rows of one bucket begin: intp [k], the first of them 0."""
+        begins = np.ones(len(self.ids), dtype=bool)
+        np.not_equal(self.buckets[1:], self.buckets[:-1], out=begins[1:])
+        if self.tables is not None:
+            begins[1:] |= self.tables.which[1:] != self.tables.which[:-1]
+        return np.flatnonzero(begins)
+
+    def containers(self) -> Containers:
+        """Return the rows' buckets; the keys are those of one row of each."""
+        tables = self.buckets if self.tables is None else np.stack([self.buckets, self.tables.which.astype(np.int64)], axis=1)
+        return Containers(self._some(np.unique(tables, axis=0, return_index=True)[1]), "hash")
+
+    def _shown(self) -> str:
+        field = "".join(f"\\x{byte:02x}" for byte in self.fields().tobytes())
+        return f'key {self.encode().tobytes().decode()}, field "{field}"'
+
+    @property
+    def _bits(self) -> int:
+        return self.n_buckets.bit_length() - 1
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
+        some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=self.tables and self.tables[rows], name=self.name)
+        return self._with(some, self.buckets[rows])
+
+    @staticmethod
+    def _with(keys: "BucketKeys", buckets: NDArray[np.int64]) -> "BucketKeys":
+        """Hand on what has been computed: rows are cut and put in order several times."""
+        keys.__dict__["buckets"] = buckets
+        return keys
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBuckets(BucketKeys):
+    """The keys of buckets themselves, to delete them with all that is in them; the ids are the buckets' numbers."""
+
+    @cached_property
+    def buckets(self) -> NDArray[np.int64]:
+        return self.ids.astype(np.int64)
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "WholeBuckets":
+        return WholeBuckets(self.tag, self.ids[rows], self.n_buckets, name=self.name)
+
+    def locality(self) -> None:
+        return None
+
+
+@cache
+def _slot_texts() -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(slot_tags()), dtype=np.uint8).reshape(N_SLOTS, TAG_SIZE)
+
+
+def keeps_hash_table(record_bytes: int) -> bool:
+    """Whether a server makes a hash table of a bucket of such records by itself."""
+    return record_bytes > _COMPACT_VALUE_BYTES

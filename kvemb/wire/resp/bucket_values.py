@@ -1,0 +1,253 @@
+"""Reader of HMGET's replies: for every command an array of values of one size, each of which may be missing. Pure.
+
+A step holds commands for many buckets, a few rows or a thousand each. What announces a bucket's array is known beforehand, so where each
+row's value begins is known, too, as long as none is missing; a miss shifts everything behind it by one number. So all rows of all buckets
+that have arrived are checked and copied in a few vector operations, and only what is neither a value nor a miss is looked at by itself.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import ProtocolError
+from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
+from kvemb.wire.replies import RowsReader, UnexpectedValueError
+from kvemb.wire.request_arrays import columns, decimals
+
+MISS = b"$-1\r\n"
+
+
+@dataclass(frozen=True, eq=False)
+class BucketRuns:
+    """Neighbouring rows that are asked for by one command each.
+
+    Args:
+        firsts: intp [k], the first row of each run, ascending from 0.
+        n_rows: of all runs.
+    """
+
+    firsts: NDArray[np.intp]
+    n_rows: int
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.intp]:
+        """Rows of each run: intp [k]."""
+        return np.diff(self.firsts, append=self.n_rows)
+
+
+@dataclass(eq=False)
+class BucketValuesReply(RowsReader):
+    """n values of one size in runs, each of which may be missing.
+
+    Args:
+        runs: of the rows; a reply that is an array announces each.
+        size_bytes: of a value.
+        out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
+        found: bool [n], set here.
+        asked: what comes before each run's array because another command went before (Redis Cluster's ASKING), b"" for nothing.
+        foreign: bool [n], set here for values of another size, and for rows of a bucket that is none; None: such a value is an error.
+    """
+
+    runs: BucketRuns
+    size_bytes: int
+    out: Bytes
+    found: NDArray[np.bool_]
+    asked: bytes = b""
+    foreign: NDArray[np.bool_] | None = None
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+    _announced: int = 0  # runs whose announcement has come
+    _skip: int = 0  # bytes still to come of a value that is passed over
+
+    def __post_init__(self) -> None:
+        self._head = b"$%d\r\n" % self.size_bytes
+        self._stride = len(self._head) + self.size_bytes + len(EOL)
+        self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
+        sizes = self.runs.sizes
+        self._before = _announcements(sizes, len(self.asked))
+        # Where each row's value would begin if none were missing: everything before it has a known length.
+        self._places = np.arange(self.n_rows) * self._stride + np.repeat(np.cumsum(self._before), sizes)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.found)
+
+    @property
+    def reply_bytes(self) -> int:
+        """How large the reply is if nothing is missing."""
+        return int(self._places[-1]) + self._stride
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self.found) and not self._skip
+
+    def take(self, data: Bytes) -> int:
+        if self._skip:
+            taken = min(self._skip, len(data))
+            self._skip -= taken
+            return taken
+        return self._take_values(data) or self._take_odd(data)
+
+    def _take_values(self, data: Bytes) -> int:
+        """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
+        places = self._places[self._at :] - self._base
+        n_whole = int(np.searchsorted(places, len(data) - self._stride, side="right"))
+        if n_whole and self._in_order(data, places[:n_whole]).all():
+            self._keep(data, places[:n_whole], None)
+            return int(places[n_whole - 1]) + self._stride
+        return self._take_mixed(data, places)
+
+    @property
+    def _base(self) -> int:
+        """Where the bytes that come next would begin if nothing had been missing before them."""
+        waits = self._run_waits()
+        return int(self._places[self._at]) - (int(self._before[self._announced]) if waits else 0)
+
+    def _run_waits(self) -> bool:
+        """Whether the next row is the first of a run whose announcement has not come."""
+        return self._announced < len(self.runs) and int(self.runs.firsts[self._announced]) == self._at
+
+    def _in_order(self, data: Bytes, places: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """At which of these places a value lies, and the announcement of its run before it where it is the first."""
+        good = matches_at(data, places, self._head, self._stride)
+        good &= matches_at(data[self._stride - len(EOL) :], places, EOL, len(EOL))
+        self._check_announcements(data, places, good)
+        return good
+
+    def _check_announcements(self, data: Bytes, places: NDArray[np.intp], good: NDArray[np.bool_]) -> None:
+        last = int(np.searchsorted(self.runs.firsts, self._at + len(places)))
+        rows = self.runs.firsts[self._announced : last] - self._at
+        if not len(rows):
+            return
+        sizes, before = self.runs.sizes[self._announced : last], self._before[self._announced : last]
+        starts = places[rows] - before
+        for width in np.unique(before).tolist():
+            which = np.flatnonzero(before == width)
+            text = _announcement_texts(sizes[which], self.asked, width)
+            arrived = pieces(data, width)[starts[which]].view(np.uint8).reshape(-1, width)
+            good[rows[which]] &= (arrived == text).all(axis=1)
+
+    def _keep(self, data: Bytes, places: NDArray[np.intp], missing: NDArray[np.bool_] | None) -> None:
+        """Copy the values of the next rows, which begin at these places."""
+        rows = slice(self._at, self._at + len(places))
+        size = self._values.dtype.itemsize
+        if missing is None:
+            self._values[rows] = pieces(data[len(self._head) :], size)[places]
+            self.found[rows] = True
+        else:
+            hits = np.flatnonzero(~missing)
+            if len(hits):
+                self._values[self._at + hits] = pieces(data[len(self._head) :], size)[places[hits]]
+            self.found[rows] = ~missing
+        self._at = rows.stop
+        self._announced = int(np.searchsorted(self.runs.firsts, self._at))
+
+    def _take_mixed(self, data: Bytes, places: NDArray[np.intp]) -> int:
+        """Values and misses in any order: the misses are searched, and everything between them must be in order."""
+        less = self._stride - len(MISS)
+        missing = np.zeros(len(places), dtype=bool)
+        missing[_genuine(find(data, MISS), places, less)] = True
+        places = places - less * (np.cumsum(missing) - missing)
+        ends = places + np.where(missing, len(MISS), self._stride)
+        n_whole = int(np.searchsorted(ends, len(data), side="right"))
+        if not n_whole:
+            return 0
+        places, missing = places[:n_whole], missing[:n_whole]
+        good = missing.copy()
+        hits = np.flatnonzero(~missing)
+        if len(hits):
+            good[hits] = matches_at(data, places[hits], self._head, self._stride)
+            good[hits] &= matches_at(data[self._stride - len(EOL) :], places[hits], EOL, len(EOL))
+        self._check_announcements(data, places, good)
+        n_good = n_whole if good.all() else int(np.argmin(good))
+        if not n_good:
+            return 0
+        self._keep(data, places[:n_good], missing[:n_good])
+        return int(ends[n_good - 1])
+
+    def _take_odd(self, data: Bytes) -> int:
+        """No row is whole and in order here: an announcement, an error, a value of another size, or too few bytes yet."""
+        return self._take_announcement(data) if self._run_waits() else self._take_odd_value(data)
+
+    def _take_announcement(self, data: Bytes) -> int:
+        skipped = prefix_size(data, self.asked)
+        line = take_line(data, skipped)
+        if line is None:
+            return 0
+        size = int(self.runs.sizes[self._announced])
+        if is_error(line):  # it stands for the whole command
+            rows = range(self._at, self._at + size)
+            if self.foreign is not None and line.startswith(WRONG_TYPE):
+                self.foreign[rows.start : rows.stop] = True
+            else:
+                self.errors.extend((row, line) for row in rows)
+            self._at = rows.stop
+        elif self.asked[:skipped] + line != self.asked + b"*%d" % size:
+            raise ProtocolError(f"reply line {line[:40]!r}, expected an array of {size} values")
+        self._announced += 1
+        return skipped + len(line) + len(EOL)
+
+    def _take_odd_value(self, data: Bytes) -> int:
+        line = take_line(data, 0)
+        if line is None:
+            return 0
+        begin = line + EOL
+        if begin in (self._head, MISS):
+            if len(data) >= (self._stride if begin == self._head else len(MISS)):
+                raise ProtocolError(f"a value of {self.size_bytes} bytes is not followed by a line end")
+            return 0
+        size = value_size(line)
+        if size is None or size == self.size_bytes:
+            raise ProtocolError(f"reply line {line[:40]!r}, expected {self._head!r} or {MISS!r}")
+        if self.foreign is None:
+            raise UnexpectedValueError(self, self._at, size, self.size_bytes)
+        self.foreign[self._at] = True
+        self._at += 1
+        whole = len(begin) + size + len(EOL)
+        self._skip = max(0, whole - len(data))
+        return whole - self._skip
+
+
+def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArray[np.intp]:
+    """Return the rows of candidates for misses that stand where a row begins; the others lie inside a value, or behind these rows.
+
+    Args:
+        at: where what looks like a miss was found, ascending.
+        places: where each row would begin if none were missing, ascending.
+        less: how many bytes a miss is shorter than a value.
+    """
+    while len(at):
+        expected = at + less * np.arange(len(at))
+        ranks = np.searchsorted(places, expected)
+        n_inside = int(np.searchsorted(ranks, len(places)))
+        good = np.zeros(len(at), dtype=bool)
+        good[:n_inside] = places[ranks[:n_inside]] == expected[:n_inside]
+        false = np.flatnonzero(~good)
+        if not len(false):
+            return ranks
+        # Behind a false one all ranks are off; those from it to the next genuine one go at once: a record may be full of them.
+        first = int(false[0])
+        later = at[first:] + less * first
+        ranks = np.searchsorted(places, later)
+        inside = ranks < len(places)
+        genuine = np.flatnonzero(inside & (places[np.minimum(ranks, len(places) - 1)] == later))
+        at = np.delete(at, slice(first, first + int(genuine[0]) if len(genuine) else len(at)))
+    return at
+
+
+def _announcements(sizes: NDArray[np.intp], asked_bytes: int) -> NDArray[np.intp]:
+    """How many bytes announce runs of these sizes: intp [k]."""
+    return asked_bytes + 3 + np.searchsorted(_POWERS, sizes, side="right")
+
+
+def _announcement_texts(sizes: NDArray[np.intp], asked: bytes, width: int) -> Bytes:
+    """What announces runs of sizes with one number of digits: uint8 [k, width]."""
+    return columns(len(sizes), asked + b"*", decimals(sizes.astype(np.uint64)), EOL)
+
+
+_POWERS = 10 ** np.arange(18)

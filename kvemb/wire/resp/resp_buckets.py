@@ -1,0 +1,155 @@
+"""Rows in buckets over the Redis protocol: HMGET, HSET and HDEL. Commands: https://redis.io/docs/latest/commands/hmget/, …/hset/, …/hdel/
+
+One command asks for the rows of one bucket that come one after another. What belongs to a row has one length, what begins a command has a
+few, by the digits of the number of its words; both are made for all commands of a step at once and put where they belong.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.schema.buckets import FIELD_BYTES, BucketKeys, keeps_hash_table
+from kvemb.wire.buffer_scan import EOL, pieces
+from kvemb.wire.codec import RecordsToWrite
+from kvemb.wire.replies import RowsReader, RowsStep
+from kvemb.wire.request_arrays import Bytes, columns, decimals
+from kvemb.wire.resp.bucket_values import BucketRuns, BucketValuesReply
+from kvemb.wire.resp.integer_replies import IntegerReplies
+
+_MOST_ROWS, _STEP_BYTES = 4096, 1 << 20  # of a step: what is made at once costs less per row
+_FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES
+_FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
+_FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(_FILLER), _FILLER)
+
+
+class BucketRequests:
+    """Builds steps for rows that lie in buckets.
+
+    Args:
+        ask: a command to send before every command, b"" for none.
+        asked: its answer.
+        rows_per_step: rows of one request at most.
+    """
+
+    def __init__(self, ask: bytes, asked: bytes, rows_per_step: int) -> None:
+        self._ask, self._asked = ask, asked
+        self._rows_per_step = rows_per_step
+
+    def read_steps(
+        self, keys: BucketKeys, record_bytes: int, out: Bytes, found: NDArray[np.bool_], foreign: NDArray[np.bool_] | None
+    ) -> list[RowsStep]:
+        """Read n rows; whole records travel, their first out.shape[1] bytes are copied."""
+        steps = []
+        for rows, some, runs in self._pieces(keys, record_bytes):
+            odd = None if foreign is None else foreign[rows]
+            reply = BucketValuesReply(runs, record_bytes, out[rows], found[rows], self._asked, odd)
+            steps.append(RowsStep(partial(self._get_request, some, runs), reply, reply.reply_bytes))
+        return steps
+
+    def write_steps(self, keys: BucketKeys, records: RecordsToWrite, out: NDArray[np.uint8]) -> list[RowsStep]:
+        """Write n records."""
+        return [
+            RowsStep(partial(self._set_request, some, runs, records[rows]), RunsDone(runs, self._asked, out[rows]))
+            for rows, some, runs in self._pieces(keys, records.size_bytes)
+        ]
+
+    def erase_steps(self, keys: BucketKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
+        """Delete n rows, or none where there are none."""
+        return [
+            RowsStep(partial(self._del_request, some, runs), RunsDone(runs, self._asked, out[rows]))
+            for rows, some, runs in self._pieces(keys, FIELD_BYTES)
+        ]
+
+    def _pieces(self, keys: BucketKeys, bytes_per_row: int) -> Iterator[tuple[slice, BucketKeys, BucketRuns]]:
+        """Cut rows into steps: the first of many is small, because the server has nothing to do until it is sent."""
+        most = max(self._rows_per_step, min(_MOST_ROWS, _STEP_BYTES // bytes_per_row))
+        start, first = 0, most if len(keys) <= most else self._rows_per_step
+        while start < len(keys):
+            rows = slice(start, min(start + (most if start else first), len(keys)))
+            some = keys[rows]
+            yield rows, some, BucketRuns(_cut(some.runs(), len(some), self._rows_per_step), len(some))
+            start = rows.stop
+
+    def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
+        return self._request(b"HMGET", keys, runs, columns(len(keys), _FIELD_HEAD, keys.fields(), EOL), 1)
+
+    def _del_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
+        return self._request(b"HDEL", keys, runs, columns(len(keys), _FIELD_HEAD, keys.fields(), EOL), 1)
+
+    def _set_request(self, keys: BucketKeys, runs: BucketRuns, records: RecordsToWrite) -> memoryview:
+        value = b"\r\n$%d\r\n" % records.size_bytes
+        rows = columns(len(keys), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL)
+        return self._request(b"HSET", keys, runs, rows, 2, b"" if keeps_hash_table(records.size_bytes) else _FILLER_FIELD)
+
+    def _request(self, name: bytes, keys: BucketKeys, runs: BucketRuns, rows: Bytes, words_per_row: int, more: bytes = b"") -> memoryview:
+        """A command for each run: its head, `more`, and what belongs to its rows, uint8 [n, width]."""
+        n_words = (2 + (2 if more else 0) + words_per_row * runs.sizes).astype(np.uint64)
+        names = keys.take(runs.firsts).encode()
+        command, key_head = b"\r\n$%d\r\n%s\r\n" % (len(name), name), b"$%d\r\n" % keys.key_bytes
+        n_digits = 1 + np.searchsorted(_POWERS, n_words, side="right")
+        width = rows.shape[1]
+        head_bytes = len(self._ask) + 1 + n_digits + len(command) + len(key_head) + keys.key_bytes + len(EOL) + len(more)
+        ends = np.cumsum(head_bytes + width * runs.sizes)
+        starts = ends - head_bytes - width * runs.sizes
+        out = np.empty(int(ends[-1]), dtype=np.uint8)
+        for digits in np.unique(n_digits).tolist():
+            which = np.flatnonzero(n_digits == digits)
+            heads = columns(len(which), self._ask + b"*", decimals(n_words[which]), command + key_head, names[which], EOL + more)
+            pieces(out, heads.shape[1])[starts[which]] = heads.view(f"V{heads.shape[1]}")[:, 0]
+        before = np.repeat(np.cumsum(head_bytes), runs.sizes)
+        pieces(out, width)[np.arange(len(rows)) * width + before] = rows.view(f"V{width}")[:, 0]
+        return out.data
+
+
+def _cut(firsts: NDArray[np.intp], n_rows: int, most: int) -> NDArray[np.intp]:
+    """Cut runs that are longer than a command should be, which a server does not interrupt."""
+    n_cuts = (np.diff(firsts, append=n_rows) - 1) // most
+    if not n_cuts.any():
+        return firsts
+    place = np.arange(len(firsts) + int(n_cuts.sum())) - np.repeat(np.cumsum(n_cuts + 1) - n_cuts - 1, n_cuts + 1)
+    cut: NDArray[np.intp] = np.repeat(firsts, n_cuts + 1) + most * place
+    return cut
+
+
+@dataclass(eq=False)
+class RunsDone(RowsReader):
+    """The replies to commands that wrote or deleted runs of rows: an integer each.
+
+    Args:
+        runs: of the rows.
+        asked: what comes before each integer, `+OK` or nothing.
+        out: uint8 [n], set to 0 for rows that were answered.
+    """
+
+    runs: BucketRuns
+    asked: bytes
+    out: NDArray[np.uint8]
+    errors: list[tuple[int, bytes]] = field(default_factory=list)
+    _at: int = 0
+
+    def __post_init__(self) -> None:
+        lines = b"+:" if self.asked else b":"
+        self._integers = IntegerReplies(lines, int(self.runs.sizes.max(initial=0)) + 1, np.zeros(len(self.runs), dtype=np.uint8), usual=0)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.out)
+
+    @property
+    def done(self) -> bool:
+        return self._integers.done
+
+    def take(self, data: Bytes) -> int:
+        taken = self._integers.take(data)
+        if self.done:
+            firsts, sizes = self.runs.firsts.tolist(), self.runs.sizes.tolist()
+            self.errors = [(firsts[run] + i, line) for run, line in self._integers.errors for i in range(sizes[run])]
+            self.out[:] = 0
+            self._at = self.n_rows
+        return taken
+
+
+_POWERS = 10 ** np.arange(1, 18, dtype=np.uint64)
