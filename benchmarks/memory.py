@@ -64,7 +64,7 @@ def memory(options: argparse.Namespace) -> Report:
     the number of rows. memcached: `bytes` (items with their headers); beside it, whole, the slab pages
     claimed for them and the hash table, which is what the system sees. TFRA is not run here: its bytes per row are those that are stated of
     its Redis layout, one tensor for SGD, three (W, m, v) for Adam; the ratio is ours divided by that, below 1 where ours is smaller.
-    Keyed tables have a key for every row; paged ones (num_ids, Redis and Valkey only) keep their records side by side in pages, and are
+    Rows in buckets are fields of hashes (memcached: keys); paged tables (num_ids, Redis and Valkey only) keep records side by side, and are
     compared with the record itself. Rows are created in no order. Nothing here depends on what else the machine does.
     """
     sections = []
@@ -87,13 +87,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=whole(1), default=300_000, metavar="N", help="rows in the table (300000)")
 
 
-def line_of(dim: int, optimizer: str, record_bytes: int, n_rows: int, before: Held, after: Held, layout: PageLayout | None = None) -> Line:
-    """Say what n rows came to; `layout` if they lie in pages.
+def line_of(
+    dim: int, optimizer: str, record_bytes: int, n_rows: int, before: Held, after: Held, *, n_keys: int, layout: PageLayout | None = None
+) -> Line:
+    """Say what n rows came to.
+
+    Args:
+        dim, optimizer, record_bytes, n_rows: of the table.
+        before, after: what the server held.
+        n_keys: of rows, buckets or pages.
+        layout: if they lie in pages.
 
     Raises:
-        KvembError: the server holds another number of rows, or of pages.
+        KvembError: the server holds another number of keys.
     """
-    n_keys = n_rows if layout is None else -(-n_rows // layout.rows_per_page)
     if after.n_keys - before.n_keys != n_keys:
         raise KvembError(f"{n_rows} rows were written under {n_keys} keys; the server holds {after.n_keys - before.n_keys}")
     row_bytes = (after.used_bytes - before.used_bytes) / n_rows
@@ -127,7 +134,8 @@ def _line(store: str, layout: str, dim: int, optimizer: str, n_rows: int, versio
             _write(writer, definition, start, stop)
         for start, stop in blocks:  # every read also moves a directory that is being resized by a step
             _read_back(writer, definition, start, stop)
-        return line_of(dim, optimizer, size, n_rows, before, _at_rest(server), definition.pages)
+        n_keys = _n_keys(definition, n_rows, writer)
+        return line_of(dim, optimizer, size, n_rows, before, _at_rest(server), n_keys=n_keys, layout=definition.pages)
 
 
 @contextmanager
@@ -171,6 +179,14 @@ def _read_back(reader: Store, definition: TableDef, start: int, stop: int) -> No
     got = reader.read([ReadPart(keys, size, size)], Deadline.after(_TIMEOUT_S))[0].in_key_order()
     if not got.found.all() or not np.array_equal(got.records, records):
         raise KvembError(f"rows {start} to {stop} are not what was written")
+
+
+def _n_keys(definition: TableDef, n_rows: int, writer: Store) -> int:
+    """Under how many keys that many rows lie."""
+    if definition.pages is not None:
+        return -(-n_rows // definition.pages.rows_per_page)
+    containers = definition.keys(row_ids(np.arange(n_rows)), pages=writer.capabilities.pages).containers()
+    return n_rows if containers is None else len(containers.keys)
 
 
 def _at_rest(server: StorageServer) -> Held:

@@ -114,17 +114,17 @@ def test_a_run_of_redis_benchmark_that_did_not_overwrite_its_keys_is_refused(aft
 
 def test_bytes_per_row_are_growth_and_compared_with_three_tensors_for_adam() -> None:
     before, after = memory.Held(1000, 0, 1), memory.Held(1000 + 204 * 100, 0, 101)
-    adam = memory.line_of(16, "adam", 204, 100, before, after).figures
+    adam = memory.line_of(16, "adam", 204, 100, before, after, n_keys=100).figures
     assert (adam["bytes/row"], adam["/ record"], adam["/ TFRA"], adam["target"]) == (204.0, 1.0, 0.5, "< 1.0")
-    sgd = memory.line_of(16, "sgd", 76, 100, before, after).figures
+    sgd = memory.line_of(16, "sgd", 76, 100, before, after, n_keys=100).figures
     assert (sgd["/ TFRA"], sgd["claimed bytes/row"]) == (1.5, "–")
-    assert "/ TFRA" not in memory.line_of(8, "sgd", 44, 100, before, after).figures
+    assert "/ TFRA" not in memory.line_of(8, "sgd", 44, 100, before, after, n_keys=100).figures
     with pytest.raises(KvembError, match="101 rows were written under 101 keys; the server holds 100"):
-        memory.line_of(16, "adam", 204, 101, before, after)
-    paged = memory.line_of(16, "adam", 204, 2000, before, after, page_layout(204)).figures
+        memory.line_of(16, "adam", 204, 101, before, after, n_keys=101)
+    paged = memory.line_of(16, "adam", 204, 2000, before, after, n_keys=100, layout=page_layout(204)).figures
     assert (paged["/ record"], paged["rows/page"], paged["target"]) == (pytest.approx(0.05), 20, "/ record <= 1.15")
     with pytest.raises(KvembError, match="under 101 keys"):
-        memory.line_of(16, "adam", 204, 2001, before, after, page_layout(204))
+        memory.line_of(16, "adam", 204, 2001, before, after, n_keys=101, layout=page_layout(204))
 
 
 def test_costs_of_trainers_add_up_and_ratios_are_to_the_first_setting() -> None:
