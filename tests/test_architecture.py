@@ -204,6 +204,13 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     circles.prepare()  # raises CycleError, which names them
 
 
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_a_class_of_more_than_twenty_methods_says_why_it_is_one(module: str) -> None:
+    classes = [node for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
+    large = [node for node in classes if sum(isinstance(inner, ast.FunctionDef) for inner in node.body) > 20]
+    assert not [node.name for node in large if not re.search(r"One class|methods", ast.get_docstring(node) or "")], "split it, or say why"
+
+
 def test_the_three_packages_are_there() -> None:
     assert {"kvemb", "paramserver", "trainer"} <= set(SOURCES)
 

@@ -40,6 +40,8 @@ _KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets"}
 class TableDef:
     """The definition of one table: what is fixed for its life.
 
+    One class, because its methods only read these fields: keys, digests and records follow from them.
+
     Args:
         name: 1 to 255 bytes of printable text, in UTF-8; see `check_table_name`.
         dim: weights per row; any integer, NumPy's too.
