@@ -6,7 +6,7 @@ that have arrived are checked and copied in a few vector operations, and only wh
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
-from kvemb.wire.request_arrays import columns, decimals
 
 MISS = b"$-1\r\n"
+MOST_ROWS = 4096  # of a run
+_WORD = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class BucketRuns:
     """Neighbouring rows that are asked for by one command each.
 
     Args:
-        firsts: intp [k], the first row of each run, ascending from 0.
+        firsts: intp [k], the first row of each run, ascending from 0; a run has at most MOST_ROWS.
         n_rows: of all runs.
     """
 
@@ -69,7 +70,7 @@ class BucketValuesReply(RowsReader):
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
         sizes = self.runs.sizes
-        self._before = _announcements(sizes, len(self.asked))
+        self._before = len(self.asked) + _announcement_texts().lengths[sizes]
         # Where each row's value would begin if none were missing: everything before it has a known length.
         self._places = np.arange(self.n_rows) * self._stride + np.repeat(np.cumsum(self._before), sizes)
 
@@ -124,13 +125,14 @@ class BucketValuesReply(RowsReader):
         rows = self.runs.firsts[self._announced : last] - self._at
         if not len(rows):
             return
-        sizes, before = self.runs.sizes[self._announced : last], self._before[self._announced : last]
-        starts = places[rows] - before
-        for width in np.unique(before).tolist():
-            which = np.flatnonzero(before == width)
-            text = _announcement_texts(sizes[which], self.asked, width)
-            arrived = pieces(data, width)[starts[which]].view(np.uint8).reshape(-1, width)
-            good[rows[which]] &= (arrived == text).all(axis=1)
+        sizes = self.runs.sizes[self._announced : last]
+        starts = places[rows] - self._before[self._announced : last]
+        texts = _announcement_texts()
+        words = pieces(data[len(self.asked) :], _WORD, "<u8")[starts]  # a value or a miss follows, so there are as many bytes
+        right = (words & texts.masks[sizes]) == texts.words[sizes]
+        if self.asked:
+            right &= matches_at(data, starts, self.asked, _WORD + len(self.asked))
+        good[rows] &= right
 
     def _keep(self, data: Bytes, places: NDArray[np.intp], missing: NDArray[np.bool_] | None) -> None:
         """Copy the values of the next rows, which begin at these places."""
@@ -240,14 +242,18 @@ def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArr
     return at
 
 
-def _announcements(sizes: NDArray[np.intp], asked_bytes: int) -> NDArray[np.intp]:
-    """How many bytes announce runs of these sizes: intp [k]."""
-    return asked_bytes + 3 + np.searchsorted(_POWERS, sizes, side="right")
+@dataclass(frozen=True, eq=False)
+class _Announcements:
+    """What announces an array of so many values (`*123\\r\\n`), by their number: its length, and its bytes as one word with a mask."""
+
+    lengths: NDArray[np.intp]
+    words: NDArray[np.uint64]
+    masks: NDArray[np.uint64]
 
 
-def _announcement_texts(sizes: NDArray[np.intp], asked: bytes, width: int) -> Bytes:
-    """What announces runs of sizes with one number of digits: uint8 [k, width]."""
-    return columns(len(sizes), asked + b"*", decimals(sizes.astype(np.uint64)), EOL)
-
-
-_POWERS = 10 ** np.arange(18)
+@cache
+def _announcement_texts() -> _Announcements:
+    texts = [b"*%d\r\n" % n for n in range(MOST_ROWS + 1)]
+    lengths = np.array([len(text) for text in texts])
+    words = np.array([int.from_bytes(text, "little") for text in texts], dtype=np.uint64)
+    return _Announcements(lengths, words, np.array([(1 << 8 * len(text)) - 1 for text in texts], dtype=np.uint64))

@@ -16,10 +16,10 @@ from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import RowsReader, RowsStep
 from kvemb.wire.request_arrays import Bytes, columns, decimals
-from kvemb.wire.resp.bucket_values import BucketRuns, BucketValuesReply
+from kvemb.wire.resp.bucket_values import MOST_ROWS, BucketRuns, BucketValuesReply
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
-_MOST_ROWS, _STEP_BYTES = 4096, 1 << 20  # of a step: what is made at once costs less per row
+_STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: what is made at once costs less per row
 _FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES
 _FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
 _FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(_FILLER), _FILLER)
@@ -65,7 +65,7 @@ class BucketRequests:
 
     def _pieces(self, keys: BucketKeys, bytes_per_row: int) -> Iterator[tuple[slice, BucketKeys, BucketRuns]]:
         """Cut rows into steps: the first of many is small, because the server has nothing to do until it is sent."""
-        most = max(self._rows_per_step, min(_MOST_ROWS, _STEP_BYTES // bytes_per_row))
+        most = max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // bytes_per_row))
         start, first = 0, most if len(keys) <= most else self._rows_per_step
         while start < len(keys):
             rows = slice(start, min(start + (most if start else first), len(keys)))
@@ -95,7 +95,7 @@ class BucketRequests:
         ends = np.cumsum(head_bytes + width * runs.sizes)
         starts = ends - head_bytes - width * runs.sizes
         out = np.empty(int(ends[-1]), dtype=np.uint8)
-        for digits in np.unique(n_digits).tolist():
+        for digits in range(int(n_digits.min()), int(n_digits.max()) + 1):
             which = np.flatnonzero(n_digits == digits)
             heads = columns(len(which), self._ask + b"*", decimals(n_words[which]), command + key_head, names[which], EOL + more)
             pieces(out, heads.shape[1])[starts[which]] = heads.view(f"V{heads.shape[1]}")[:, 0]
