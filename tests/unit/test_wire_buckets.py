@@ -254,3 +254,10 @@ def test_what_no_server_sends_is_refused(stream: bytes) -> None:
         reply = BucketValuesReply(BucketRuns(np.array([0]), 2), 4, np.zeros((2, 4), np.uint8), np.zeros(2, dtype=bool))
         with pytest.raises(ProtocolError):
             feed_all(reply, stream, size)
+
+
+def test_commands_are_short_where_records_are_large() -> None:
+    keys, server = grouped(np.arange(40, dtype=np.uint64), 1), HashServer()
+    steps = write(server, RespCodec(multi_get=True), keys, np.zeros((40, 300_000), np.uint8), [1 << 20])
+    assert server.n_commands == 14  # three rows each
+    assert not any(list(NodeSteps("host:1", keys, steps).row_errors()))

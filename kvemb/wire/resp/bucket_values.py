@@ -96,7 +96,8 @@ class BucketValuesReply(RowsReader):
 
     def _take_values(self, data: Bytes) -> int:
         """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
-        places = self._places[self._at :] - self._base
+        most = len(data) // len(MISS) + 1  # rows that can have come, so that small pieces of a large reply cost little each
+        places = self._places[self._at : self._at + most] - self._base
         n_whole = int(np.searchsorted(places, len(data) - self._stride, side="right"))
         if n_whole and self._in_order(data, places[:n_whole]).all():
             self._keep(data, places[:n_whole], None)

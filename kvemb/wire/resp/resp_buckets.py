@@ -20,6 +20,7 @@ from kvemb.wire.resp.bucket_values import MOST_ROWS, BucketRuns, BucketValuesRep
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 _STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: what is made at once costs less per row
+_COMMAND_BYTES = 1 << 20  # of one command's rows: a server holds all of it in one buffer, and closes connections beyond 1 GB
 _FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES
 _FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
 _FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(_FILLER), _FILLER)
@@ -66,11 +67,12 @@ class BucketRequests:
     def _pieces(self, keys: BucketKeys, bytes_per_row: int) -> Iterator[tuple[slice, BucketKeys, BucketRuns]]:
         """Cut rows into steps: the first of many is small, because the server has nothing to do until it is sent."""
         most = max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // bytes_per_row))
+        in_command = max(1, min(self._rows_per_step, _COMMAND_BYTES // bytes_per_row))
         start, first = 0, most if len(keys) <= most else self._rows_per_step
         while start < len(keys):
             rows = slice(start, min(start + (most if start else first), len(keys)))
             some = keys[rows]
-            yield rows, some, BucketRuns(_cut(some.runs(), len(some), self._rows_per_step), len(some))
+            yield rows, some, BucketRuns(_cut(some.runs(), len(some), in_command), len(some))
             start = rows.stop
 
     def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
