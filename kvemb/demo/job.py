@@ -148,7 +148,9 @@ def _how_far(pass_index: int, latest: Sequence[TrainingProgress]) -> str:
 
 
 def _stored(cluster: kvemb.Cluster) -> str:
-    return "nodes: " + ", ".join(f"{node.n_keys:,} keys {node.used_bytes / 1e6:.0f} MB" for node in cluster.status().nodes)
+    status = cluster.status()
+    n_rows = sum(shard.reply.n_rows for shard in status.shards if shard.reply is not None)
+    return f"{n_rows:,} rows on nodes of " + ", ".join(f"{node.used_bytes / 1e6:.0f} MB" for node in status.nodes)
 
 
 def neighbours(rows: Rows, corpus: Corpus, probes: Sequence[str] = PROBES, *, n_nearest: int = 5) -> dict[str, list[tuple[str, float]]]:

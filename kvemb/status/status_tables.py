@@ -15,9 +15,10 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 
 
 def render(status: ClusterStatus) -> str:
-    """Return aligned plain text: nodes with rows and memory headroom, shards with what they have applied and how far they lag.
+    """Return aligned plain text: nodes with keys and memory headroom, shards with what they have applied and how far they lag.
 
-    Below the table, each on its own line: what is the matter with a shard, what it repairs, how far it has compared cold rows.
+    A key is a row, a bucket or a page. Below the table, each on its own line: what is the matter with a shard, what it repairs, how far it
+    has compared cold rows.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
