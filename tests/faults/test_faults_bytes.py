@@ -325,7 +325,7 @@ def replace_page(local: FaultyCluster, table: kvemb.Table, row: int, what: str) 
     keys = table.definition.keys(np.array([row], np.uint64), pages=True)
     assert isinstance(keys, PagedKeys)
     key = keys.encode().tobytes()
-    with redis_client(local.servers[int(nodes_of(table, 3, keys.containers().keys.ids)[0])]) as client:
+    with redis_client(local.servers[int(nodes_of(table, 3, np.array([row]))[0])]) as client:
         if what != "bytes behind the end":
             client.delete(key)
         OTHER_TYPES[what](client, key)
