@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 # sgd's is for Criteo's numbers, which reach 10 after the logarithm: 13 of them all large diverge with 0.01.
-DEFAULT_LR = {"sgd": 0.005, "adagrad": 0.03, "adam": 0.002}
+DEFAULT_LR = {"sgd": 0.002, "adagrad": 0.03, "adam": 0.002}
 STORES = ("valkey", "redis", "redis-cluster", "memcached")
 
 
@@ -25,7 +25,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=_count, default=2, help="default 2")
     add("--batch-size", type=_count, default=1024, help="default 1024")
     add("--optimizer", choices=sorted(DEFAULT_LR), default="adam", help="of rows and dense weights (default adam)")
-    add("--lr", type=_rate, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.005)")
+    add("--lr", type=_rate, help="learning rate (default: adam 0.002, adagrad 0.03, sgd 0.002)")
     add("--seed", type=_seed, default=0, help="of data, initial weights and order of lines (default 0)")
     add("--threads", type=_count, default=1, help="torch's threads (default 1: servers need cores too)")
     add("--checkpoint", metavar="URL", help="folder for checkpoints of this run: a path or URL that the shards reach too")
