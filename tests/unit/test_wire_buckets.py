@@ -15,6 +15,7 @@ from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import RowsStep, UnexpectedValueError
 from kvemb.wire.resp.bucket_values import BucketRuns, BucketValuesReply
 from kvemb.wire.resp.resp_codec import RespCodec
+from tests.unit.resp_words import first_command
 
 ASK = b"*1\r\n$6\r\nASKING\r\n"
 TRAILING = b"*2\r\n$-1\r\n$76\r\n"
@@ -31,7 +32,7 @@ class HashServer:
     def answer(self, request: bytes) -> bytes:
         out = b""
         while request:
-            words, request = self._words(request)
+            words, request = first_command(request)
             self.n_commands += 1
             wrong = len(words) > 1 and words[1] in self.strings
             out += b"-WRONGTYPE Operation\r\n" if wrong else getattr(self, words[0].decode().lower())(*words[1:])
@@ -52,18 +53,6 @@ class HashServer:
 
     def hdel(self, key: bytes, *fields: bytes) -> bytes:
         return b":%d\r\n" % sum(self.hashes.get(key, {}).pop(field, None) is not None for field in fields)
-
-    @staticmethod
-    def _words(request: bytes) -> tuple[list[bytes], bytes]:
-        line, _, request = request.partition(b"\r\n")
-        assert line == b"*%d" % int(line[1:]), "Redis refuses leading zeros"
-        words = []
-        for _ in range(int(line[1:])):
-            size, _, request = request.partition(b"\r\n")
-            words.append(request[: int(size[1:])])
-            assert request[int(size[1:]) : int(size[1:]) + 2] == b"\r\n"
-            request = request[int(size[1:]) + 2 :]
-        return words, request
 
 
 def feed(steps: list[RowsStep], server: HashServer, cuts: list[int]) -> None:

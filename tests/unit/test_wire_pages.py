@@ -18,6 +18,7 @@ from kvemb.wire.memcached.meta_codec import MetaCodec
 from kvemb.wire.replies import Step
 from kvemb.wire.resp.integer_replies import IntegerReplies
 from kvemb.wire.resp.resp_codec import RespCodec
+from tests.unit.resp_words import first_command
 
 A, B = b"tabAAAAAAAAAAA", b"tabAAAAAAAAAAB"
 ASK = b"*1\r\n$6\r\nASKING\r\n"
@@ -52,7 +53,7 @@ class PageServer:
     def answer(self, request: bytes) -> bytes:
         out = b""
         while request:
-            words, request = self._words(request)
+            words, request = first_command(request)
             self.n_commands += 1
             out += getattr(self, words[0].decode().lower())(*words[1:])
         return out
@@ -74,17 +75,6 @@ class PageServer:
     def _integer(text: bytes) -> int:
         assert text == b"%d" % int(text), "Redis refuses leading zeros"
         return int(text)
-
-    @staticmethod
-    def _words(request: bytes) -> tuple[list[bytes], bytes]:
-        line, _, request = request.partition(b"\r\n")
-        words = []
-        for _ in range(int(line[1:])):
-            size, _, request = request.partition(b"\r\n")
-            words.append(request[: int(size[1:])])
-            assert request[int(size[1:]) : int(size[1:]) + 2] == b"\r\n"
-            request = request[int(size[1:]) + 2 :]
-        return words, request
 
 
 def exchange(server: PageServer, steps: list[Step]) -> None:
