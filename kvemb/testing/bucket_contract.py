@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from kvemb.arrays.hashing import mix64
 from kvemb.errors import ForeignPageError, RecordError
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import N_SLOTS, RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.store_contract import SIZE, TAG, Nodes, StoreContract, read, records_of, require_rows, within, write
+from kvemb.testing.store_contract import SIZE, TAG, Nodes, StoreContract, bucket_keys, read, records_of, require_rows, within, write
 
 
 class BucketedStoreContract(StoreContract):
@@ -21,7 +20,7 @@ class BucketedStoreContract(StoreContract):
     n_buckets = 64
 
     def keys(self, n: int, first: int = 1, tag: bytes = TAG, size: int = SIZE) -> BucketKeys:
-        return BucketKeys(tag, mix64(np.arange(first, first + n, dtype=np.uint64)), self.n_buckets)
+        return bucket_keys(n, first, tag, self.n_buckets)
 
     def n_keys_of(self, keys: RowKeys) -> int:
         return len(np.unique(keys.encode(), axis=0))

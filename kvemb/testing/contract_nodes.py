@@ -71,7 +71,7 @@ class Nodes:
 class StoreOnNodes:
     """A store, open on a backend's nodes: the fixtures of every contract.
 
-    `keys` says where rows lie: here under keys of their own, in `PagedStoreContract` in pages.
+    `keys` says where rows lie: here under keys of their own, in `BucketedStoreContract` in buckets, in `PagedStoreContract` in pages.
     """
 
     smallest_record_bytes = 1

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import mix64
 from kvemb.net.deadline import Deadline
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from kvemb.stores.store import Store
@@ -34,8 +35,18 @@ def within(timeout_s: float = 20.0) -> Deadline:
 
 
 def row_keys(n: int, first: int = 1, tag: bytes = TAG) -> RowKeys:
-    """Return n keys of scattered ids."""
+    """Return n keys of scattered ids, for storage that holds every row under a key of its own."""
     return RowKeys(tag, mix64(np.arange(first, first + n, dtype=np.uint64)))
+
+
+def bucket_keys(n: int, first: int = 1, tag: bytes = TAG, n_buckets: int = 64) -> BucketKeys:
+    """Return the same rows' keys for storage that holds them in buckets."""
+    return BucketKeys(tag, row_keys(n, first).ids, n_buckets)
+
+
+def keys_for(store: Store, n: int, first: int = 1) -> RowKeys:
+    """Return the same rows' keys as a kind of storage holds them."""
+    return bucket_keys(n, first) if store.capabilities.pages else row_keys(n, first)
 
 
 def records_of(keys: RowKeys, size: int = SIZE, salt: int = 0) -> NDArray[np.uint8]:

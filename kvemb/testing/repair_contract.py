@@ -33,18 +33,22 @@ from kvemb.testing.store_contract import (
     SIZE,
     Nodes,
     StoreContract,
+    keys_for,
     read,
     records_of,
     require_rows,
-    row_keys,
     within,
     write,
 )
 from kvemb.wire.replies import RowsReader
 
-ROWS = row_keys(600)
 KNOWN = Identity(CLUSTER, GENERATION)
 LOST = (NodeLostError, NodeSuspectError)
+
+
+def rows_for(store: Store) -> RowKeys:
+    """The rows of a cluster that is repaired, as its storage holds them."""
+    return keys_for(store, 600)
 
 
 def lost(store: Store) -> list[LostNode]:
@@ -63,8 +67,9 @@ def begun(store: Store, address: str, *, even_if_whole: bool = False) -> str:
     return nonce
 
 
-def rows_of(store: Store, address: str, keys: RowKeys = ROWS) -> RowKeys:
-    """The keys that belong to a node."""
+def rows_of(store: Store, address: str, keys: RowKeys | None = None) -> RowKeys:
+    """The keys that belong to a node, of these or of all."""
+    keys = rows_for(store) if keys is None else keys
     return keys.take(np.flatnonzero(store.keys_of(address, keys)))
 
 
@@ -83,8 +88,9 @@ def repair(store: Store, address: str, salt: int = 0) -> None:
     assert store.finish_repair(address, nonce, 1, within())
 
 
-def eventually_reads(store: Store, salt: int = 0, keys: RowKeys = ROWS) -> None:
+def eventually_reads(store: Store, salt: int = 0, keys: RowKeys | None = None) -> None:
     """A store that saw the loss goes on by itself: at most those batches fail that it had begun before."""
+    keys = rows_for(store) if keys is None else keys
     for _ in range(2):
         with suppress(*LOST, NodeUnavailableError):
             return require_rows(store, keys, records_of(keys, salt=salt))
@@ -105,31 +111,36 @@ class RepairContract(StoreContract):
     """The tests of repair that every store which can be repaired passes, after those of `StoreContract`."""
 
     @pytest.fixture
-    def trainer(self, nodes: Nodes, store: Store) -> Iterator[Store]:
-        """Another process's store, open, on a cluster that holds ROWS."""
-        write(store, ROWS, records_of(ROWS))
+    def rows(self, store: Store) -> RowKeys:
+        """The rows that a cluster holds."""
+        return rows_for(store)
+
+    @pytest.fixture
+    def trainer(self, nodes: Nodes, store: Store, rows: RowKeys) -> Iterator[Store]:
+        """Another process's store, open, on a cluster that holds the rows."""
+        write(store, rows, records_of(rows))
         with nodes.store() as trainer:
             trainer.open(within())
-            require_rows(trainer, ROWS, records_of(ROWS))
+            require_rows(trainer, rows, records_of(rows))
             yield trainer
 
     # --- repair -----------------------------------------------------------------------------------------------------------------
 
-    def test_whole_nodes_are_not_lost_and_not_repaired(self, store: Store, trainer: Store) -> None:
+    def test_whole_nodes_are_not_lost_and_not_repaired(self, store: Store, trainer: Store, rows: RowKeys) -> None:
         assert store.lost_nodes(within()) == []
         assert store.begin_repair(store.addresses[0], within()) is None
-        require_rows(trainer, ROWS, records_of(ROWS))
+        require_rows(trainer, rows, records_of(rows))
 
     @pytest.mark.parametrize("how", ["started again empty", "flushed"])
     def test_a_lost_node_is_repaired_while_others_serve_and_every_store_goes_on(
-        self, nodes: Nodes, store: Store, trainer: Store, how: str
+        self, nodes: Nodes, store: Store, trainer: Store, how: str, rows: RowKeys
     ) -> None:
         nodes.flush(0) if how == "flushed" else nodes.restart(0)
         (found,) = lost(store)
         assert (found.why, found.nonce) == ("empty", None)
-        here = store.keys_of(found.address, ROWS)
-        mine, others = ROWS.take(np.flatnonzero(here)), ROWS.take(np.flatnonzero(~here))
-        assert 0 < len(mine) < len(ROWS)
+        here = store.keys_of(found.address, rows)
+        mine, others = rows.take(np.flatnonzero(here)), rows.take(np.flatnonzero(~here))
+        assert 0 < len(mine) < len(rows)
         nonce = begun(store, found.address)
         assert store.lost_nodes(within()) == [LostNode(found.address, "repairing", nonce)]
         for one in (store, trainer):
@@ -149,11 +160,11 @@ class RepairContract(StoreContract):
         assert store.lost_nodes(within()) == []
         eventually_reads(trainer)
         eventually_reads(store)
-        assert write(store, ROWS, records_of(ROWS, salt=1)).all()
+        assert write(store, rows, records_of(rows, salt=1)).all()
         eventually_reads(trainer, salt=1)
         with nodes.store() as late:
             late.open(within())
-            require_rows(late, ROWS, records_of(ROWS, salt=1))
+            require_rows(late, rows, records_of(rows, salt=1))
 
     @pytest.mark.parametrize("how", ["flushed", "started again empty"])
     def test_a_loss_in_mid_repair_starts_it_over(self, nodes: Nodes, store: Store, trainer: Store, how: str) -> None:
@@ -206,7 +217,7 @@ class RepairContract(StoreContract):
             for one in (store, other, trainer):
                 eventually_reads(one)
 
-    def test_a_wrong_nonce_and_rows_of_other_nodes_are_refused(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+    def test_a_wrong_nonce_and_rows_of_other_nodes_are_refused(self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys) -> None:
         nodes.flush(0)
         address = lost(store)[0].address
         nonce, mine = begun(store, address), rows_of(store, address)
@@ -218,37 +229,39 @@ class RepairContract(StoreContract):
         with pytest.raises(NodeLostError):
             store.finish_repair(address, "0" * 16, 1, within())
         with pytest.raises(InvalidInputError, match=address):
-            store.write_in_repair(address, nonce, [WritePart(ROWS, records_of(ROWS), np.zeros(len(ROWS), dtype=np.uint64))], within())
+            store.write_in_repair(address, nonce, [WritePart(rows, records_of(rows), np.zeros(len(rows), dtype=np.uint64))], within())
         assert not store.read_in_repair(address, nonce, [ReadPart(mine, SIZE, SIZE)], within())[0].found.any()
 
-    def test_a_node_from_an_old_snapshot_is_suspect_until_its_rows_were_compared(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+    def test_a_node_from_an_old_snapshot_is_suspect_until_its_rows_were_compared(
+        self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys
+    ) -> None:
         nodes.save(0)
-        write(store, ROWS, records_of(ROWS, salt=1))
-        gone = ROWS[:100]
+        write(store, rows, records_of(rows, salt=1))
+        gone = rows[:100]
         store.erase([WritePart(gone, np.empty((100, 0), np.uint8))], within())
         nodes.restart(0, saved=True)
         (found,) = lost(store)
         assert found.why == "suspect"
         for one in (store, trainer):
             with pytest.raises((NodeSuspectError, NodeUnavailableError)):
-                read(one, ROWS)
+                read(one, rows)
             with pytest.raises(NodeSuspectError, match=found.address):
-                read(one, ROWS)
+                read(one, rows)
         nonce = begun(store, found.address)
         blocks = store.keys_on(found.address, within())
         assert blocks is not None
-        seen = np.concatenate([block.ids for block in blocks if block.tag == ROWS.tag])
+        seen = np.concatenate([block.ids for block in blocks if block.tag == rows.tag])
         mine = rows_of(store, found.address)
         assert set(seen.tolist()) == set(mine.ids.tolist())  # those that were erased included
         back = rows_of(store, found.address, gone)
         assert store.read_in_repair(found.address, nonce, [ReadPart(back, SIZE, SIZE)], within())[0].found.all()
         store.erase_in_repair(found.address, nonce, [WritePart(back, np.empty((len(back), 0), np.uint8))], within())
-        write_back(store, found.address, nonce, rows_of(store, found.address, ROWS[100:]), salt=1)
+        write_back(store, found.address, nonce, rows_of(store, found.address, rows[100:]), salt=1)
         store.report_repaired(found.address, nonce, 0, within())
         assert store.finish_repair(found.address, nonce, 1, within())
         for one in (store, trainer):
-            eventually_reads(one, 1, ROWS[100:])
-            result = read(one, ROWS)
+            eventually_reads(one, 1, rows[100:])
+            result = read(one, rows)
             assert not result.found[:100].any()
 
     def test_a_restart_from_a_snapshot_in_mid_repair_starts_it_over(self, nodes: Nodes, store: Store, trainer: Store) -> None:
@@ -266,18 +279,20 @@ class RepairContract(StoreContract):
         repair(store, address)
         eventually_reads(trainer)
 
-    def test_a_node_that_looks_whole_can_be_repaired_too(self, store: Store, trainer: Store) -> None:
+    def test_a_node_that_looks_whole_can_be_repaired_too(self, store: Store, trainer: Store, rows: RowKeys) -> None:
         address = store.addresses[0]
         nonce = begun(store, address, even_if_whole=True)
         with pytest.raises(LOST, match=address):
-            read(trainer, ROWS)
+            read(trainer, rows)
         write_back(store, address, nonce, rows_of(store, address), salt=1)
         store.report_repaired(address, nonce, 0, within())
         assert store.finish_repair(address, nonce, 1, within())
         for one in (store, trainer):
             eventually_reads(one, 1, rows_of(store, address))
 
-    def test_a_shard_opens_and_repairs_a_cluster_that_has_lost_everything(self, nodes: Nodes, store: Store, trainer: Store) -> None:
+    def test_a_shard_opens_and_repairs_a_cluster_that_has_lost_everything(
+        self, nodes: Nodes, store: Store, trainer: Store, rows: RowKeys
+    ) -> None:
         for index in range(len(store.addresses)):
             nodes.flush(index)
         with nodes.store() as unknowing, pytest.raises(NotProvisionedError):
@@ -290,7 +305,7 @@ class RepairContract(StoreContract):
             for address in shard.addresses:
                 repair(shard, address)
             assert shard.lost_nodes(within()) == []
-            require_rows(shard, ROWS, records_of(ROWS))
+            require_rows(shard, rows, records_of(rows))
             assert shard.owner_epoch(0, within()) == 3
         eventually_reads(trainer)
 
@@ -317,36 +332,36 @@ class RepairContract(StoreContract):
         assert (store.owner_epoch(0, within()), store.owner_epoch(1, within())) == (4, 0)
 
     def test_after_a_takeover_the_older_process_writes_nothing_on_a_new_connection(
-        self, nodes: Nodes, store: Store, monkeypatch: pytest.MonkeyPatch
+        self, nodes: Nodes, store: Store, monkeypatch: pytest.MonkeyPatch, rows: RowKeys
     ) -> None:
         own(store, 1)
-        write(store, ROWS, records_of(ROWS))
-        tokens = read(store, ROWS, tokens=True).tokens
+        write(store, rows, records_of(rows))
+        tokens = read(store, rows, tokens=True).tokens
         with nodes.store() as successor:
             successor.open(within())
             own(successor, 2)
             successor.kill_other_writers(within())
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt, FencedError):  # it gives its connections up
                 patch.setattr(RowsReader, "feed", _interrupted)
-                read(store, ROWS)
+                read(store, rows)
             with pytest.raises(FencedError, match=r"epoch 2.*epoch 1"):
-                store.write([WritePart(ROWS, records_of(ROWS, salt=1), tokens)], within())
+                store.write([WritePart(rows, records_of(rows, salt=1), tokens)], within())
             with pytest.raises(FencedError):
                 store.fence(0, 1, within())
-            require_rows(successor, ROWS, records_of(ROWS))
-            assert write(successor, ROWS, records_of(ROWS, salt=2)).all()
+            require_rows(successor, rows, records_of(rows))
+            assert write(successor, rows, records_of(rows, salt=2)).all()
 
-    def test_a_takeover_ends_the_older_connections_and_spares_its_own(self, nodes: Nodes, store: Store) -> None:
+    def test_a_takeover_ends_the_older_connections_and_spares_its_own(self, nodes: Nodes, store: Store, rows: RowKeys) -> None:
         if store.capabilities.cas:
             pytest.skip("compare-and-swap guards every write")
         own(store, 1)
-        write(store, ROWS, records_of(ROWS))
+        write(store, rows, records_of(rows))
         with nodes.store() as successor:
             successor.open(within())
-            require_rows(successor, ROWS, records_of(ROWS))
+            require_rows(successor, rows, records_of(rows))
             own(successor, 2)
             assert successor.kill_other_writers(within()) >= len(store.addresses)
             assert successor.kill_other_writers(within()) == 0
-            require_rows(successor, ROWS, records_of(ROWS))
+            require_rows(successor, rows, records_of(rows))
             with pytest.raises(FencedError):
-                read(store, ROWS)
+                read(store, rows)

@@ -1,4 +1,4 @@
-"""Reader of a batch of values of one size, each of which may be missing: the reply of MGET, of pipelined GETs, of `mg`.
+"""Reader of a batch of values of one size, each of which may be missing: the replies of pipelined GETRANGEs and of `mg`.
 
 The fast paths copy runs of hits straight out of the receive buffer, and pass over runs of misses. Where both are mixed there is no
 stride: rows are then found from the positions of the misses, still in vector operations. Only a row that is neither a hit of the expected
@@ -27,7 +27,6 @@ class FixedSizeValuesReply(RowsReader):
         miss: what a missing value looks like.
         out: uint8 [n, m], m <= size_bytes; the first m bytes of each value found are copied here.
         found: bool [n], set here.
-        preamble: bytes before the first value, b"" for none.
         row_prefix: how every `head` and `miss` begins because another command goes before each row's (Redis Cluster's ASKING); an error
             follows it too.
         blank_bytes: where not 0, a value that begins with so many zero bytes counts as missing (a row that its page has no record of). A
@@ -40,7 +39,6 @@ class FixedSizeValuesReply(RowsReader):
     miss: bytes
     out: Bytes
     found: NDArray[np.bool_]
-    preamble: bytes = b""
     row_prefix: bytes = b""
     blank_bytes: int = 0
     foreign: NDArray[np.bool_] | None = None
@@ -61,8 +59,6 @@ class FixedSizeValuesReply(RowsReader):
         return self._at == len(self.found) and not self._skip
 
     def take(self, data: Bytes) -> int:
-        if self.preamble:
-            return self._skip_preamble(data)
         if self._skip:
             taken = min(self._skip, len(data))
             self._skip -= taken
@@ -83,22 +79,6 @@ class FixedSizeValuesReply(RowsReader):
         for at in range(0, self.blank_bytes, 4):
             written |= np.ndarray((len(self.out),), "<u4", self.out, at, (self.out.strides[0],))
         self.found &= written != 0
-
-    def _skip_preamble(self, data: Bytes) -> int:
-        size = len(self.preamble)
-        if len(data) >= size and data[:size].tobytes() == self.preamble:
-            self.preamble = b""
-            return size
-        line = take_line(data, 0)
-        if line is None:
-            return 0
-        if not is_error(line):
-            raise ProtocolError(f"reply begins with {line[:40]!r}, expected {self.preamble!r}")
-        # One error stands for the whole request (a MGET that was refused).
-        self.preamble = b""
-        self.errors.extend((row, line) for row in range(self._at, len(self.found)))
-        self._at = len(self.found)
-        return len(line) + len(EOL)
 
     def _take_hits(self, data: Bytes) -> int:
         """The fast path: a run of hits, straight from the receive buffer to the output."""

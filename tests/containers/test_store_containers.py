@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from container_servers import ContainerNodes
 
+from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.store_contract import Nodes, StoreContract
 
 
@@ -34,15 +35,15 @@ class TestMemcachedContainers(_InContainers):
     kind = "memcached"
 
 
-class TestRedisContainers(_InContainers):
+class TestRedisContainers(_InContainers, BucketedStoreContract):
     kind = "redis"
 
 
-class TestValkeyContainers(_InContainers):
+class TestValkeyContainers(_InContainers, BucketedStoreContract):
     kind = "valkey"
 
 
 @pytest.mark.long  # the composed Redis Cluster is tested every time
-class TestRedisClusterContainers(_InContainers):
+class TestRedisClusterContainers(_InContainers, BucketedStoreContract):
     kind = "redis-cluster"
     n_nodes = 3

@@ -15,7 +15,7 @@ from kvemb.errors import ConfigError, DeadlineExceededError, InvalidInputError, 
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import RowKeys
+from kvemb.schema.buckets import BucketKeys
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
 
@@ -116,7 +116,7 @@ def test_a_new_connection_to_a_foreign_node_carries_no_row(tmp_path: Path) -> No
         pool = mine._links.pool  # type: ignore[attr-defined]
         pool.close()
         pool._closed = False  # the next batch opens a link of its own
-        keys = RowKeys(b"tab", np.arange(10, dtype=np.uint64))
+        keys = BucketKeys(b"tab", np.arange(10, dtype=np.uint64), 1)
         with pytest.raises(WrongNodeError, match="belongs to cluster"):
             mine.write([WritePart(keys, np.zeros((10, 12), np.uint8))], Deadline.after(5))
         assert other.stats(Deadline.after(5))[0].n_keys == 1

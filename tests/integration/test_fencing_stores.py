@@ -25,7 +25,7 @@ from kvemb.stores.standalone import node_rows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
-from kvemb.testing.repair_contract import LOST, ROWS, eventually_reads, lost, own, repair, rows_of
+from kvemb.testing.repair_contract import LOST, eventually_reads, lost, own, repair, rows_for, rows_of
 from kvemb.testing.store_contract import CLUSTER, GENERATION, read, records_of, require_rows, within, write
 
 _ZOMBIE = """
@@ -35,12 +35,12 @@ from kvemb.config import StorageConfig
 from kvemb.errors import FencedError, NodeUnavailableError
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.repair_contract import own
-from kvemb.testing.store_contract import read, records_of, row_keys, within
+from kvemb.testing.store_contract import keys_for, read, records_of, within
 from kvemb.stores.store import WritePart
 
-keys = row_keys(20_000)
-records = [records_of(keys, salt=salt) for salt in (1, 2)]
 with open_store(StorageConfig(sys.argv[1], tuple(sys.argv[2:])), role="shard:0") as store:
+    keys = keys_for(store, 20_000)
+    records = [records_of(keys, salt=salt) for salt in (1, 2)]
     store.open(within())
     own(store, 1)
     # Tokens are those of its own last write, as in a shard's cache: it reads no rows that could tell it of a successor.
@@ -97,7 +97,7 @@ def test_a_stopped_writer_that_wakes_after_a_takeover_changes_nothing(start: Cal
         os.kill(zombie.pid, signal.SIGSTOP)
         own(successor, 2)
         successor.kill_other_writers(within())
-        keys = ROWS
+        keys = rows_for(successor)
         while not write(successor, keys, records_of(keys, salt=7)).all():
             pass
         os.kill(zombie.pid, signal.SIGCONT)
@@ -124,12 +124,13 @@ def test_a_connection_in_doubt_of_an_earlier_server_process_is_no_reason_to_end_
 ) -> None:
     nodes = start("redis", 1)
     with opened(nodes) as store, ExitStack() as stack:
-        write(store, ROWS, records_of(ROWS))
+        rows = rows_for(store)
+        write(store, rows, records_of(rows))
         with redis_client(nodes.servers[0]) as client:
             (number,) = {int(entry["id"]) for entry in client.client_list() if entry["name"] == "kvemb-shard-0"}
         nodes.pause(0)
         with pytest.raises(DeadlineExceededError):
-            write(store, ROWS, records_of(ROWS), deadline=within(0.2))
+            write(store, rows, records_of(rows), deadline=within(0.2))
         nodes.resume(0)
         nodes.restart(0)
         strangers: dict[int, redis.Redis] = {}
@@ -138,15 +139,16 @@ def test_a_connection_in_doubt_of_an_earlier_server_process_is_no_reason_to_end_
             strangers[int(stranger.client_id())] = stranger
             assert len(strangers) < 500
         with pytest.raises(NodeLostError):
-            read(store, ROWS)
+            read(store, rows)
         assert int(strangers[number].client_id()) == number
 
 
 def test_a_batch_that_spans_loss_and_repair_fails(start: Callable[[str, int], ServerNodes], monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = start("memcached", 1)
     with opened(nodes) as store, opened(nodes, "trainer", provision=False, on_lost_node="fail") as trainer:
-        write(store, ROWS, records_of(ROWS))
-        require_rows(trainer, ROWS, records_of(ROWS))
+        rows = rows_for(store)
+        write(store, rows, records_of(rows))
+        require_rows(trainer, rows, records_of(rows))
         real = node_rows.run
 
         def with_a_repair_before(conversations: object, deadline: object) -> None:
@@ -157,8 +159,8 @@ def test_a_batch_that_spans_loss_and_repair_fails(start: Callable[[str, int], Se
 
         monkeypatch.setattr(node_rows, "run", with_a_repair_before)
         with pytest.raises(NodeSuspectError, match="meanwhile"):
-            read(trainer, ROWS)
-        require_rows(trainer, ROWS, records_of(ROWS))
+            read(trainer, rows)
+        require_rows(trainer, rows, records_of(rows))
 
 
 @pytest.mark.parametrize("kind", ["redis", "memcached"])
@@ -169,40 +171,42 @@ def test_trainers_wait_for_a_repair_or_fail_at_once(start: Callable[[str, int], 
         opened(nodes, "trainer", provision=False) as patient,
         opened(nodes, "trainer", provision=False, on_lost_node="fail") as impatient,
     ):
-        write(store, ROWS, records_of(ROWS))
+        rows = rows_for(store)
+        write(store, rows, records_of(rows))
         for trainer in (patient, impatient):
-            require_rows(trainer, ROWS, records_of(ROWS))
+            require_rows(trainer, rows, records_of(rows))
         nodes.restart(0)
         address = lost(store)[0].address
         for _ in range(2):
             with pytest.raises((*LOST, NodeUnavailableError), match=address) as failure:
-                read(impatient, ROWS)
+                read(impatient, rows)
             assert "Waited" not in str(failure.value)
         with pytest.raises(NodeLostError, match=rf"{address}.*Waited 1 s"):
-            read(patient, ROWS, deadline=within(1))
+            read(patient, rows, deadline=within(1))
         got: list[bool] = []
-        waiter = threading.Thread(target=lambda: got.append(bool(read(patient, ROWS).found.all())), name="waiter")
+        waiter = threading.Thread(target=lambda: got.append(bool(read(patient, rows).found.all())), name="waiter")
         waiter.start()
         repair(store, address)
         waiter.join(30)
         assert got == [True]
         with opened(nodes, "trainer", provision=False) as late:
-            require_rows(late, ROWS, records_of(ROWS))
+            require_rows(late, rows, records_of(rows))
 
 
 def test_a_replica_that_takes_over_is_suspect_until_its_rows_were_compared(start: Callable[[str, int], ServerNodes]) -> None:
     nodes = start("redis-cluster", 3)
     with opened(nodes) as store, opened(nodes, "trainer", provision=False, on_lost_node="fail") as trainer, ExitStack() as stack:
-        write(store, ROWS, records_of(ROWS))
-        require_rows(trainer, ROWS, records_of(ROWS))
+        rows = rows_for(store)
+        write(store, rows, records_of(rows))
+        require_rows(trainer, rows, records_of(rows))
         replica, client = _replica_of(nodes, 0, stack)
         client.execute_command("CLUSTER FAILOVER", "TAKEOVER")
         assert [(node.address, node.why) for node in lost(store)] == [(replica.address, "suspect")]
         _until(lambda: _all_know(nodes, replica.port))
         with pytest.raises(NodeSuspectError, match=replica.address):
-            read(trainer, ROWS)
+            read(trainer, rows)
         mine = rows_of(store, replica.address)
-        assert 0 < len(mine) < len(ROWS)
+        assert 0 < len(mine) < len(rows)
         repair(store, replica.address, salt=1)
         assert store.lost_nodes(within()) == []
         eventually_reads(trainer, 1, mine)

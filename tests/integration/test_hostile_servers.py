@@ -19,7 +19,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.pages import page_layout, paged_keys
 from kvemb.stores.row_io import ReadPart, WritePart
 from kvemb.stores.storage_kinds import open_store
-from kvemb.testing.store_contract import SIZE, records_of, row_keys
+from kvemb.testing.store_contract import SIZE, keys_for, records_of
 
 DEADLINE_S = 0.4
 PATIENCE_S = 10.0  # of the test with a machine that does much else; far below what an endless answer would take
@@ -153,13 +153,14 @@ def liar(server: StorageServer) -> Iterator[Liar]:
 
 def everything(config: StorageConfig) -> None:
     """What trainers, shards and operators ask of storage."""
-    rows, nothing = row_keys(20), np.empty((0, 0), np.uint8)
+    nothing = np.empty((0, 0), np.uint8)
     zeros = np.zeros(20, np.uint64)
 
     def soon() -> Deadline:
         return Deadline.after(DEADLINE_S)
 
     with open_store(config, role="shard:0") as store:
+        rows = keys_for(store, 20)
         with suppress(StorageError):  # provisioned before
             store.provision(b"c" * 16, b"g" * 8, soon())
         store.open(soon())

@@ -22,7 +22,19 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import begun, lost, repair
-from kvemb.testing.store_contract import CLUSTER, GENERATION, SIZE, TAG, read, records_of, require_rows, row_keys, within, write
+from kvemb.testing.store_contract import (
+    CLUSTER,
+    GENERATION,
+    SIZE,
+    TAG,
+    bucket_keys,
+    read,
+    records_of,
+    require_rows,
+    row_keys,
+    within,
+    write,
+)
 
 N_BUCKETS = 4 * N_SLOTS  # four buckets a slot
 
@@ -353,7 +365,7 @@ def test_an_importing_node_without_slots_vouches_by_the_marker_of_the_slot(runni
 
 
 def test_a_node_that_hangs_lets_the_next_batch_ask_for_the_map(store: Store, running: ServerNodes, mover: Mover) -> None:
-    keys = row_keys(100)
+    keys = bucket_keys(100)
     write(store, keys, records_of(keys))
     assert isinstance(store, RedisClusterStore)
     before = store._topology.known
@@ -376,7 +388,7 @@ def test_two_threads_may_take_the_same_renewed_primary(store: Store) -> None:
 
     assert isinstance(store, RedisClusterStore)
     store._markers.changed = Taken()
-    assert not read(store, row_keys(10)).found.any()
+    assert not read(store, bucket_keys(10)).found.any()
 
 
 @pytest.mark.parametrize("seen", ["its markers when they are renewed", "the list of whole primaries before they are"])

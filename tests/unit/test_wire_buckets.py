@@ -106,9 +106,9 @@ def test_golden_requests() -> None:
     fields = [bytes(field) for field in keys.fields()]
     out, found = np.zeros((2, 70), np.uint8), np.zeros(2, dtype=bool)
     asked = {
-        "read": RespCodec(multi_get=True).read_steps(keys, 70, out, found, None),
-        "write": RespCodec(multi_get=True).write_steps(keys, RecordsToWrite(records), None, np.zeros(2, np.uint8)),
-        "erase": RespCodec(multi_get=False, asking=True).erase_steps(keys, np.zeros(2, np.uint8)),
+        "read": RespCodec().read_steps(keys, 70, out, found, None),
+        "write": RespCodec().write_steps(keys, RecordsToWrite(records), None, np.zeros(2, np.uint8)),
+        "erase": RespCodec(asking=True).erase_steps(keys, np.zeros(2, np.uint8)),
     }
     sent = {what: b"".join(bytes(step.request) for step in steps) for what, steps in asked.items()}
     assert sent["read"] == b"*4\r\n$5\r\nHMGET\r\n$8\r\ntab{DLH}\r\n" + b"".join(b"$8\r\n%s\r\n" % field for field in fields)
@@ -119,21 +119,21 @@ def test_golden_requests() -> None:
 
 def test_a_bucket_of_short_records_gets_a_long_field_that_is_no_row() -> None:
     keys, server = grouped(np.arange(9, dtype=np.uint64), 2), HashServer()
-    write(server, RespCodec(multi_get=True), keys, np.full((9, 64), 7, np.uint8), [1 << 20])
+    write(server, RespCodec(), keys, np.full((9, 64), 7, np.uint8), [1 << 20])
     assert all(len(fields[b"-"]) > 64 for fields in server.hashes.values())
-    write(server, RespCodec(multi_get=True), keys, np.full((9, 65), 7, np.uint8), [1 << 20])
+    write(server, RespCodec(), keys, np.full((9, 65), 7, np.uint8), [1 << 20])
     longer = HashServer()
-    write(longer, RespCodec(multi_get=True), keys, np.full((9, 65), 7, np.uint8), [1 << 20])
+    write(longer, RespCodec(), keys, np.full((9, 65), 7, np.uint8), [1 << 20])
     assert all(b"-" not in fields for fields in longer.hashes.values())
 
 
 def test_a_command_asks_for_one_bucket_and_for_no_more_rows_than_a_server_answers_at_once() -> None:
     keys, server = grouped(np.arange(5000, dtype=np.uint64), 2), HashServer()
-    _, found, _ = read(server, RespCodec(multi_get=True), keys, 76, 76, [1 << 20])
+    _, found, _ = read(server, RespCodec(), keys, 76, 76, [1 << 20])
     assert not found.any()
     assert 6 <= server.n_commands <= 9
     few, server = grouped(np.arange(5000, dtype=np.uint64), 64), HashServer()
-    read(server, RespCodec(multi_get=True), few, 76, 76, [1 << 20])
+    read(server, RespCodec(), few, 76, 76, [1 << 20])
     assert 64 <= server.n_commands <= 68
 
 
@@ -153,7 +153,7 @@ TRICKY = st.sampled_from([b"$-1\r\n", b"$20\r\n", b"*3\r\n", b"\r\n$-1\r\n$20", 
 def test_every_row_comes_however_the_replies_are_cut(
     ids: list[int], there: set[int], n_buckets: int, filling: bytes, cuts: list[int], asking: bool, wanted: int
 ) -> None:
-    server, codec = HashServer(), RespCodec(multi_get=False, asking=asking, rows_per_step=16)
+    server, codec = HashServer(), RespCodec(asking=asking, rows_per_step=16)
     stored = grouped(np.array(sorted(there), dtype=np.uint64), n_buckets)
     body = np.frombuffer((filling * 20)[:12], dtype=np.uint8)
     records = np.concatenate([stored.ids.view(np.uint8).reshape(-1, 8), np.tile(body, (len(stored), 1))], axis=1)
@@ -184,7 +184,7 @@ def test_values_of_another_size_and_buckets_that_are_none_are_told_row_by_row(
     for name, one, field in zip(names, keys.ids, keys.fields(), strict=True):
         if (size := sizes[int(one)]) is not None:
             server.hashes.setdefault(name, {})[bytes(field)] = b"\n" * size
-    codec, foreign = RespCodec(multi_get=False, asking=asking), np.zeros(len(keys), dtype=bool)
+    codec, foreign = RespCodec(asking=asking), np.zeros(len(keys), dtype=bool)
     _, found, _ = read(server, codec, keys, 20, 20, cuts, foreign)
     expected = [
         "foreign" if name in server.strings or sizes[int(one)] not in (None, 20) else "found" if sizes[int(one)] == 20 else "missing"
@@ -196,7 +196,7 @@ def test_values_of_another_size_and_buckets_that_are_none_are_told_row_by_row(
 
 def test_a_refused_command_is_an_error_of_each_of_its_rows_and_of_no_other() -> None:
     server, keys = HashServer(), grouped(np.arange(40, dtype=np.uint64), 4)
-    codec = RespCodec(multi_get=True)
+    codec = RespCodec()
     records = np.zeros((40, 20), np.uint8)
     write(server, codec, keys, records, [7])
     first = bytes(keys.encode()[0])
@@ -212,7 +212,7 @@ def test_a_refused_command_is_an_error_of_each_of_its_rows_and_of_no_other() -> 
 def test_a_value_of_another_size_is_an_error_that_names_its_row() -> None:
     server, keys = HashServer(), grouped(np.arange(9, dtype=np.uint64), 1)
     server.hashes[b"tab{DLH}"] = {bytes(field): b"x" * (20 if row != 5 else 21) for row, field in enumerate(keys.fields())}
-    steps = RespCodec(multi_get=True).read_steps(keys, 20, np.zeros((9, 20), np.uint8), np.zeros(9, dtype=bool), None)
+    steps = RespCodec().read_steps(keys, 20, np.zeros((9, 20), np.uint8), np.zeros(9, dtype=bool), None)
     with pytest.raises(UnexpectedValueError) as caught:
         feed(steps, server, [1 << 20])
     assert "id 5 " in str(unexpected_value([NodeSteps("host:1", keys, steps)], caught.value))
@@ -247,6 +247,6 @@ def test_what_no_server_sends_is_refused(stream: bytes) -> None:
 
 def test_commands_are_short_where_records_are_large() -> None:
     keys, server = grouped(np.arange(40, dtype=np.uint64), 1), HashServer()
-    steps = write(server, RespCodec(multi_get=True), keys, np.zeros((40, 300_000), np.uint8), [1 << 20])
+    steps = write(server, RespCodec(), keys, np.zeros((40, 300_000), np.uint8), [1 << 20])
     assert server.n_commands == 14  # three rows each
     assert not any(list(NodeSteps("host:1", keys, steps).row_errors()))

@@ -82,7 +82,7 @@ def reply_of(dialect: Dialect, n: int, size: int) -> FixedSizeValuesReply | CasV
     if dialect.tokens:
         return CasValuesReply(size, out, found, np.zeros(n, dtype=np.uint64))
     head, miss = dialect.prefix + dialect.head + b"\r\n", dialect.prefix + dialect.miss + b"\r\n" + dialect.tail
-    return FixedSizeValuesReply(head, size, miss, out, found, b"", dialect.prefix)
+    return FixedSizeValuesReply(head, size, miss, out, found, dialect.prefix)
 
 
 def rows_of(reply: FixedSizeValuesReply | CasValuesReply) -> list[tuple[object, ...]]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
+from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, PageLayout, page_layout, paged_keys
 from kvemb.stores.node_batch import group_by_node
@@ -96,7 +97,7 @@ def write(server: PageServer, codec: RespCodec, keys: PagedKeys, records: NDArra
 
 
 def test_getrange_of_whole_records_and_of_their_beginnings() -> None:
-    keys, codec = keys_of([0, 3, 59, 60]), RespCodec(multi_get=True)
+    keys, codec = keys_of([0, 3, 59, 60]), RespCodec()
     for size in (20, 13):
         steps = codec.read_steps(keys, 20, np.zeros((4, size), np.uint8), np.zeros(4, dtype=bool), None)
         assert sent(steps) == b"".join(getrange(key, at, at + size - 1) for key, at in ((A, 0), (A, 60), (A, 1180), (B, 0)))
@@ -111,18 +112,18 @@ def test_setrange_makes_the_pages_of_new_rows_first() -> None:
         ([False] * 3, rows),
         ([True] * 3, (pad[0], rows[0], rows[1], pad[1], rows[2])),
     ):
-        steps = RespCodec(multi_get=True).write_steps(keys_of([1, 2, 61], new), RecordsToWrite(records), None, np.zeros(3, np.uint8))
+        steps = RespCodec().write_steps(keys_of([1, 2, 61], new), RecordsToWrite(records), None, np.zeros(3, np.uint8))
         assert sent(steps) == b"".join(expected)
 
 
 def test_erasing_writes_the_header_of_no_row() -> None:
-    steps = RespCodec(multi_get=True).erase_steps(keys_of([5], [False]), np.zeros(1, np.uint8))
+    steps = RespCodec().erase_steps(keys_of([5], [False]), np.zeros(1, np.uint8))
     assert sent(steps) == setrange(A, 100, bytes(12))
 
 
 def test_asking_goes_before_every_command() -> None:
     record = np.ones((1, 20), np.uint8)
-    asking = RespCodec(multi_get=False, asking=True)
+    asking = RespCodec(asking=True)
     assert sent(asking.read_steps(keys_of([0]), 20, record.copy(), np.zeros(1, dtype=bool), None)) == ASK + getrange(A, 0, 19)
     steps = asking.write_steps(keys_of([0]), RecordsToWrite(record), None, np.zeros(1, np.uint8))
     assert sent(steps) == ASK + setrange(A, 1200, b"\0") + ASK + setrange(A, 0, bytes(record[0]))
@@ -139,7 +140,7 @@ def test_asking_goes_before_every_command() -> None:
 def test_what_was_written_is_read_whatever_the_order_of_the_rows(
     asking: bool, rows: list[tuple[int, bool, bool]], size: int, rows_per_step: int
 ) -> None:
-    server, codec = PageServer(), RespCodec(multi_get=False, asking=asking, rows_per_step=rows_per_step)
+    server, codec = PageServer(), RespCodec(asking=asking, rows_per_step=rows_per_step)
     ids = [row for row, _, _ in rows]
     records = np.random.default_rng(len(rows)).integers(1, 256, (len(rows), size)).astype(np.uint8)
     written = np.array([there for _, there, _ in rows])
@@ -160,7 +161,7 @@ def test_what_was_written_is_read_whatever_the_order_of_the_rows(
 
 @given(st.lists(st.integers(0, 20_000), unique=True, min_size=1, max_size=300), st.sampled_from([20, 76, 780]))
 def test_in_the_order_of_kinds_new_pages_are_whole_at_once_and_steps_are_few(ids: list[int], size: int) -> None:
-    server, codec, layout = PageServer(), RespCodec(multi_get=True), page_layout(size)
+    server, codec, layout = PageServer(), RespCodec(), page_layout(size)
     keys = keys_of(ids, [True] * len(ids), layout)
     grouped = group_by_node(keys, None, codec.write_kinds(keys, None))
     steps = codec.write_steps(grouped.keys, RecordsToWrite(np.ones((len(ids), size), np.uint8)), None, np.zeros(len(ids), np.uint8))
@@ -175,10 +176,11 @@ def test_in_the_order_of_kinds_new_pages_are_whole_at_once_and_steps_are_few(ids
     assert n_read <= 8
 
 
-def test_rows_under_keys_of_their_own_have_no_kinds_and_memcacheds_are_new_or_not() -> None:
-    plain, resp, meta = RowKeys(b"tab", np.arange(3, dtype=np.uint64)), RespCodec(multi_get=True), MetaCodec()
-    assert resp.read_kinds(plain, 12) is None
-    assert resp.write_kinds(plain, None) is None
+def test_rows_in_buckets_have_no_kinds_and_memcacheds_are_new_or_not() -> None:
+    ids, resp, meta = np.arange(3, dtype=np.uint64), RespCodec(), MetaCodec()
+    plain, bucketed = RowKeys(b"tab", ids), BucketKeys(b"tab", ids, 64)
+    assert resp.read_kinds(bucketed, 12) is None
+    assert resp.write_kinds(bucketed, None) is None
     assert meta.read_kinds(plain, 12) is None
     assert meta.write_kinds(plain, None) is None
     kinds = meta.write_kinds(plain, np.array([0, 7, 0], dtype=np.uint64))
@@ -187,7 +189,7 @@ def test_rows_under_keys_of_their_own_have_no_kinds_and_memcacheds_are_new_or_no
 
 
 def test_a_read_without_a_header_or_of_other_records_is_a_bug() -> None:
-    codec = RespCodec(multi_get=True)
+    codec = RespCodec()
     with pytest.raises(ValueError, match="read 11 of 20"):
         codec.read_steps(keys_of([1]), 20, np.zeros((1, 11), np.uint8), np.zeros(1, dtype=bool), None)
     with pytest.raises(ValueError, match="records of 20"):

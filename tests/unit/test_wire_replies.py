@@ -27,10 +27,10 @@ def feed(reply: ReplyReader, pieces: Iterable[bytes]) -> bytes:
     return left
 
 
-def stride(n: int, *, size: int = 4, prefix: int | None = None, asking: bool = False, preamble: bytes = b"") -> FixedSizeValuesReply:
+def stride(n: int, *, size: int = 4, prefix: int | None = None, asking: bool = False) -> FixedSizeValuesReply:
     asked = b"+OK\r\n" if asking else b""
     out = np.zeros((n, size if prefix is None else prefix), dtype=np.uint8)
-    return FixedSizeValuesReply(asked + b"$%d\r\n" % size, size, asked + b"$-1\r\n", out, np.zeros(n, dtype=bool), preamble, asked)
+    return FixedSizeValuesReply(asked + b"$%d\r\n" % size, size, asked + b"$-1\r\n", out, np.zeros(n, dtype=bool), asked)
 
 
 def meta(n: int) -> FixedSizeValuesReply:
@@ -98,8 +98,6 @@ CASES = {
     ),
     "many misses, ASKING": Case(lambda: stride(20, asking=True), b"+OK\r\n$-1\r\n" * 20, ([None] * 20, [])),
     "a prefix only": Case(lambda: stride(2, prefix=2), b"$4\r\nabcd\r\n$4\r\nefgh\r\n", ([b"ab", b"ef"], [])),
-    "MGET": Case(lambda: stride(2, preamble=b"*2\r\n"), b"*2\r\n$4\r\nabcd\r\n$-1\r\n", ([b"abcd", None], [])),
-    "MGET refused": Case(lambda: stride(2, preamble=b"*2\r\n"), b"-OOM no\r\n", ([None, None], [(0, b"-OOM no"), (1, b"-OOM no")])),
     "an error between rows": Case(
         lambda: stride(4), b"$4\r\nabcd\r\n" + MOVED + b"\r\n$-1\r\n$4\r\nefgh\r\n", ([b"abcd", None, None, b"efgh"], [(1, MOVED)])
     ),
@@ -205,8 +203,6 @@ def test_a_reply_is_not_done_before_its_last_byte(case: Case) -> None:
         (lambda: stride(2), b"$4\r\nabcd\r\n$4\r\nabcd\rX"),
         (lambda: stride(3, asking=True), b"$4\r\nabcd\r\n"),
         (lambda: stride(3, asking=True), b"+OK\r\n+OK\r\n"),
-        (lambda: stride(2, preamble=b"*2\r\n"), b"*3\r\n$-1\r\n"),
-        (lambda: stride(2, preamble=b"*2\r\n"), b"*-1\r\n"),
         (lambda: meta(2), b"VA 4 c1\r\nabcd\r\n"),
         (lambda: meta(2), b"END\r\n"),
         (lambda: token(2), b"VA 4\r\nabcd\r\n"),
@@ -231,7 +227,7 @@ def test_garbage_is_refused_when_it_has_arrived(make: Callable[[], ReplyReader],
         feed(make(), [stream[i : i + 1] for i in range(len(stream))])
 
 
-@pytest.mark.parametrize("make", [lambda: stride(2), lambda: stride(2, preamble=b"*2\r\n"), lambda: token(2),
+@pytest.mark.parametrize("make", [lambda: stride(2), lambda: token(2),
                                   lambda: codes(2, b"+OK\r\n"), lambda: BlobReply(miss=b"EN"), LineReply])  # fmt: skip
 def test_a_line_without_an_end_is_refused_at_a_bounded_length(make: Callable[[], ReplyReader]) -> None:
     for opening in (b"-", b"SERVER_ERROR ", b"x"):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvemb.schema.buckets import BucketKeys, WholeBuckets
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.memcached.meta_codec import MetaCodec
@@ -11,6 +12,7 @@ from kvemb.wire.request_arrays import chunks, columns, decimals
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
 KEYS = RowKeys(b"tab", np.array([1, 2**64 - 1], dtype=np.uint64))
+BUCKETED = BucketKeys(b"tab", KEYS.ids, 2)
 A, B = b"tabAAAAAAAAAAB", b"tabP__________"
 RECORDS = RecordsToWrite(np.frombuffer(b"abc\r\nxyz\r\n", dtype=np.uint8).reshape(2, 5))
 ASK = b"*1\r\n$6\r\nASKING\r\n"
@@ -28,56 +30,34 @@ def test_keys_are_what_these_goldens_assume() -> None:
     assert KEYS.encode().tobytes() == b"tabAAAAAAAAAAB" + b"tabP" + b"_" * 10
 
 
-def test_mget() -> None:
-    steps = RespCodec(multi_get=True).read_steps(KEYS, 5, *outputs(2, 5), None)
-    assert sent(steps) == b"*3\r\n$4\r\nMGET\r\n$14\r\n" + A + b"\r\n$14\r\n" + B + b"\r\n"
-
-
-def test_mget_of_many_rows_is_cut_into_chunks_that_each_say_their_size() -> None:
-    keys = RowKeys(b"tab", np.arange(2500, dtype=np.uint64))
-    steps = RespCodec(multi_get=True).read_steps(keys, 5, *outputs(2500, 5), None)
-    assert [bytes(step.request[: bytes(step.request).index(b"\n") + 1]) for step in steps] == [b"*1025\r\n", b"*1025\r\n", b"*453\r\n"]
-
-
-def test_get() -> None:
-    steps = RespCodec(multi_get=False).read_steps(KEYS, 5, *outputs(2, 5), None)
-    assert sent(steps) == b"*2\r\n$3\r\nGET\r\n$14\r\n" + A + b"\r\n*2\r\n$3\r\nGET\r\n$14\r\n" + B + b"\r\n"
-
-
-def test_set() -> None:
-    steps = RespCodec(multi_get=True).write_steps(KEYS, RECORDS, None, np.zeros(2, dtype=np.uint8))
-    head = b"*3\r\n$3\r\nSET\r\n$14\r\n"
-    assert sent(steps) == head + A + b"\r\n$5\r\nabc\r\n\r\n" + head + B + b"\r\n$5\r\nxyz\r\n\r\n"
-
-
 def test_records_are_put_in_order_as_they_are_sent() -> None:
     turned = RecordsToWrite(RECORDS.values, np.array([1, 0]))
     straight = RecordsToWrite(RECORDS.values[::-1])
-    for codec in (RespCodec(multi_get=True), RespCodec(multi_get=True, rows_per_step=1)):
-        steps = [codec.write_steps(KEYS, records, None, np.zeros(2, dtype=np.uint8)) for records in (turned, straight)]
+    for codec in (RespCodec(), RespCodec(rows_per_step=1)):
+        steps = [codec.write_steps(BUCKETED, records, None, np.zeros(2, dtype=np.uint8)) for records in (turned, straight)]
         assert sent(steps[0]) == sent(steps[1])
 
 
-def test_del() -> None:
-    steps = RespCodec(multi_get=True).erase_steps(KEYS, np.zeros(2, dtype=np.uint8))
-    assert sent(steps) == b"*2\r\n$3\r\nDEL\r\n$14\r\n" + A + b"\r\n*2\r\n$3\r\nDEL\r\n$14\r\n" + B + b"\r\n"
+def test_a_whole_bucket_is_unlinked() -> None:
+    steps = RespCodec(asking=True).erase_steps(WholeBuckets(b"tab", np.array([0, 1], dtype=np.uint64), 2), np.zeros(2, dtype=np.uint8))
+    assert sent(steps) == b"".join(ASK + b"*2\r\n$6\r\nUNLINK\r\n$8\r\n%s\r\n" % key for key in (b"tab{DLH}", b"tab{DnL}"))
 
 
-def test_asking_goes_before_every_row() -> None:
+def test_asking_goes_before_every_command() -> None:
     one = np.zeros(1, dtype=np.uint8)
-    plain, asking = RespCodec(multi_get=False), RespCodec(multi_get=False, asking=True)
-    for rows in (KEYS[:1], KEYS[1:]):
+    plain, asking = RespCodec(), RespCodec(asking=True)
+    for rows in (BUCKETED[:1], BUCKETED[1:]):
         pairs = (
             (plain.read_steps(rows, 5, *outputs(1, 5), None), asking.read_steps(rows, 5, *outputs(1, 5), None)),
             (plain.write_steps(rows, RECORDS[:1], None, one), asking.write_steps(rows, RECORDS[:1], None, one)),
             (plain.erase_steps(rows, one), asking.erase_steps(rows, one)),
         )  # fmt: skip
         assert all(sent(asked) == ASK + sent(straight) for straight, asked in pairs)
-    assert sent(asking.erase_steps(KEYS, np.zeros(2, np.uint8))).count(ASK) == 2
+    assert sent(asking.erase_steps(BUCKETED, np.zeros(2, np.uint8))).count(ASK) == 2
 
 
 def test_small_values_over_resp() -> None:
-    codec = RespCodec(multi_get=True)
+    codec = RespCodec()
     assert bytes(codec.get_step(b"kvemb:marker")[0].request) == b"*2\r\n$3\r\nGET\r\n$12\r\nkvemb:marker\r\n"
     assert bytes(codec.put_step(b"k", b"\r\n")[0].request) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n\r\n\r\n"
     assert command(b"PING") == b"*1\r\n$4\r\nPING\r\n"
@@ -118,8 +98,8 @@ def test_md_and_small_values_over_meta() -> None:
 
 
 def test_every_codec_makes_no_step_of_no_rows() -> None:
-    none, records = KEYS[:0], RECORDS[:0]
-    for codec in (RespCodec(multi_get=True), RespCodec(multi_get=False, asking=True), MetaCodec()):
+    records = RECORDS[:0]
+    for codec, none in ((RespCodec(), BUCKETED[:0]), (RespCodec(asking=True), BUCKETED[:0]), (MetaCodec(), KEYS[:0])):
         assert codec.read_steps(none, 5, *outputs(0, 5), None) == []
         assert codec.write_steps(none, records, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.uint8)) == []
         assert codec.erase_steps(none, np.zeros(0, dtype=np.uint8)) == []
@@ -128,9 +108,9 @@ def test_every_codec_makes_no_step_of_no_rows() -> None:
 def test_chunked_steps_fill_their_own_rows_of_the_outputs() -> None:
     keys = RowKeys(b"tab", np.arange(5, dtype=np.uint64))
     out, found = outputs(5, 3)
-    steps = RespCodec(multi_get=False, rows_per_step=2).read_steps(keys, 3, out, found, None)
+    steps = MetaCodec(rows_per_step=2).read_steps(keys, 3, out, found, None)
     for index, step in enumerate(steps):
-        stream = b"".join(b"$3\r\n%03d\r\n" % (10 * index + row) for row in range(2 if index < 2 else 1))
+        stream = b"".join(b"VA 3\r\n%03d\r\n" % (10 * index + row) for row in range(2 if index < 2 else 1))
         assert step.reply.feed(np.frombuffer(stream, dtype=np.uint8)) == len(stream)
     assert found.all()
     assert [bytes(row) for row in out] == [b"000", b"001", b"010", b"011", b"020"]

@@ -33,8 +33,8 @@ class ClusterRounds:
     def __init__(self, topology: ClusterTopology, markers: SlotMarkers, rows: LinkPool, repair: LinkPool) -> None:
         self._topology, self._markers = topology, markers
         self._rows, self._repair = rows, repair
-        self._codec = RespCodec(multi_get=False)
-        self._asking_codec = RespCodec(multi_get=False, asking=True)
+        self._codec = RespCodec()
+        self._asking_codec = RespCodec(asking=True)
 
     def run(self, batch: ClusterBatch, deadline: Deadline, repair: Begun | None = None) -> None:
         """Run a batch in rounds until no row is left or the deadline passes."""

@@ -35,7 +35,7 @@ class ClusterValues:
 
     def __init__(self, access: RedisAccess, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
         self._access, self._topology, self._pool, self._retry = access, topology, pool, retry
-        self._codec = RespCodec(multi_get=False)
+        self._codec = RespCodec()
 
     def get(self, name: str, deadline: Deadline) -> bytes | None:
         """Read a value; None where there is none."""

@@ -90,7 +90,7 @@ class SlotMarkers:
 
     def __init__(self, topology: ClusterTopology, values: ClusterValues, pool: LinkPool) -> None:
         self._topology, self._values, self._pool = topology, values, pool
-        self._codec = RespCodec(multi_get=False)
+        self._codec = RespCodec()
         self.origin: Identity | None = None
         self.repairs: dict[int, str] = {}
         self.changed: set[str] = set()

@@ -60,7 +60,7 @@ class RedisStore(NodeStore):
     def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
         self._access = RedisAccess(config, connect)
         self._redis = RedisServer(self._access, role)
-        super().__init__(config, role, RespCodec(multi_get=True), self._redis, cas=False)
+        super().__init__(config, role, RespCodec(), self._redis, cas=False)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,4 +1,4 @@
-"""Rows in buckets over the Redis protocol: HMGET, HSET and HDEL. Commands: https://redis.io/docs/latest/commands/hmget/, …/hset/, …/hdel/
+"""Rows in buckets over the Redis protocol: HMGET, HSET, HDEL, UNLINK. Commands: https://redis.io/docs/latest/commands/
 
 One command asks for the rows of one bucket that come one after another. What belongs to a row has one length, what begins a command has a
 few, by the digits of the number of its words; both are made for all commands of a step at once and put where they belong.
@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.buckets import FIELD_BYTES, BucketKeys, keeps_hash_table
+from kvemb.schema.buckets import FIELD_BYTES, BucketKeys, WholeBuckets, keeps_hash_table
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
-from kvemb.wire.replies import RowsReader, RowsStep
-from kvemb.wire.request_arrays import Bytes, columns, decimals
+from kvemb.wire.replies import CodeReply, RowsReader, RowsStep
+from kvemb.wire.request_arrays import Bytes, chunks, columns, decimals
 from kvemb.wire.resp.bucket_values import MOST_ROWS, BucketRuns, BucketValuesReply
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
@@ -58,10 +58,24 @@ class BucketRequests:
         ]
 
     def erase_steps(self, keys: BucketKeys, out: NDArray[np.uint8]) -> list[RowsStep]:
-        """Delete n rows, or none where there are none."""
+        """Delete n rows, or none where there are none; of `WholeBuckets` all that is in them."""
+        if isinstance(keys, WholeBuckets):
+            return self._unlink_steps(keys, out)
         return [
             RowsStep(partial(self._del_request, some, runs), RunsDone(runs, self._asked, out[rows]))
             for rows, some, runs in self._pieces(keys, FIELD_BYTES)
+        ]
+
+    def _unlink_steps(self, keys: WholeBuckets, out: NDArray[np.uint8]) -> list[RowsStep]:
+        """UNLINK frees behind the server's back: it would stand still for as long as DEL takes for a bucket of many rows."""
+        head, codes = self._ask + b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n" % keys.key_bytes, (self._asked + b":1\r\n", self._asked + b":0\r\n")
+
+        def request(some: BucketKeys) -> memoryview:
+            return columns(len(some), head, some.encode(), EOL).reshape(-1).data
+
+        return [
+            RowsStep(partial(request, keys[rows]), CodeReply(codes, out[rows], self._asked))
+            for rows in chunks(len(keys), self._rows_per_step)
         ]
 
     def _pieces(self, keys: BucketKeys, bytes_per_row: int) -> Iterator[tuple[slice, BucketKeys, BucketRuns]]:
