@@ -90,6 +90,8 @@ class ServersConfig:
             `Ack.wait_applied`; after `flush` they see all of it. Not in sync mode, where the next pull must see the step.
         write_behind_ms: ... and for how long at most.
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
+        metrics_port: where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards`
+            gives one host, the first has this port, the next the one above, and so on.
     """
 
     shards: tuple[str, ...]
@@ -103,6 +105,17 @@ class ServersConfig:
     on_lost_trainer: str = "abort"
     write_behind_batches: int = 0
     write_behind_ms: int = 100
+    metrics_port: int = 0
+
+    def metrics_port_of(self, shard: int) -> int:
+        """The port on which a shard is scraped; 0 where it is not.
+
+        Example:
+            >>> ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300).metrics_port_of(2)
+            9301
+        """
+        hosts = [address.rpartition(":")[0] for address in self.shards]
+        return self.metrics_port and self.metrics_port + hosts[:shard].count(hosts[shard])
 
     def last_words(self, shard: int) -> Path:
         """The file in which a shard that ended in trouble says why, to trainers of the same machine."""
@@ -160,6 +173,12 @@ def parse(tree: object, environ: Mapping[str, str]) -> Config:
             raise ConfigError(
                 f"parameter_servers.shards[{index}]: {address!r} stands in storage.nodes too; each server has its own address"
             )
+        port = config.servers.metrics_port_of(index)
+        if port > 65535 or f"{address.rpartition(':')[0]}:{port}" in (*config.servers.shards, *config.storage.nodes):
+            raise ConfigError(
+                f"parameter_servers.metrics_port: shard {index} would be scraped on port {port} of its host, which "
+                f"{'does not exist' if port > 65535 else 'another server has'}; shards of one host have ports side by side"
+            )
     return config
 
 
@@ -188,7 +207,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
 def _servers(tree: object) -> ServersConfig:
     at = "parameter_servers."
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
-    keys |= {"write_behind_batches", "write_behind_ms"}
+    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -217,6 +236,9 @@ def _servers(tree: object) -> ServersConfig:
         if mode == "async" and name in fields:
             raise ConfigError(f"parameter_servers.{name}: has an effect in sync mode only")
     write_behind_batches, write_behind_ms = _write_behind(fields, mode, cache_mb)
+    metrics_port = fields.get("metrics_port", 0)
+    if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 65536:
+        raise ConfigError(f"parameter_servers.metrics_port: got {metrics_port!r}, expected a port, 0 for none")
     return ServersConfig(
         shards=_addresses(fields, "shards", at),
         mode=mode,
@@ -229,6 +251,7 @@ def _servers(tree: object) -> ServersConfig:
         on_lost_trainer=on_lost_trainer,
         write_behind_batches=write_behind_batches,
         write_behind_ms=write_behind_ms,
+        metrics_port=metrics_port,
     )
 
 

@@ -1,13 +1,17 @@
 #!/bin/sh
-# See to the system servers of the tests: redis-server and memcached. (Valkey comes with the Python environment.)
+# See to the system servers of the tests: redis-server and memcached, and those that are named. (Valkey comes with the Python environment.)
+#
+#   sh scripts/servers.sh [prometheus]
 #
 # Missing ones are installed where this script may: apt-get there, and root or passwordless sudo. Otherwise it says which command to
 # run and which tests will be skipped; where servers are required (CI=true or KVEMB_REQUIRE_SERVERS=1) that is an error.
 # KVEMB_NO_INSTALL=1: never install anything. The tests start servers of their own on free ports; no service is started here.
 set -eu
 
+programs="redis-server memcached $*"
+
 missing() {
-    for server in redis-server memcached; do
+    for server in $programs; do
         command -v "$server" >/dev/null 2>&1 || printf ' %s' "$server"
     done
 }

@@ -36,6 +36,7 @@ FACADES = {
 ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},
+        {"kvemb.metrics"},
         {"kvemb.arrays", "kvemb.columns", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
@@ -62,7 +63,7 @@ ROOMS = {
         {"paramserver.repair"},
         {"paramserver.apply", "paramserver.recovery"},
         {"paramserver.checkpoint"},
-        {"paramserver.rpc"},
+        {"paramserver.figures", "paramserver.rpc"},
         {"paramserver.lifecycle"},
         {"paramserver.__main__"},
     ),

@@ -28,6 +28,7 @@ STEP = f"{FAILURES}:test_a_sync_step_applies_what_all_trainers_pushed_at_once"
 HANDED_ON = f"{LOCAL}:test_a_local_cluster_hands_every_option_on"
 SHOWN = "tests/integration/test_cli.py:test_status_shows_every_node_and_shard"
 WRITTEN_BEHIND = "tests/integration/test_write_behind.py:test_applied_rows_are_dirty_until_a_flush_or_the_end"
+SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures_on_a_port_of_its_own"
 
 # By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
 SHOWN_BY = {
@@ -38,6 +39,7 @@ SHOWN_BY = {
         "timeout_s": f"{FAILURES}:test_connecting_waits_as_long_as_it_was_told",
         "max_staleness": f"{ACKS}:test_a_row_lags_behind_others_for_as_long_as_allowed",
         "row_cache_mb": f"{ACKS}:test_a_small_row_cache_keeps_fewer_rows",
+        "metrics_port": "tests/integration/test_metrics.py:test_a_trainer_serves_the_times_of_its_pulls_by_table_until_it_is_closed",
     },
     "kvemb/cluster/cluster.py:Cluster.create_table": {
         "name": "tests/integration/test_table_names.py:test_any_printable_name_is_a_tables",
@@ -111,6 +113,7 @@ SHOWN_BY = {
         "journal_max_mb": HANDED_ON,
         "write_behind_batches": WRITTEN_BEHIND,
         "write_behind_ms": HANDED_ON,
+        "metrics_port": SCRAPED,
     },
     "kvemb/local_cluster/launcher.py:local": dict.fromkeys(
         ("store", "nodes", "shards", "mode", "trainers", "memory_mb", "cache_mb", "durability", "journal_max_mb"), HANDED_ON
@@ -142,6 +145,7 @@ SHOWN_BY = {
         "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",
         "write_behind_batches": WRITTEN_BEHIND,
         "write_behind_ms": "tests/unit/test_ps_start_options.py:test_a_shard_writes_behind_within_the_bounds_of_its_file",
+        "metrics_port": SCRAPED,
     },
 }
 

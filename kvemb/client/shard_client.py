@@ -70,6 +70,11 @@ class ShardClient:
         return self._session.trainer
 
     @property
+    def n_undelivered(self) -> int:
+        """How many pushes not every shard has accepted."""
+        return len(self._session.undelivered())
+
+    @property
     def row_cache(self) -> RowCache | None:
         """The rows that came back with acks, where this trainer keeps them."""
         return self._session.row_cache

@@ -17,11 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 from kvemb import init
 from kvemb.cluster.open_tables import OpenTables
 from kvemb.cluster.several_tables import prepare_all_prefetched, prepare_pulls, prepare_pushes
+from kvemb.cluster.trainer_metrics import TrainerMetrics
 from kvemb.config import Config
 from kvemb.connection.access import Access
 from kvemb.datapath.row_cache import RowCacheStats
-from kvemb.errors import ClosedError, InvalidInputError, KvembError
+from kvemb.errors import ClosedError, ConfigError, InvalidInputError, KvembError
 from kvemb.init import Initializer
+from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef, check_table_name
@@ -50,6 +52,7 @@ class Cluster:
         self._tables = OpenTables(config, access, self)
         self._lock = threading.Lock()
         self._closed = False
+        self._metrics: MetricsEndpoint | None = None
 
     @property
     def config(self) -> Config:
@@ -257,6 +260,27 @@ class Cluster:
         timeout_s = self._access.pull_timeout_s if timeout_s is None else timeout_s
         return read_status(self._access.store, self._access.shards, timeout_s)
 
+    def metrics_collector(self) -> MetricsCollector:
+        """Return this connection's figures as a collector for a registry of prometheus-client: `REGISTRY.register(...)`.
+
+        The times of pulls are counted from the first call on.
+        """
+        self._check_open()
+        return TrainerMetrics.of(self._config.cluster, self._access)
+
+    def serve_metrics(self, port: int) -> None:
+        """Serve this connection's figures, and the process's, to Prometheus on a port, until the cluster is closed.
+
+        Raises:
+            ConfigError: the port cannot be had, or they are served already.
+        """
+        collector = self.metrics_collector()
+        with self._lock:
+            if self._metrics is not None:
+                raise ConfigError("metrics_port: this connection's figures are served already")
+            hint = "Give each process of a machine a port of its own, a base and its local rank, say."
+            self._metrics = MetricsEndpoint(collector, "0.0.0.0", port, hint)
+
     def save(
         self,
         url: str,
@@ -370,6 +394,8 @@ class Cluster:
             if self._closed:
                 return
             self._closed = True
+        if self._metrics is not None:
+            self._metrics.close()
         access = self._access
         try:
             if timeout_s is None:

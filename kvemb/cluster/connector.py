@@ -28,6 +28,7 @@ def connect(
     timeout_s: float | None = None,
     max_staleness: int = 0,
     row_cache_mb: int | None = None,
+    metrics_port: int | None = None,
 ) -> Cluster:
     """Open a cluster.
 
@@ -42,6 +43,8 @@ def connect(
             this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
             since; `kvemb.datapath.row_cache` has the exact terms.
         row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
+        metrics_port: serve this process's figures to Prometheus there, until the cluster is closed. A program with a registry of its own
+            registers `Cluster.metrics_collector` instead. Each process of a machine needs another port.
 
     Raises:
         InvalidInputError: an option is out of range, or would have no effect.
@@ -63,13 +66,25 @@ def connect(
     try:
         if read_only:
             store.open(deadline)
-            return Cluster(config, Access(store, None, config.storage.timeout_s), partial(connect, source, read_only=True))
+            cluster = Cluster(config, Access(store, None, config.storage.timeout_s), partial(connect, source, read_only=True))
+            return _served(cluster, metrics_port)
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
         row_cache = RowCache(cache_bytes, max_staleness, len(config.servers.shards)) if cache_bytes else None
         shards = open_shards(config, trainer, store, deadline, row_cache)
         again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
-        return Cluster(config, Access(store, shards, config.storage.timeout_s), again)
+        return _served(Cluster(config, Access(store, shards, config.storage.timeout_s), again), metrics_port)
     except BaseException:
         store.close()
         raise
+
+
+def _served(cluster: Cluster, metrics_port: int | None) -> Cluster:
+    if metrics_port is None:
+        return cluster
+    try:
+        cluster.serve_metrics(metrics_port)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvemb.connection.pull_times import PullTimes
 from kvemb.connection.write_counter import WriteCounter
 from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
@@ -25,13 +26,14 @@ _STORED_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, and the counter of
-    writes."""
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, the counter of
+    writes, and how long pulls took."""
 
     store: Store
     shards: ShardClient | None
     pull_timeout_s: float
     changes: WriteCounter = field(default_factory=WriteCounter)
+    pull_times: PullTimes = field(default_factory=PullTimes)
 
     def require_shards(self, verb: str) -> ShardClient:
         """Return the client of the shards, or raise ReadOnlyError."""
@@ -69,6 +71,12 @@ class Access:
 
         Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
         """
+        if not self.pull_times.counted:
+            return self._pull(requests, timeout_s, versions=versions, stored=stored)
+        with self.pull_times.of(requests):
+            return self._pull(requests, timeout_s, versions=versions, stored=stored)
+
+    def _pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool) -> list[Pulled]:
         if stored and timeout_s is None:
             self.wait_stored()
         deadline = self.pull_deadline(timeout_s)

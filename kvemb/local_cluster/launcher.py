@@ -64,6 +64,7 @@ class LocalCluster:
         journal_max_mb: int | None = None,
         write_behind_batches: int | None = None,
         write_behind_ms: int | None = None,
+        metrics_port: int | None = None,
     ) -> None:
         if store not in KINDS:
             raise ConfigError(f"store: got {store!r}, expected one of {', '.join(KINDS)}")
@@ -75,7 +76,7 @@ class LocalCluster:
         self._servers_section: dict[str, object] = {"mode": mode} | ({"trainers": trainers} if trainers else {})
         options: dict[str, object] = {"barrier_timeout_s": barrier_timeout_s, "cache_mb": cache_mb}
         options |= {"durability": durability, "journal_max_mb": journal_max_mb}
-        options |= {"write_behind_batches": write_behind_batches, "write_behind_ms": write_behind_ms}
+        options |= {"write_behind_batches": write_behind_batches, "write_behind_ms": write_behind_ms, "metrics_port": metrics_port}
         self._servers_section |= {name: value for name, value in options.items() if value is not None}
         self.servers: list[StorageServer] = []
         self.shards: list[LocalProcess] = []

@@ -1,6 +1,7 @@
 """The apply thread: takes committed batches, has the engine apply them, and answers. The only thread that changes rows."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from ..model.batch import ReceivedPart, RefusedStep, RowsWork
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 from ..owned_thread import OwnedThread
+from .apply_figures import ApplyFigures
 from .background import BackgroundWork
 from .changed_rows import ChangedRowsFinder
 from .committer import Committed, Handover
@@ -59,6 +61,7 @@ class Applier:
         self._others = OthersCount()
         self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
         self.applied = applied
+        self.figures = ApplyFigures()
 
     def _run(self) -> None:
         busy = False
@@ -69,7 +72,9 @@ class Applier:
                 continue  # its pushes have their answer
             try:
                 if batch is not None:
+                    started_s = time.perf_counter()
                     replies = self._apply(batch)
+                    self.figures.seconds.add(time.perf_counter() - started_s)
                     self.applied = batch.end
                     self._ingest.outcomes.settle(batch.work, replies)
                 elif self._wait_s() == 0:
@@ -102,6 +107,7 @@ class Applier:
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]
         stale = [part_staleness(part, self._tables) for _, part in parts]
+        self.figures.count_staleness(stale)
         k_and_epoch = split_version(batch.version)[::-1]
         holding = {id(push) for push, part in parts if part.prefetched}  # a trainer goes on when all parts of its push are released
         asked = [(part, of) for (push, part), of in zip(parts, stale, strict=True) if id(push) in holding]

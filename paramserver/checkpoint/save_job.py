@@ -57,6 +57,15 @@ class TableCut:
     erased: Ids | None
 
 
+@dataclass
+class SaveFigures:
+    """What became of a shard's saves since it started; `last_done_s` is a time of day in seconds since 1970, 0.0 for none."""
+
+    done: int = 0
+    failed: int = 0
+    last_done_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class SaveOrder:
     """What one shard was told to save: where to, on which base, with or without state.
@@ -90,11 +99,21 @@ class SaveJob:
         folder: for what is written over meanwhile.
         timeout_s: of one storage call.
         restore: rows that somebody deleted or wrote over in storage.
+        figures: told of its end.
     """
 
     def __init__(
-        self, order: SaveOrder, cut: Cut, tables: Sequence[TableCut], store: Store, folder: Path, timeout_s: float, restore: Restore
+        self,
+        order: SaveOrder,
+        cut: Cut,
+        tables: Sequence[TableCut],
+        store: Store,
+        folder: Path,
+        timeout_s: float,
+        restore: Restore,
+        figures: SaveFigures | None = None,
     ) -> None:
+        self._figures = figures or SaveFigures()
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
         self._tables, self._store, self._timeout_s, self._restore = tables, store, timeout_s, restore
@@ -136,6 +155,7 @@ class SaveJob:
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
             self.fragment = fragment
+            self._figures.done, self._figures.last_done_s = self._figures.done + 1, time.time()
             took_s, n_kept = time.monotonic() - begun, sum(map(len, self._kept.values()))
             log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, took_s, n_kept)
         except Exception as error:
@@ -147,6 +167,7 @@ class SaveJob:
     def _fail(self, text: str) -> None:
         if not self.error:
             self.error = text
+            self._figures.failed += 1
             log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
 
     def _save_table(self, table: TableCut, writer: ShardWriter) -> None:

@@ -25,7 +25,7 @@ from kvemb.stores.store import Store
 
 from ..engine.engine import Engine
 from ..model.tables import Tables
-from .save_job import Restore, SaveJob, SaveOrder, TableCut
+from .save_job import Restore, SaveFigures, SaveJob, SaveOrder, TableCut
 from .save_observer import SaveObserver
 
 Ids = NDArray[np.uint64]
@@ -67,6 +67,7 @@ class Saver:
         self._observer, self._committed_k, self._restore = observer, committed_k, restore
         self._finished: Fragment | None = None
         self._beginning = threading.Lock()
+        self.figures = SaveFigures()
 
     def begin(self, order: SaveOrder, deadline: Deadline) -> None:
         """Cut the shard and start to save it; told twice, it goes on with what it has begun or finished.
@@ -139,7 +140,7 @@ class Saver:
             state = self._tables.state(definition)
             erased = self._observer.erased_log.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
             tables.append(TableCut(definition, state.step, *state.arrays(), erased))
-        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self._restore)
+        return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self._restore, self.figures)
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

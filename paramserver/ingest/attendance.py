@@ -123,7 +123,12 @@ class Attendance:
             return self._sessions.to_save(), self._barrier.membership.members, self._barrier.membership.complete
 
     @property
-    def n_trainers(self) -> int:
-        """Trainers that are here."""
+    def trainers(self) -> list[str]:
+        """Names of the trainers that are here."""
         with self._state.changed:
-            return len(self._sessions.live)
+            return [session.trainer for session in self._sessions.live]
+
+    @property
+    def n_trainers(self) -> int:
+        """How many trainers are here."""
+        return len(self.trainers)

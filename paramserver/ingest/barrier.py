@@ -194,6 +194,11 @@ class Barrier:
         if self._on_lost != WAIT and not self.lost(now_s) and (text := self.waits_for(now_s)):
             raise BarrierError(f"{text}. Nothing of it was applied.")
 
+    def waited_s(self, now_s: float) -> float:
+        """How long the first push of a step has waited for the others; 0.0 where none waits."""
+        since_s = self._since_s()
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)
+
     def waits_for(self, now_s: float) -> str:
         """Say whom a step has waited for too long, or ""."""
         deadline_s = self._deadline_s()

@@ -99,6 +99,17 @@ class IngestState:
         return "; ".join(filter(None, (str(self.trouble), late)))
 
     @property
+    def step_wait_s(self) -> float:
+        """How long a sync step has waited for trainers; 0.0 where none waits. Any thread."""
+        with self.changed:
+            return 0.0 if self._barrier is None else self._barrier.waited_s(self.clock())
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether the shard takes new work: it has not failed, and does not drain. Any thread."""
+        return self.failure is None and not self.draining
+
+    @property
     def why_failed(self) -> str:
         """Why the shard stopped applying, or "". Any thread."""
         return str(self.failure) if self.failure is not None else ""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
+from kvemb.metrics.metrics_endpoint import MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
@@ -24,6 +25,7 @@ from ..checkpoint.saver import Saver
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause
+from ..figures.shard_metrics import ShardMetrics
 from ..journal import Position
 from ..recovery.claim_shard import require_owner, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
@@ -113,6 +115,7 @@ class Shard:
         self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
         self.address = self._server.address
+        self._metrics = self._make_metrics(observer)
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
@@ -133,11 +136,23 @@ class Shard:
         if not trouble:
             trouble = self._save()
         self._server.stop(_GRACE_S)
+        if self._metrics is not None:
+            self._metrics.close()
         self._store.close()
         self._parts.fenced_log.journal.close()
         self._parts.runs.close()
         self._data.close()
         return trouble
+
+    def _make_metrics(self, observer: SaveObserver) -> MetricsEndpoint | None:
+        """Open the port that Prometheus scrapes, on the host that the shard listens on."""
+        port = self._parts.config.servers.metrics_port_of(self._parts.shard)
+        if not port:
+            return None
+        figures = ShardMetrics(
+            self._parts, self._applier.figures, self._saver.figures, saving=lambda: observer.running, nodes=lambda: self._watch.seen
+        )
+        return MetricsEndpoint(figures, self.address.rpartition(":")[0], port, "Is another process there? See docs/operations.md.")
 
     def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
         parts = self._parts

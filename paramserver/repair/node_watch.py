@@ -9,12 +9,14 @@ by its next batch. One without batches would stay, hold its port and answer ques
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.stores.store import Store
+from kvemb.stores.repairable import LostNode
+from kvemb.stores.store import NodeStats, Store
 
 from ..owned_thread import OwnedThread
 
@@ -23,6 +25,22 @@ MARKERS_INTERVAL_S = 1.0  # at least, between two looks at the markers
 _SHARE_OF_TIME = 50  # of which one is spent on looking: a Redis Cluster has thousands of markers
 _LONGEST_PAUSE_S = 20.0  # a look that a stopped process or a swapping host drew out says nothing about the next one
 log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True, eq=False)
+class NodesSeen:
+    """The nodes as the watch saw them last.
+
+    Args:
+        stats: what they say of themselves.
+        lost: why a node is lost, by address.
+        known: whether the last look at the markers came to an end; else `lost` says nothing.
+    """
+
+    stats: Sequence[NodeStats] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+    known: bool = False
+
 
 Lost = Callable[[str, NodeLostError], None]
 """Told of a node, by its address, and of what it has lost."""
@@ -68,6 +86,7 @@ class NodeWatch:
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
         self.thread = OwnedThread(self._run, name="kvemb-node-watch")
         self._before: dict[str, int] = {}
+        self.seen = NodesSeen()
         self._trouble = ""  # of asking whose the shard is
 
     def start(self) -> None:
@@ -79,8 +98,9 @@ class NodeWatch:
         """Compare the counters with those seen before. A node that does not answer is looked at next time."""
         try:
             nodes = self._store.stats(Deadline.after(self._timeout_s))
-        except KvembError:
-            return
+        except KvembError as error:
+            nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.addresses]
+        self.seen = replace(self.seen, stats=nodes)
         for node in nodes:
             if node.error:
                 continue
@@ -88,17 +108,17 @@ class NodeWatch:
             before = self._before.setdefault(node.address, counted)
             self._before[node.address] = counted  # a restarted server counts from 0 again; its marker tells of the restart
             if counted > before:
-                error = NodeLostError(
+                lost = NodeLostError(
                     f"node {node.address}: has thrown {counted - before} keys away since it was looked at last (evictions, or moved "
                     "slab pages). Rows are lost there; nothing was re-initialised. Was its eviction policy or memory changed while it ran?"
                 )
-                log.error("%s", error)
-                self._evicted(node.address, error)
+                log.error("%s", lost)
+                self._evicted(node.address, lost)
 
     def look_for_lost_nodes(self) -> bool:
         """Look at every node's marker; return whether all of them answered."""
         try:
-            if self._store.lost_nodes(Deadline.after(self._timeout_s)):
+            if self._see_lost_nodes():
                 self._lost()
             else:
                 self._whole()
@@ -108,6 +128,15 @@ class NodeWatch:
             log.warning("%s", error)
             return False
         return True
+
+    def _see_lost_nodes(self) -> list[LostNode]:
+        try:
+            lost = self._store.lost_nodes(Deadline.after(self._timeout_s))
+        except KvembError:
+            self.seen = replace(self.seen, known=False)
+            raise
+        self.seen = replace(self.seen, lost={node.address: node.why for node in lost}, known=True)
+        return lost
 
     def look_at_copies(self) -> None:
         """Have damaged copies mended; nodes that do not answer are looked at next time."""

@@ -40,6 +40,8 @@ from .handlers import Handlers
 from .stream_limits import MAX_STREAMS, Streams
 
 MAX_WAITING_CALLS = 48
+LIVE = "live"
+"""The name under which gRPC's health service says that the process is there, whatever it can do."""
 _LONGEST_WAIT_S = 3600.0  # of a call whose caller gave no deadline
 _SPARE_THREADS = 16  # answer hello, status and health while every stream and every waiting call is taken
 _OPTIONS = (
@@ -85,10 +87,11 @@ class Server:
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
-        """Set what the health service answers."""
+        """Set what the health service answers: to those who ask for `LIVE` that the process is there, to others whether it takes pushes."""
         states = health_pb2.HealthCheckResponse
         for name in ("", SERVICE):
             self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+        self._health.set(LIVE, states.SERVING)
 
     def stop(self, grace_s: float) -> None:
         """End every call, those still under way after the grace time by force, and the threads."""

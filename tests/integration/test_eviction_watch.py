@@ -2,17 +2,21 @@
 
 import time
 
+import grpc
 import numpy as np
 import pytest
 import redis
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from memory_store import MemoryStore
 
 import kvemb
 from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
+from kvemb.protocol.messages import SERVICE
 from kvemb.stores.store import NodeStats
 from paramserver.repair.node_watch import NodeWatch
+from paramserver.rpc.service import LIVE
 
 
 class CountingStore(MemoryStore):
@@ -49,7 +53,7 @@ def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_loo
     assert "node-0:1: has thrown 3 keys away" in said[0]
 
 
-def test_a_shard_stops_when_a_node_evicts() -> None:
+def test_a_shard_stops_when_a_node_evicts_and_is_then_live_but_not_ready() -> None:
     with LocalCluster("redis", 1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
         table = cluster.create_table("t", dim=64, optimizer=kvemb.optim.sgd(lr=1.0))
         table.push(np.arange(1000), np.ones((1000, 64)))
@@ -67,3 +71,8 @@ def test_a_shard_stops_when_a_node_evicts() -> None:
             time.sleep(0.05)
         with pytest.raises(ShardFailedError, match=r"keys away.*maxmemory-policy is volatile-ttl"):
             table.push([1], np.ones((1, 64))).wait_applied(timeout_s=20)
+        states = health_pb2.HealthCheckResponse
+        with grpc.insecure_channel(cluster.config.servers.shards[0]) as channel:
+            ask = health_pb2_grpc.HealthStub(channel).Check
+            answers = {name: ask(health_pb2.HealthCheckRequest(service=name), timeout=20).status for name in ("", SERVICE, LIVE)}
+        assert answers == {"": states.NOT_SERVING, SERVICE: states.NOT_SERVING, LIVE: states.SERVING}

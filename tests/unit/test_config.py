@@ -81,6 +81,16 @@ def test_write_behind_needs_a_cache_and_async_mode() -> None:
             config.parse(tree("parameter_servers", {"shards": ["c:7000"], "write_behind_batches": 4, **others}), {})
 
 
+def test_shards_of_one_host_are_scraped_on_ports_side_by_side_and_never_on_another_servers() -> None:
+    shards = ["c:7000", "d:7000", "c:7001"]
+    servers = config.parse(tree("parameter_servers", {"shards": shards, "metrics_port": 9470}), {}).servers
+    assert [servers.metrics_port_of(shard) for shard in range(3)] == [9470, 9470, 9471]
+    assert config.parse(tree("parameter_servers", {"shards": shards}), {}).servers.metrics_port_of(2) == 0
+    for port, why in ((6999, "another server has"), (65535, "does not exist")):
+        with pytest.raises(ConfigError, match=rf"^parameter_servers.metrics_port: shard . would be scraped .* {why}"):
+            config.parse(tree("parameter_servers", {"shards": shards, "metrics_port": port}), {})
+
+
 def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None:
     with pytest.raises(ConfigError, match=r"^parameter_servers.durability: got 'none', expected fsync \(.* or os \("):
         config.parse(tree("parameter_servers", {"shards": ["c:7000"], "durability": "none"}), {})
@@ -136,6 +146,9 @@ def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None
         ("parameter_servers.on_lost_trainer", "drop", "parameter_servers.on_lost_trainer: has an effect in sync mode only"),
         ("parameter_servers.on_lost_trainer", "kill", "parameter_servers.on_lost_trainer.*abort, wait, drop"),
         ("parameter_servers.data_dir", None, "parameter_servers.data_dir"),
+        ("parameter_servers.metrics_port", -1, "parameter_servers.metrics_port.*expected a port"),
+        ("parameter_servers.metrics_port", True, "parameter_servers.metrics_port.*expected a port"),
+        ("parameter_servers.metrics_port", 65536, "parameter_servers.metrics_port.*expected a port"),
         ("parameter_servers.write_behind_batches", -1, "parameter_servers.write_behind_batches.*whole number from 0"),
         ("parameter_servers.write_behind_batches", True, "parameter_servers.write_behind_batches"),
         ("parameter_servers.write_behind_ms", 0, "parameter_servers.write_behind_ms.*whole number from 1"),

@@ -1,0 +1,36 @@
+"""How long a connection's pulls took, by table: counted once somebody wants to know, and not before."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvemb.datapath.pull import PullRequest
+from kvemb.metrics.bucket_counts import SECONDS, BucketCounts
+
+
+class PullTimes:
+    """Times of pulls. A pull of several tables counts whole for each of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.counted = False
+        self._lock, self._tables = threading.Lock(), dict[str, BucketCounts]()
+
+    def count(self) -> None:
+        """Count from now on."""
+        self.counted = True
+
+    @contextmanager
+    def of(self, requests: Sequence[PullRequest]) -> Iterator[None]:
+        """Take the time of a pull; one that fails is not counted."""
+        started_s = time.perf_counter()
+        yield
+        took_s = time.perf_counter() - started_s
+        with self._lock:
+            for request in requests:
+                self._tables.setdefault(request.definition.name, BucketCounts(SECONDS)).add(took_s)
+
+    def tables(self) -> list[tuple[str, BucketCounts]]:
+        """Return what was counted of each table, by name."""
+        with self._lock:
+            return sorted(self._tables.items())

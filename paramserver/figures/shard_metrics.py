@@ -1,0 +1,106 @@
+"""One shard's figures, for prometheus-client's registries. Reads what others count; asks nobody, and changes nothing.
+
+Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's conventions: base units, `_total` for what only grows.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvemb.metrics.metric_families import MetricFamilies
+
+from ..apply.apply_figures import ApplyFigures
+from ..checkpoint.save_job import SaveFigures
+from ..recovery.shard_parts import ShardParts
+from ..repair.node_watch import NodesSeen
+from .node_metrics import add_nodes
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+
+@dataclass(frozen=True, eq=False)
+class ShardMetrics:
+    """The collector of one shard. Any thread.
+
+    Args:
+        parts: of the shard.
+        applies: counted by its apply thread.
+        saves: counted by its saves.
+        saving: whether one is under way.
+        nodes: the storage nodes, as this shard saw them last.
+    """
+
+    parts: ShardParts
+    applies: ApplyFigures
+    saves: SaveFigures
+    saving: Callable[[], bool]
+    nodes: Callable[[], NodesSeen]
+
+    def collect(self) -> "Iterable[Metric]":
+        """Return every family as it is now."""
+        families = MetricFamilies({"cluster": self.parts.config.cluster, "shard": str(self.parts.shard)})
+        self._add_state(families)
+        self._add_work(families)
+        self._add_memory(families)
+        self._add_journal(families)
+        self._add_history(families)
+        add_nodes(families, self.nodes())
+        return families
+
+    def _add_state(self, to: MetricFamilies) -> None:
+        ingest = self.parts.ingest
+        to.gauge("kvemb_shard_ready", "Whether the shard takes pushes.", ingest.state.takes_pushes)
+        to.gauge("kvemb_shard_failed", "Whether the shard has stopped applying until it is restarted.", bool(ingest.state.why_failed))
+        waits = bool(str(ingest.state.trouble)) and not ingest.state.why_failed
+        to.gauge("kvemb_shard_retrying", "Whether storage or the journal's disk makes the shard wait.", waits)
+        to.gauge("kvemb_shard_step_wait_seconds", "How long a sync step has waited for trainers.", ingest.state.step_wait_s)
+        to.gauge("kvemb_shard_epoch", "Epoch of the versions that the shard writes.", self.parts.engine.epoch)
+        here = [({"trainer": name}, 1.0) for name in ingest.attendance.trainers]
+        to.gauge("kvemb_shard_trainer_connected", "1 for every trainer that has said hello and not yet goodbye.", here)
+
+    def _add_work(self, to: MetricFamilies) -> None:
+        parts = self.parts
+        pending, lag_s = parts.ingest.backlog.n_and_age_s()
+        to.gauge("kvemb_shard_batch", "Number of the last batch applied in this epoch.", parts.engine.k)
+        to.counter("kvemb_shard_rows_applied_total", "Rows applied, by all processes of this shard together.", parts.engine.rows_applied)
+        to.gauge("kvemb_shard_pending_parts", "Pushes and row changes that are taken and not applied.", pending)
+        to.gauge("kvemb_shard_lag_seconds", "Age of the oldest push that is not applied.", lag_s)
+        text = "Time from a batch's turn until it was stored, waits for storage included."
+        to.histogram("kvemb_shard_apply_seconds", text, [({}, self.applies.seconds)])
+        text = "Batches of the shard between the pull that a push was computed from and its apply."
+        to.histogram("kvemb_push_staleness_batches", text, [({}, self.applies.staleness)])
+
+    def _add_memory(self, to: MetricFamilies) -> None:
+        tables, cache = self.parts.tables.all(), self.parts.tables.cache_budget
+        by_table = [({"table": state.definition.name}, state) for state in tables]
+        to.gauge("kvemb_shard_rows", "Rows that exist.", [(labels, state.n_rows) for labels, state in by_table])
+        to.gauge("kvemb_shard_steps", "Applies of the table's optimizer.", [(labels, state.step) for labels, state in by_table])
+        to.counter("kvemb_shard_cache_lookups_total", "Rows that were looked for in the shard's cache.", cache.n_lookups)
+        to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
+        to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)
+        to.gauge("kvemb_shard_cache_limit_bytes", "Memory that it may use.", cache.limit_bytes)
+        behind = self.parts.engine.behind
+        to.gauge("kvemb_shard_dirty_rows", "Applied rows that are not written to storage yet.", 0 if behind is None else behind.n_rows)
+
+    def _add_journal(self, to: MetricFamilies) -> None:
+        limit_bytes = self.parts.config.servers.journal_max_mb << 20
+        to.gauge("kvemb_shard_journal_bytes", "Size of the journal.", self.parts.fenced_log.journal.size_bytes)
+        to.gauge("kvemb_shard_journal_limit_bytes", "Size at which the shard takes a local snapshot.", limit_bytes)
+        disk = os.statvfs(self.parts.config.servers.data_dir)
+        to.gauge("kvemb_shard_disk_free_bytes", "Room on the journal's disk for the shard.", disk.f_bavail * disk.f_frsize)
+        to.gauge("kvemb_shard_disk_bytes", "Size of the journal's disk.", disk.f_blocks * disk.f_frsize)
+
+    def _add_history(self, to: MetricFamilies) -> None:
+        repairs, saves, recovered = self.parts.repairer.figures, self.saves, self.parts.recovered
+        to.counter("kvemb_shard_repaired_nodes_total", "Repairs of nodes that the shard has had a part in.", repairs.nodes)
+        to.counter("kvemb_shard_repaired_rows_total", "Rows that storage had lost and the shard has rewritten.", repairs.rows)
+        to.gauge("kvemb_shard_repairing", "Whether the shard repairs a node now.", bool(repairs.now))
+        ended = [({"outcome": "done"}, float(saves.done)), ({"outcome": "failed"}, float(saves.failed))]
+        to.counter("kvemb_shard_saves_total", "Saves of a checkpoint that have ended.", ended)
+        to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self.saving())
+        last: list[tuple[dict[str, str], float]] = [({}, saves.last_done_s)] if saves.last_done_s else []
+        to.gauge("kvemb_shard_last_save_timestamp_seconds", "When the shard last finished its part of a checkpoint.", last)
+        to.gauge("kvemb_shard_recovered_rows", "Rows that the shard replayed from its journal when it started.", recovered.rows)
+        to.gauge("kvemb_shard_recovery_seconds", "How long that took.", recovered.seconds)
