@@ -11,6 +11,7 @@ lifetimes of a node's data never have the same marker: a batch that began before
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import msgpack
@@ -64,6 +65,10 @@ class Marker:
 
     def encode(self) -> bytes:
         """The bytes stored under the marker's key."""
+        return self._encoded
+
+    @cached_property  # every batch compares it
+    def _encoded(self) -> bytes:
         body = [self.cluster_id, self.node, self.generation, self.map_digest, self.topology_epoch, self.run_id]
         if self.repair:
             body += [self.repair, self.repairing]

@@ -72,7 +72,7 @@ class BucketKeys(RowKeys):
     n_buckets: int
 
     def __getitem__(self, rows: slice) -> "BucketKeys":
-        return self._some(rows)
+        return self if rows == slice(0, len(self.ids)) else self._some(rows)
 
     def take(self, order: NDArray[np.intp]) -> "BucketKeys":
         return self._some(order)

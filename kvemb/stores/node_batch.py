@@ -68,6 +68,9 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray
     locality = keys.locality()
     if nodes is None and locality is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
         return Grouped(keys, None, [(0, slice(0, len(keys)))] if len(keys) else [])
+    if nodes is None and kinds is None and locality is not None:
+        order = np.argsort(locality, kind="stable")
+        return Grouped(keys.take(order), order, [(0, slice(0, len(keys)))])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
     wide = nodes if kinds is None else nodes * (int(kinds.max(initial=0)) + 1) + kinds
     rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)

@@ -30,11 +30,14 @@ def matches(block: Bytes, at: int, pattern: bytes) -> NDArray[np.bool_]:
 
 def matches_at(data: Bytes, starts: NDArray[np.intp], pattern: bytes, room: int) -> NDArray[np.bool_]:
     """Return at which of the given positions of data the pattern lies: bool [k]. Behind every position must be `room` bytes."""
-    good = np.ones(len(starts), dtype=bool)
+    good: NDArray[np.bool_] | None = None
     for offset, width, mask, value in _words(pattern, room) if len(starts) else ():
         words = pieces(data[offset:], width, f"<u{width}")[starts]
-        good &= (words if mask is None else words & mask) == value
-    return good
+        if mask is not None:
+            words &= mask
+        right: NDArray[np.bool_] = words == value
+        good = right if good is None else np.logical_and(good, right, out=good)
+    return np.ones(len(starts), dtype=bool) if good is None else good
 
 
 @cache

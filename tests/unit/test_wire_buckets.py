@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ProtocolError
 from kvemb.schema.buckets import BucketKeys
+from kvemb.schema.keys import coalesce_keys
 from kvemb.stores.node_batch import NodeSteps, group_by_node, raise_row_errors, unexpected_value
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import RowsStep, UnexpectedValueError
@@ -18,6 +19,7 @@ from kvemb.wire.resp.resp_codec import RespCodec
 from tests.unit.resp_words import first_command
 
 ASK = b"*1\r\n$6\r\nASKING\r\n"
+FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
 TRAILING = b"*2\r\n$-1\r\n$76\r\n"
 
 
@@ -115,6 +117,39 @@ def test_golden_requests() -> None:
     rows = b"".join(b"$8\r\n%s\r\n$70\r\n%s\r\n" % (field, bytes(record)) for field, record in zip(fields, records, strict=True))
     assert sent["write"] == b"*6\r\n$4\r\nHSET\r\n$8\r\ntab{DLH}\r\n" + rows
     assert sent["erase"] == ASK + b"*4\r\n$4\r\nHDEL\r\n$8\r\ntab{DLH}\r\n" + b"".join(b"$8\r\n%s\r\n" % field for field in fields)
+
+
+def command_by_command(name: bytes, keys: BucketKeys, values: list[bytes], filler: bytes, ask: bytes) -> bytes:
+    """The same requests, written one word after another."""
+    names, fields, at, out = [bytes(key) for key in keys.encode()], [bytes(field) for field in keys.fields()], 0, b""
+    while at < len(names):
+        end = at + 1
+        while end < len(names) and names[end] == names[at] and end - at < 1024:
+            end += 1
+        words = [name, names[at], *([b"-", filler] if filler else [])]
+        for row in range(at, end):
+            words += [fields[row], *values[row : row + 1]]
+        out += ask + b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+        at = end
+    return out
+
+
+@pytest.mark.parametrize("ask", [b"", ASK])
+@pytest.mark.parametrize("n_tables", [1, 3])
+@pytest.mark.parametrize("n_buckets", [1, 4, 256, 1 << 13, 1 << 15])  # the heads of few are kept, those of many made each time
+def test_requests_are_those_that_are_written_word_by_word(n_buckets: int, n_tables: int, ask: bytes) -> None:
+    ids = np.random.default_rng(n_buckets).integers(0, 1 << 63, 1020, dtype=np.uint64)  # runs of 1 to 1,020 rows, one request
+    tables = [BucketKeys(b"t%02d" % number, ids[number::n_tables], n_buckets) for number in range(n_tables)]
+    keys = group_by_node(coalesce_keys(tables), None).keys
+    assert isinstance(keys, BucketKeys)
+    codec = RespCodec(asking=bool(ask))
+    done, short = np.zeros(len(keys), np.uint8), np.random.default_rng(0).integers(0, 255, (len(keys), 20), dtype=np.uint8)
+    for name, steps, values, filler in (
+        (b"HMGET", codec.read_steps(keys, 20, np.empty_like(short), done.view(bool), None), [], b""),
+        (b"HSET", codec.write_steps(keys, RecordsToWrite(short), None, done), [bytes(row) for row in short], FILLER),
+        (b"HDEL", codec.erase_steps(keys, done), [], b""),
+    ):
+        assert b"".join(bytes(step.request) for step in steps) == command_by_command(name, keys, values, filler, ask)
 
 
 def test_a_bucket_of_short_records_gets_a_long_field_that_is_no_row() -> None:

@@ -44,12 +44,12 @@ class NodeRows:
             grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), kinds)
             result = self._empty_result(part, grouped)
             results.append(result)
-            keys = grouped.keys
             for node, rows in grouped.shares:
                 tokens = None if result.tokens is None else result.tokens[rows]
                 foreign = None if result.foreign is None else result.foreign[rows]
-                steps = self._codec.read_steps(keys[rows], part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
-                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+                keys = grouped.keys[rows]
+                steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
+                plan.append((node, NodeSteps(self._links.map.addresses[node], keys, steps)))
         self._run(plan, deadline, repair)
         return results
 

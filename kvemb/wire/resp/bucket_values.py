@@ -17,7 +17,7 @@ from kvemb.wire.replies import RowsReader, UnexpectedValueError
 
 MISS = b"$-1\r\n"
 MOST_ROWS = 4096  # of a run
-_WORD = 8
+WORD_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,15 @@ class BucketRuns:
     @cached_property
     def sizes(self) -> NDArray[np.intp]:
         """Rows of each run: intp [k]."""
-        return np.diff(self.firsts, append=self.n_rows)
+        return run_sizes(self.firsts, self.n_rows)
+
+
+def run_sizes(firsts: NDArray[np.intp], n_rows: int) -> NDArray[np.intp]:
+    """Return the rows of each run, given the first row of each and how many there are in all: intp [k]."""
+    sizes = np.empty_like(firsts)
+    np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
+    sizes[-1:] = n_rows - firsts[-1:]
+    return sizes
 
 
 @dataclass(eq=False)
@@ -70,7 +78,9 @@ class BucketValuesReply(RowsReader):
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
         sizes = self.runs.sizes
-        self._before = len(self.asked) + _announcement_texts().lengths[sizes]
+        self._before = announcement_texts().lengths.take(sizes)
+        if self.asked:
+            self._before += len(self.asked)
         # Where each row's value would begin if none were missing: everything before it has a known length.
         self._places = np.arange(self.n_rows) * self._stride + np.repeat(np.cumsum(self._before), sizes)
 
@@ -96,13 +106,24 @@ class BucketValuesReply(RowsReader):
 
     def _take_values(self, data: Bytes) -> int:
         """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
+        if self._value_is_cut(data):
+            return 0
         most = len(data) // len(MISS) + 1  # rows that can have come, so that small pieces of a large reply cost little each
-        places = self._places[self._at : self._at + most] - self._base
-        n_whole = int(np.searchsorted(places, len(data) - self._stride, side="right"))
-        if n_whole and self._in_order(data, places[:n_whole]).all():
+        places = self._places[self._at : self._at + most]
+        if base := self._base:
+            places = places - base
+        n_whole = int(places.searchsorted(len(data) - self._stride, side="right"))
+        if n_whole and self._all_in_order(data, places[:n_whole]):
             self._keep(data, places[:n_whole], None)
             return int(places[n_whole - 1]) + self._stride
         return self._take_mixed(data, places)
+
+    def _value_is_cut(self, data: Bytes) -> bool:
+        """Whether nothing or the next value's beginning is all that is there: by far the most frequent end of a feed."""
+        if len(data) >= self._stride + (int(self._before[self._announced]) if self._run_waits() else 0):
+            return False
+        begin = self.asked + b"*%d\r\n" % self.runs.sizes[self._announced] + self._head if self._run_waits() else self._head
+        return data[: len(begin)].tobytes() == begin[: len(data)]
 
     @property
     def _base(self) -> int:
@@ -114,25 +135,31 @@ class BucketValuesReply(RowsReader):
         """Whether the next row is the first of a run whose announcement has not come."""
         return self._announced < len(self.runs) and int(self.runs.firsts[self._announced]) == self._at
 
-    def _in_order(self, data: Bytes, places: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """At which of these places a value lies, and the announcement of its run before it where it is the first."""
-        good = matches_at(data, places, self._head, self._stride)
-        good &= matches_at(data[self._stride - len(EOL) :], places, EOL, len(EOL))
+    def _all_in_order(self, data: Bytes, places: NDArray[np.intp]) -> bool:
+        """Whether a value lies at each of these places, and the announcement of its run before it where it is the first."""
+        first, last = int(places[0]), int(places[-1])
+        end = last + self._stride - len(EOL)
+        if data[first : first + len(self._head)].tobytes() != self._head or data[end : end + len(EOL)].tobytes() != EOL:
+            return False
+        # Before every other value's head a line ends, the last value's or that of an announcement: both in few machine words.
+        if not matches_at(data, places[1:] - len(EOL), EOL + self._head, self._stride + len(EOL)).all():
+            return False
+        good = np.ones(len(places), dtype=bool)
         self._check_announcements(data, places, good)
-        return good
+        return bool(good.all())
 
     def _check_announcements(self, data: Bytes, places: NDArray[np.intp], good: NDArray[np.bool_]) -> None:
-        last = int(np.searchsorted(self.runs.firsts, self._at + len(places)))
+        last = int(self.runs.firsts.searchsorted(self._at + len(places)))
         rows = self.runs.firsts[self._announced : last] - self._at
         if not len(rows):
             return
         sizes = self.runs.sizes[self._announced : last]
         starts = places[rows] - self._before[self._announced : last]
-        texts = _announcement_texts()
-        words = pieces(data[len(self.asked) :], _WORD, "<u8")[starts]  # a value or a miss follows, so there are as many bytes
+        texts = announcement_texts()
+        words = pieces(data[len(self.asked) :], WORD_BYTES, "<u8")[starts]  # a value or a miss follows, so there are as many bytes
         right = (words & texts.masks[sizes]) == texts.words[sizes]
         if self.asked:
-            right &= matches_at(data, starts, self.asked, _WORD + len(self.asked))
+            right &= matches_at(data, starts, self.asked, WORD_BYTES + len(self.asked))
         good[rows] &= right
 
     def _keep(self, data: Bytes, places: NDArray[np.intp], missing: NDArray[np.bool_] | None) -> None:
@@ -148,7 +175,7 @@ class BucketValuesReply(RowsReader):
                 self._values[self._at + hits] = pieces(data[len(self._head) :], size)[places[hits]]
             self.found[rows] = ~missing
         self._at = rows.stop
-        self._announced = int(np.searchsorted(self.runs.firsts, self._at))
+        self._announced = int(self.runs.firsts.searchsorted(self._at))
 
     def _take_mixed(self, data: Bytes, places: NDArray[np.intp]) -> int:
         """Values and misses in any order: the misses are searched, and everything between them must be in order."""
@@ -244,7 +271,7 @@ def _genuine(at: NDArray[np.intp], places: NDArray[np.intp], less: int) -> NDArr
 
 
 @dataclass(frozen=True, eq=False)
-class _Announcements:
+class Announcements:
     """What announces an array of so many values (`*123\\r\\n`), by their number: its length, and its bytes as one word with a mask."""
 
     lengths: NDArray[np.intp]
@@ -253,8 +280,8 @@ class _Announcements:
 
 
 @cache
-def _announcement_texts() -> _Announcements:
-    texts = [b"*%d\r\n" % n for n in range(MOST_ROWS + 1)]
+def announcement_texts() -> Announcements:
+    texts = [b"*%d\r\n" % n for n in range(2 * MOST_ROWS + 5)]  # a command that writes has two words for each row, and up to four more
     lengths = np.array([len(text) for text in texts])
     words = np.array([int.from_bytes(text, "little") for text in texts], dtype=np.uint64)
-    return _Announcements(lengths, words, np.array([(1 << 8 * len(text)) - 1 for text in texts], dtype=np.uint64))
+    return Announcements(lengths, words, np.array([(1 << 8 * len(text)) - 1 for text in texts], dtype=np.uint64))
