@@ -77,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("shard", help="run one parameter-server shard; `kvemb shard --help` shows its options")
     status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
     status.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    status.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+    status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
     status.set_defaults(run=_status)
+    _add_table_verbs(verbs)
     repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
     repair.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
@@ -91,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
     drop.set_defaults(run=_drop)
     _add_checkpoint_verbs(verbs)
     return parser
+
+
+def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    tables = verbs.add_parser("tables", help="list the tables: rows, steps, bytes")
+    show = verbs.add_parser("show", help="show one row: values, version, where it is, and whether shard and storage agree")
+    show.add_argument("table", help="its table")
+    show.add_argument("id", type=int, help="its id")
+    for verb, name in ((tables, "tables_command"), (show, "show_command")):
+        verb.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+        verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+        verb.set_defaults(run=_table_verb, command=name)
 
 
 def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -152,13 +166,15 @@ def _shard(words: Sequence[str]) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from kvemb.config import load
-    from kvemb.status.cluster_status import survey
-    from kvemb.status.status_tables import healthy, render
+    from kvemb.commands.status_command import status_command
 
-    status = survey(load(args.config, os.environ))
-    print(render(status))
-    return 0 if healthy(status) else 1
+    return status_command(args)
+
+
+def _table_verb(args: argparse.Namespace) -> int:
+    from kvemb.commands import table_commands
+
+    return int(getattr(table_commands, args.command)(args))
 
 
 def _repair(args: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from kvemb.protocol.messages import (
     IdsReply,
     IdsRequest,
     ProgressReply,
+    ShowRowReply,
+    ShowRowRequest,
     StatusReply,
     StepReply,
     TableReply,
@@ -68,6 +70,10 @@ class ShardQuestions:
         """Return each shard's state, or why it could not be asked."""
         requests = [Empty()] * len(self._servers)
         return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
+
+    def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
+        """Return what a shard knows of a row."""
+        return self._servers.call(shard, "ShowRow", ShowRowRequest(table, row_id), ShowRowReply, self._deadline(timeout_s))
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
         """Return how far each shard has come."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
+    from kvemb.client.shard_questions import ShardQuestions
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
@@ -69,6 +70,11 @@ class Cluster:
         """The cluster's id as its shards know it: 16 bytes."""
         servers = self._access.require_shards("cluster_id").servers
         return servers.describe(self._config, Deadline.of_caller(self._config.storage.timeout_s)).cluster_id
+
+    @property
+    def questions(self) -> ShardQuestions:
+        """What the shards can be asked: for commands and tools; none of it changes anything."""
+        return self._access.require_shards("questions").questions
 
     @property
     def mode(self) -> str:

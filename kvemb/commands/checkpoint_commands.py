@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import absolute_url
@@ -12,6 +11,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
 from kvemb.commands.progress_meter import ProgressMeter
+from kvemb.commands.text_table import text_table
 from kvemb.errors import InvalidInputError
 
 
@@ -72,7 +72,7 @@ def ls_command(args: argparse.Namespace) -> int:
         print("no checkpoints")
         return 1
     rows = [("NAME", "SAVED", "KIND", "ROWS", "MB", "SHARDS", "BUILT ON"), *map(_line, found)]
-    _print_table(rows)
+    print(text_table(rows))
     if len(found) == 1 and found[0].manifest is not None and absolute_url(args.url) == found[0].url:
         _print_contents(found[0].manifest)
     return 0 if all(one.manifest is not None for one in found) else 1
@@ -106,23 +106,25 @@ def verify_command(args: argparse.Namespace) -> int:
             timeout_s=cluster.config.storage.timeout_s,
             progress=lambda done, total: meter("comparing", done, total),
         )
-    _print_table(
-        [
-            ("TABLE", "ROWS", "SAME", "NEWER", "DIFFERENT", "MISSING", "IN CLUSTER", "FIRST BAD ID"),
-            *(
-                (
-                    r.table,
-                    r.n_rows,
-                    r.n_same,
-                    r.n_newer,
-                    r.n_different,
-                    r.n_missing,
-                    counts.get(r.table, 0),
-                    "-" if r.first is None else r.first,
-                )
-                for r in results
-            ),
-        ]
+    print(
+        text_table(
+            [
+                ("TABLE", "ROWS", "SAME", "NEWER", "DIFFERENT", "MISSING", "IN CLUSTER", "FIRST BAD ID"),
+                *(
+                    (
+                        r.table,
+                        r.n_rows,
+                        r.n_same,
+                        r.n_newer,
+                        r.n_different,
+                        r.n_missing,
+                        counts.get(r.table, 0),
+                        "-" if r.first is None else r.first,
+                    )
+                    for r in results
+                ),
+            ]
+        )
     )
     return 0 if all(result.good for result in results) else 1
 
@@ -155,13 +157,6 @@ def _print_contents(manifest: CheckpointManifest) -> None:
         n_rows = sum(file.rows for file in manifest.files if (file.table, file.role) == (definition.name, "rows"))
         steps = f"{min(table.steps):,} to {max(table.steps):,}" if min(table.steps) != max(table.steps) else f"{table.steps[0]:,}"
         rows.append((definition.name, definition.dim, definition.dtype, definition.optimizer.kind, f"{n_rows:,}", steps))
-    _print_table(rows)
+    print(text_table(rows))
     if manifest.extra:
         print(f"extra: {json.dumps(manifest.extra)}")
-
-
-def _print_table(rows: Iterable[tuple[object, ...]]) -> None:
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    for row in texts:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -139,6 +139,10 @@ class RecordCache:
         pinned: NDArray[np.bool_] = (at >= 0) & self._pinned[at]
         return pinned
 
+    def peek(self, ids: Ids) -> NDArray[np.int64]:
+        """Return places as `find` does, -1 for none; it does not count as use."""
+        return self._look(ids)
+
     def pinned(self) -> tuple[NDArray[np.int64], Ids]:
         """Return places and ids of the rows that are pinned."""
         at = np.flatnonzero(self._pinned[: self._n_taken])

@@ -328,6 +328,59 @@ class LoadRequest(Message):
     begin: bool
 
 
+@dataclass(frozen=True, eq=False)
+class ShowRowRequest(Message):
+    """What does this shard know of one row? The id as uint64."""
+
+    table: str
+    id: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShowRowReply(Message):
+    """One row as its shard knows it, between two batches.
+
+    Args:
+        version: of the index; 0 where the row does not exist.
+        cached: the record that the shard's cache holds, b"" where it holds none.
+        dirty: whether storage does not have that record yet.
+        k: the last batch that the shard has applied.
+    """
+
+    version: int
+    cached: bytes
+    dirty: bool
+    k: int
+
+
+@dataclass(frozen=True, eq=False)
+class ExamineReply(Message):
+    """A shard's process and host, as `kvemb doctor` wants to know them.
+
+    Args:
+        version: of kvemb.
+        now_s: time of day there, in seconds since 1970.
+        shards, nodes: the addresses of the kvemb.yaml that it was started with.
+        durability: likewise.
+        sync_s: how long a small write to the journal's disk took until it was durable; the median of several.
+        disk_free, disk_bytes: of that disk, as far as the shard may use it.
+        open_files, most_files: of the process, now and at most.
+        journal_max_bytes: size at which the journal is cut.
+    """
+
+    version: str
+    now_s: float
+    shards: list[str]
+    nodes: list[str]
+    durability: str
+    sync_s: float
+    disk_free: int
+    disk_bytes: int
+    open_files: int
+    most_files: int
+    journal_max_bytes: int
+
+
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()

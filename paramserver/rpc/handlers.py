@@ -42,6 +42,7 @@ from ..ingest.validation import check_part, check_prefetched, check_rows, find_s
 from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
+from .inspection_handlers import InspectionHandlers
 from .push_parts import PushReceiver
 from .stream_limits import BytesInHand
 
@@ -51,12 +52,13 @@ log = logging.getLogger("paramserver")
 
 
 class Handlers:
-    """The verbs of one shard, but for checkpoints and drops. Thread-safe. Every verb takes its request, and how long the caller waits."""
+    """The verbs of one shard, but for checkpoints, drops, inspection. Thread-safe. Each takes its request and how long the caller waits."""
 
     def __init__(self, parts: ShardParts, background: BackgroundWork) -> None:
         self._parts, self._background = parts, background
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
+        self.inspection = InspectionHandlers(parts)
         self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.ingest)
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:

@@ -32,6 +32,7 @@ from kvemb.protocol.messages import (
     RowsRequest,
     SaveRequest,
     SaveStatusRequest,
+    ShowRowRequest,
     TableRequest,
 )
 
@@ -124,6 +125,8 @@ class Server:
             "Load": self._unary(LoadRequest, checkpoints.load, waits=True),
             "Compare": self._unary(CompareRequest, handlers.compare, waits=True),
             "Repair": self._unary(RepairRequest, handlers.repair, waits=True),
+            "ShowRow": self._unary(ShowRowRequest, handlers.inspection.show_row, waits=True),
+            "Examine": self._unary(Empty, handlers.inspection.examine, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
         return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}

@@ -73,6 +73,9 @@ EXAMPLES: dict[str, Message] = {
     "SaveRequest": m.SaveRequest("1" * 32, "s3://bucket/run", 2**63, False, 1.5),
     "SaveStatusRequest": m.SaveStatusRequest("1" * 32),
     "SaveReply": m.SaveReply("running", "", 3, 2**40, 5),
+    "ShowRowRequest": m.ShowRowRequest("user", 2**63),
+    "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, False, 9),
+    "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 

@@ -1,0 +1,153 @@
+"""What `kvemb tables` and `kvemb show` print: the tables of a cluster, and one row wherever it is known."""
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from kvemb.arrays.ids import normalize
+from kvemb.cluster import Cluster, connect
+from kvemb.commands.text_table import text_table
+from kvemb.errors import StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import ShowRowReply
+from kvemb.protocol.shard_routing import places
+from kvemb.schema.record import split_version
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import ReadPart
+
+_SHOWN = 8  # of a row's weights
+
+
+def tables_command(args: argparse.Namespace) -> int:
+    """List the tables."""
+    with connect(args.config) as cluster:
+        found = [_table(cluster, name) for name in cluster.tables()]
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ROWS", "STEPS", "RECORD", "MB")
+    words = ("name", "dim", "dtype", "optimizer", "reduce", "layout")
+    rows = [
+        (*map(t.get, words), f"{t['rows']:,}", f"{t['steps']:,}", f"{t['record_bytes']} B", f"{t['rows'] * t['record_bytes'] / 1e6:,.1f}")
+        for t in found
+    ]
+    print(text_table([head, *rows]))
+    return 0
+
+
+def _table(cluster: Cluster, name: str) -> dict[str, Any]:
+    table = cluster.table(name)
+    definition = table.definition
+    return {
+        "name": name,
+        "dim": definition.dim,
+        "dtype": definition.dtype,
+        "optimizer": definition.optimizer.kind,
+        "reduce": definition.reduce,
+        "layout": _layout(definition, pages=cluster.store.capabilities.pages),
+        "rows": len(table),
+        "steps": cluster.questions.step(name),
+        "record_bytes": definition.record.size_bytes,
+    }
+
+
+def _layout(definition: TableDef, *, pages: bool) -> str:
+    if not pages:
+        return "keys"
+    return "pages" if definition.pages is not None else f"{definition.n_buckets} buckets"
+
+
+def show_command(args: argparse.Namespace) -> int:
+    """Print one row as storage, index and cache know it; exit code 1 where they do not agree."""
+    with connect(args.config) as cluster:
+        shown = _row(cluster, args.table, args.id)
+    print(json.dumps(shown) if args.json else _text(shown))
+    return 0 if shown["agrees"] else 1
+
+
+def _row(cluster: Cluster, name: str, given: int) -> dict[str, Any]:
+    definition = cluster.table(name).definition
+    ids, _ = normalize([given], definition.id_dtype, name, definition.num_ids, minus_one=True)
+    shards = cluster.config.servers.shards
+    shard = next(i for i, at in enumerate(places(ids, len(shards))) if len(at))
+    known = cluster.questions.show_row(shard, name, int(ids[0]))
+    store, record = cluster.store, definition.record
+    keys = definition.keys(ids, pages=store.capabilities.pages)
+    where = {"slot": int(keys.slots()[0]), "node": store.node_of(keys), "key": keys.described(0), "shard": shard, "address": shards[shard]}
+    stored, trouble = b"", ""
+    try:
+        read = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(cluster.config.storage.timeout_s))[0]
+        got = read.in_key_order()
+        record.check(got.records, ids, got.found, store.whereabouts(keys))
+        stored = got.records[0].tobytes() if got.found[0] else b""
+    except StorageError as error:
+        trouble = f"{type(error).__name__}: {error}"
+    said, agrees = _verdict(definition, known, stored, trouble)
+    versions = {"index": known.version, "storage": _version(definition, stored), "cache": _version(definition, known.cached)}
+    return {
+        "table": name,
+        "id": given,
+        **where,
+        "exists": known.version != 0,
+        "versions": {place: list(split_version(version)) if version else None for place, version in versions.items()},
+        "shard_batch": known.k,
+        "agrees": agrees,
+        "verdict": said,
+        **_values(definition, ids, stored or known.cached),
+    }
+
+
+def _version(definition: TableDef, record: bytes) -> int:
+    return int(definition.record.versions(np.frombuffer(record, np.uint8)[None])[0]) if record else 0
+
+
+def _verdict(definition: TableDef, known: ShowRowReply, stored: bytes, trouble: str) -> tuple[str, bool]:
+    """Say whether the three agree; the shard was asked before storage, so what a batch has written since is newer and fine."""
+    if trouble:
+        return f"storage could not be read: {trouble}", False
+    at = _version(definition, stored)
+    if not known.version and not stored:
+        return "no such row: a pull returns its first value, and writes nothing", True
+    if known.dirty and at < known.version:
+        return "write-behind: storage gets the cached record soon", True
+    if at > known.version and split_version(at)[1] > known.k:
+        return "a batch has written the row since the shard was asked", True
+    if at != known.version:
+        mend = "the next batch or pull that touches it has it restored, and so has `kvemb repair --all`"
+        return f"storage has {'no row' if not stored else 'another version'}: {mend}", False
+    if known.cached and known.cached != stored:
+        return "the cached record is not the stored one: report this, and restart the shard", False
+    return f"index, {'cache, ' if known.cached else ''}storage agree", True
+
+
+def _values(definition: TableDef, ids: np.ndarray[Any, np.dtype[np.uint64]], stored: bytes) -> dict[str, Any]:
+    """The row's weights and state; without a record those that it will begin with."""
+    if not stored:
+        return {"weights": definition.initial_rows(ids)[0].tolist(), "state": {}}
+    record = np.frombuffer(stored, np.uint8)[None]
+    state = record[0, definition.record.prefix_bytes :].view("<f4")
+    sizes = [1 if field.per_row else definition.dim for field in definition.optimizer.state_fields()]
+    fields = zip(definition.optimizer.state_fields(), np.split(state, np.cumsum(sizes)[:-1]), strict=True)
+    return {"weights": definition.record.weights(record)[0].tolist(), "state": {field.name: values.tolist() for field, values in fields}}
+
+
+def _text(row: dict[str, Any]) -> str:
+    versions = [f"{place} {_shown(at)}" for place, at in row["versions"].items() if at or place != "cache"]
+    lines = [
+        f"table {row['table']!r}, id {row['id']}: {row['verdict']}",
+        f"  where    slot {row['slot']}, node {row['node']}, shard {row['shard']} ({row['address']})",
+        f"           {row['key']}",
+        f"  version  {', '.join(versions)}; the shard is at batch {row['shard_batch']}",
+        f"  {'weights' if row['exists'] else 'first   '}  {_numbers(row['weights'])}",
+    ]
+    return "\n".join([*lines, *(f"  state    {name} {_numbers(values)}" for name, values in row["state"].items())])
+
+
+def _shown(version: list[int] | None) -> str:
+    return f"epoch {version[0]} batch {version[1]}" if version else "-"
+
+
+def _numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.6g}" for value in values[:_SHOWN]) + (f" … ({len(values)} in all)" if len(values) > _SHOWN else "")

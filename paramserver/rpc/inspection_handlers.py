@@ -1,0 +1,84 @@
+"""What a shard says of one row, and of its own process and host. Nothing is changed, but for a small file on the journal's disk."""
+
+import os
+import resource
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from kvemb.errors import InvalidInputError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import Empty, ExamineReply, ShowRowReply, ShowRowRequest
+
+from ..recovery.shard_parts import ShardParts
+
+_TRIES, _TRY_BYTES = 5, 4096
+_TRY_NAME = "doctor.tmp"
+
+
+class InspectionHandlers:
+    """The verbs of one shard that only look. Thread-safe."""
+
+    def __init__(self, parts: ShardParts) -> None:
+        self._parts = parts
+
+    def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
+        """Say what index and cache have of a row, between two batches.
+
+        Raises:
+            InvalidInputError: no such id.
+            UnknownTableError: no such table.
+            DeadlineExceededError: the batch under way did not end.
+        """
+        if not 0 <= request.id < 1 << 64:
+            raise InvalidInputError(f"the id is {request.id}; give it as uint64")
+        state, engine = self._parts.tables.state(self._parts.registry.find(request.table)), self._parts.engine
+        ids = np.array([request.id], np.uint64)
+        with engine.batch_boundary.between(deadline):
+            at = int(state.cache.peek(ids)[0])
+            record = state.cache.records[at].tobytes() if at >= 0 else b""
+            return ShowRowReply(int(state.versions(ids)[0]), record, bool(state.cache.is_pinned(ids)[0]), engine.k)
+
+    def examine(self, request: Empty, deadline: Deadline) -> ExamineReply:
+        """Say what an operator wants to know of the process and its disk."""
+        servers, folder = self._parts.config.servers, Path(self._parts.config.servers.data_dir)
+        disk = os.statvfs(folder)
+        return ExamineReply(
+            version=_version(),
+            now_s=time.time(),
+            shards=list(servers.shards),
+            nodes=list(self._parts.config.storage.nodes),
+            durability=servers.durability,
+            sync_s=_sync_s(folder / f"shard-{self._parts.shard}"),
+            disk_free=disk.f_bavail * disk.f_frsize,
+            disk_bytes=disk.f_blocks * disk.f_frsize,
+            open_files=len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+            most_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            journal_max_bytes=servers.journal_max_mb << 20,
+        )
+
+
+def _version() -> str:
+    try:
+        return version("kvemb")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return ""
+
+
+def _sync_s(folder: Path) -> float:
+    """How long a small write takes until it is durable; -1.0 where it cannot be made."""
+    path, took_s = folder / _TRY_NAME, []
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(_TRIES):
+                started_s = time.perf_counter()
+                file.write(bytes(_TRY_BYTES))
+                os.fsync(file.fileno())
+                took_s.append(time.perf_counter() - started_s)
+        path.unlink()
+    except OSError:
+        return -1.0
+    return statistics.median(took_s)
