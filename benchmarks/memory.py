@@ -23,6 +23,7 @@ from kvemb.errors import KvembError
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
+from kvemb.schema.bucket_limits import limits_for
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PageLayout
 from kvemb.schema.record import make_version
@@ -33,7 +34,11 @@ from kvemb.stores.store import Store
 
 STORES = ("redis", "valkey", "memcached")
 PAGED_STORES = ("redis", "valkey")
-LAYOUTS = {"buckets": "rows in buckets (memcached: a key for every row)", "paged": "rows in pages (num_ids)"}
+LAYOUTS = {
+    "buckets": "rows in buckets (memcached: a key for every row)",
+    "compact": 'rows in small buckets (layout="compact")',
+    "paged": "rows in pages (num_ids)",
+}
 OPTIMIZERS: dict[str, Callable[[], OptimizerSpec]] = {
     "sgd": lambda: kvemb.optim.sgd(lr=0.01),
     "adam": lambda: kvemb.optim.adam(lr=0.01),
@@ -64,14 +69,15 @@ def memory(options: argparse.Namespace) -> Report:
     the number of rows. memcached: `bytes` (items with their headers); beside it, whole, the slab pages
     claimed for them and the hash table, which is what the system sees. TFRA is not run here: its bytes per row are those that are stated of
     its Redis layout, one tensor for SGD, three (W, m, v) for Adam; the ratio is ours divided by that, below 1 where ours is smaller.
-    Rows in buckets are fields of hashes (memcached: keys); paged tables (num_ids, Redis and Valkey only) keep records side by side, and are
-    compared with the record itself. Rows are created in no order. Nothing here depends on what else the machine does.
+    Rows in buckets are fields of hashes (memcached: keys), with layout compact of small ones. Redis and Valkey only: that, and paged tables
+    (num_ids), which keep records side by side, and are compared with the record itself. Rows are created in no order. Nothing here depends
+    on what else the machine does.
     """
     sections = []
     versions: dict[str, str] = {}
     for store in options.store:
         for layout in options.layout:
-            if layout == "paged" and store not in PAGED_STORES:
+            if layout != "buckets" and store not in PAGED_STORES:
                 continue
             lines = [_line(store, layout, dim, name, options.rows, versions) for dim in options.dim for name in options.optimizer]
             sections.append(Section({"store": store, "layout": LAYOUTS[layout], "rows": options.rows}, lines=lines))
@@ -81,7 +87,7 @@ def memory(options: argparse.Namespace) -> Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `memory` can be asked."""
     parser.add_argument("--store", nargs="+", choices=STORES, default=list(STORES), help="storage kinds, in turn (all)")
-    parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="how rows are stored (both)")
+    parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="how rows are stored (all)")
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[8, 16, 64], metavar="N", help="weights per row (8 16 64)")
     parser.add_argument("--optimizer", nargs="+", choices=sorted(OPTIMIZERS), default=["sgd", "adam"], help="(sgd adam)")
     parser.add_argument("--rows", type=whole(1), default=300_000, metavar="N", help="rows in the table (300000)")
@@ -125,9 +131,13 @@ def line_of(
 def _line(store: str, layout: str, dim: int, optimizer: str, n_rows: int, versions: dict[str, str]) -> Line:
     num_ids = n_rows if layout == "paged" else None
     definition = TableDef("bench", dim, OPTIMIZERS[optimizer](), kvemb.init.uniform(), id_dtype="uint64", num_ids=num_ids)
+    if layout == "compact":
+        definition = definition.laid_out(n_rows, layout)
     size = definition.record.size_bytes
     with _server(store, max(256, math.ceil(2 * n_rows * (size + 256) / (1 << 20)))) as (server, writer):
         versions[f"{store} server"] = writer.stats(Deadline.after(_TIMEOUT_S))[0].server
+        if (limits := writer.bucket_limits(server.address, Deadline.after(_TIMEOUT_S))) is not None:
+            writer.set_bucket_limits(server.address, limits_for([definition], limits), Deadline.after(_TIMEOUT_S))
         before = _at_rest(server)
         blocks = [(start, min(start + _WRITE_ROWS, n_rows)) for start in range(0, n_rows, _WRITE_ROWS)]
         for start, stop in blocks:

@@ -21,6 +21,7 @@ from benchmarks.train_loop import CommandCounter, Ours, Stretch, check_first_ste
 from kvemb.cluster import Cluster
 from kvemb.config import DURABILITIES
 from kvemb.local_cluster import LocalCluster
+from kvemb.schema.buckets import LAYOUTS
 
 STORES = ("redis", "valkey")
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
@@ -104,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", nargs="+", choices=STORES, default=["redis"], help="storage kinds, in turn (redis)")
     parser.add_argument("--dim", nargs="+", type=whole(1), default=[16, 64], metavar="N", help="weights per row (16 64)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="ids that batches are drawn from (1000000)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="fast", help="of the table (fast)")
     parser.add_argument("--unapplied", type=whole(0), default=2, metavar="N", help="pushes that may be under way at the next pull (2)")
     parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["os", "fsync"], help="of the shards (os fsync)")
     parser.add_argument("--max-staleness", type=whole(0), default=4, metavar="N", help="of the last way's row cache (4); 0: no such way")
@@ -170,7 +172,7 @@ def _measure(store: str, dim: int, options: argparse.Namespace, versions: dict[s
     batches = [row_ids(draw(BATCH_IDS)) for _ in range(_N_BATCHES)]
     record_bytes = 12 + 12 * dim
     with ExitStack() as stack:
-        runners = [_runner(stack, store, dim, way, batches, options.rows, versions) for way in ways_of(options)]
+        runners = [_runner(stack, store, dim, way, batches, options, versions) for way in ways_of(options)]
         other, notes = _tfra(stack, runners[0].cluster.servers[0].port, dim, batches, versions)
         for runner in runners:
             check_first_steps(runner.ours, other if runner is runners[0] else None, LEARNING_RATE)
@@ -184,6 +186,7 @@ def _measure(store: str, dim: int, options: argparse.Namespace, versions: dict[s
         "record_bytes": record_bytes,
         "shards": N_SHARDS,
         "rows": options.rows,
+        "layout": options.layout,
         "rows/step": round(float(np.mean([len(np.unique(ids)) for ids in batches[:8]]))),
         "unapplied": options.unapplied,
         "seconds": options.seconds,
@@ -193,17 +196,31 @@ def _measure(store: str, dim: int, options: argparse.Namespace, versions: dict[s
 
 
 def _runner(
-    stack: ExitStack, store: str, dim: int, way: Way, batches: Sequence[NDArray[np.uint64]], n_rows: int, versions: dict[str, str]
+    stack: ExitStack,
+    store: str,
+    dim: int,
+    way: Way,
+    batches: Sequence[NDArray[np.uint64]],
+    options: argparse.Namespace,
+    versions: dict[str, str],
 ) -> Runner:
-    memory_mb = max(1024, math.ceil(2.5 * n_rows * (12 + 12 * dim + 3 * _OVERHEAD_BYTES) / (1 << 20)))
+    memory_mb = max(1024, math.ceil(2.5 * options.rows * (12 + 12 * dim + 3 * _OVERHEAD_BYTES) / (1 << 20)))
     cluster = stack.enter_context(
         LocalCluster(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
     )
-    cache_mb = math.ceil(n_rows * (4 * dim + _OVERHEAD_BYTES) / (1 << 20)) if way.max_staleness else None
+    cache_mb = math.ceil(options.rows * (4 * dim + _OVERHEAD_BYTES) / (1 << 20)) if way.max_staleness else None
     opened = stack.enter_context(kvemb.connect(cluster.url, max_staleness=way.max_staleness, row_cache_mb=cache_mb))
     versions[f"{store} server"] = opened.status().nodes[0].server
     spec = kvemb.optim.adam(lr=LEARNING_RATE)
-    table = opened.create_table("bench", dim=dim, optimizer=spec, initializer=kvemb.init.zeros(), id_dtype="uint64")
+    table = opened.create_table(
+        "bench",
+        dim=dim,
+        optimizer=spec,
+        initializer=kvemb.init.zeros(),
+        id_dtype="uint64",
+        expected_rows=options.rows,
+        layout=options.layout,
+    )
     table.set_wire_dtype(way.wire_dtype)
     counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
     return Runner(way.name, cluster, opened, Ours(table, batches), counter)

@@ -162,11 +162,12 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[st
 def parse(tree: object, environ: Mapping[str, str]) -> Config:
     """Validate a parsed tree; see `load`. Here a relative data_dir is left as it is."""
     top = _section(tree, "", {"cluster", "storage", "parameter_servers", "tables"}, {"cluster", "storage", "parameter_servers"})
+    storage = _storage(top["storage"], environ)
     config = Config(
         cluster=_text(top, "cluster", ""),
-        storage=_storage(top["storage"], environ),
+        storage=storage,
         servers=_servers(top["parameter_servers"]),
-        tables=_tables(top.get("tables") or {}),
+        tables=_tables(top.get("tables") or {}, storage.kind),
     )
     for index, address in enumerate(config.servers.shards):
         if address in config.storage.nodes:
@@ -273,7 +274,7 @@ def _write_behind(fields: Mapping[str, Any], mode: str, cache_mb: int) -> tuple[
     return batches, longest_ms
 
 
-def _tables(tree: object) -> tuple[TableDef, ...]:
+def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"tables: got {type(tree).__name__}, expected a mapping of name to definition")
     tables = []
@@ -282,10 +283,12 @@ def _tables(tree: object) -> tuple[TableDef, ...]:
             raise ConfigError(f"tables.{name}: got {type(fields).__name__}, expected a mapping with dim, optimizer and initializer")
         if {"name", "tag_attempt", "life", "init_algorithm"} & set(fields):
             raise ConfigError(f"tables.{name}: the keys name, tag_attempt, life and init_algorithm are not set here")
-        given = {key: value for key, value in fields.items() if key != "expected_rows"}
+        if "layout" in fields and kind == "memcached":
+            raise ConfigError(f"tables.{name}.layout: says how Redis and Valkey keep rows; memcached has a key for every row: leave it out")
+        given = {key: value for key, value in fields.items() if key not in ("expected_rows", "layout")}
         try:
             table = TableDef.from_dict({"name": name, "init_algorithm": ALGORITHM_VERSION, **given})
-            tables.append(table.with_expected_rows(fields.get("expected_rows")))
+            tables.append(table.laid_out(fields.get("expected_rows"), fields.get("layout")))
         except (InvalidInputError, TypeError) as error:
             raise ConfigError(f"tables.{name}: {error}") from error
     return tuple(tables)

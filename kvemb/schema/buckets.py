@@ -7,12 +7,14 @@ A fixed mix of the id's 64 bits says where its row lies. The upper bits are the 
 buckets lie in a slot each, evenly spread; of more, several share one. A bucket's key holds a hash tag that pins it to its slot on Redis
 Cluster; on nodes of ours the same slot says which node has it.
 
-A hash of few short values would be kept as one string that is searched from its beginning (Redis: up to 512 values of up to 64 bytes).
-Tables of such records have a longer field of no row in every bucket, written with the rows: the server then makes a hash table of it.
+A hash of few short values is kept as one string that is searched from its beginning (up to 512 values of up to 64 bytes, unless the server
+is told otherwise: `bucket_limits`). There are two layouts. "fast": few large buckets, which are hash tables; where records are short, every
+bucket has a longer field of no row, written with the rows, which makes it one. "compact": some dozens of rows in each bucket, which stays
+one string: less memory, and fewer rows that share a command.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -28,6 +30,10 @@ _SLOT_BITS = N_SLOTS.bit_length() - 1
 _ID_BITS = 64
 _MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
 _COMPACT_VALUE_BYTES = 64  # the longest value that both servers keep in their compact form, as they come
+FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
+LAYOUTS = ("fast", "compact")
+_COMPACT_ROWS = 48  # of a bucket, at most on average: twice as many rows as expected still fit `bucket_limits`
+MOST_COMPACT_BYTES = 1024  # of a record: what is saved per row is a few per cent there
 _DEFAULT_BUCKETS = 256
 _ROWS_FOR_DEFAULT = 1 << 14
 _FEWEST_ROWS = 64  # of a bucket, on average, where the rows expected are few
@@ -35,26 +41,42 @@ _MOST_BYTES = 4 << 20  # of a bucket: a server that moves a slot moves whole key
 _SUB_CHARACTERS = 3  # of the key of a bucket that shares its slot with others: 18 bits
 
 
-def buckets_for(expected_rows: int | None, record_bytes: int) -> int:
+def buckets_for(expected_rows: int | None, record_bytes: int, layout: str = "fast") -> int:
     """Return how many buckets a table has: a power of two.
 
     Args:
         expected_rows: how many rows the table will have, roughly; None when nobody said.
         record_bytes: of one row.
+        layout: "fast" or "compact".
 
     Raises:
-        InvalidInputError: fewer than one row is expected, or so many that no number of buckets keeps them small.
+        InvalidInputError: fewer than one row is expected, or so many that no number of buckets keeps them small. Or the compact layout
+            without expected_rows, or for records that are too large to gain by it.
 
     Example:
         >>> [buckets_for(rows, 76) for rows in (None, 100, 1_000_000, 10**9)]
         [256, 1, 256, 32768]
+        >>> [buckets_for(rows, 76, "compact") for rows in (100, 1_000_000, 10**9)]
+        [4, 32768, 33554432]
     """
+    if layout not in LAYOUTS:
+        raise InvalidInputError(f"layout is {layout!r}; give one of {', '.join(LAYOUTS)}")
     if expected_rows is None:
+        if layout == "compact":
+            raise InvalidInputError('layout="compact" needs expected_rows, by which the number of buckets is chosen')
         return _DEFAULT_BUCKETS
     if expected_rows < 1:
         raise InvalidInputError(f"expected_rows is {expected_rows}; give how many rows the table will have, roughly, or None")
-    most = _DEFAULT_BUCKETS if expected_rows >= _ROWS_FOR_DEFAULT else expected_rows // _FEWEST_ROWS
-    n_buckets = 1 << max(0, max(most, -(-expected_rows * record_bytes // _MOST_BYTES)) - 1).bit_length()
+    if layout == "compact":
+        if record_bytes > MOST_COMPACT_BYTES:
+            raise InvalidInputError(
+                f'layout="compact" saves memory for records up to {MOST_COMPACT_BYTES} bytes, these have {record_bytes}; leave it out'
+            )
+        least = -(-expected_rows // _COMPACT_ROWS)
+    else:
+        few = _DEFAULT_BUCKETS if expected_rows >= _ROWS_FOR_DEFAULT else expected_rows // _FEWEST_ROWS
+        least = max(few, -(-expected_rows * record_bytes // _MOST_BYTES))
+    n_buckets = 1 << max(0, least - 1).bit_length()
     if n_buckets > MAX_BUCKETS:
         raise InvalidInputError(f"expected_rows is {expected_rows} of {record_bytes} bytes each; at most {MAX_BUCKETS} buckets hold them")
     return n_buckets
@@ -67,9 +89,11 @@ class BucketKeys(RowKeys):
     Args:
         tag, ids: as in `RowKeys`.
         n_buckets: of the table, a power of two up to 2**32.
+        compact: whether the server may keep each bucket as one string.
     """
 
     n_buckets: int
+    compact: bool = field(default=False, kw_only=True)
 
     def __getitem__(self, rows: slice) -> "BucketKeys":
         return self if rows == slice(0, len(self.ids)) else self._some(rows)
@@ -78,12 +102,12 @@ class BucketKeys(RowKeys):
         return self._some(order)
 
     @property
-    def coalesce_key(self) -> int:
-        return self.n_buckets
+    def coalesce_key(self) -> tuple[int, bool]:
+        return self.n_buckets, self.compact
 
     def coalesced(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "BucketKeys":
         buckets = [one.buckets for one in keys if isinstance(one, BucketKeys)]
-        return self._with(BucketKeys(b"", ids, self.n_buckets, tables=tables), np.concatenate(buckets))
+        return self._with(BucketKeys(b"", ids, self.n_buckets, tables=tables, compact=self.compact), np.concatenate(buckets))
 
     @cached_property
     def buckets(self) -> NDArray[np.int64]:
@@ -158,7 +182,8 @@ class BucketKeys(RowKeys):
         return self.n_buckets.bit_length() - 1
 
     def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
-        some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=self.tables and self.tables[rows], name=self.name)
+        tables = self.tables and self.tables[rows]
+        some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
         return self._with(some, self.buckets[rows])
 
     @staticmethod
@@ -188,6 +213,6 @@ def _slot_texts() -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(slot_tags()), dtype=np.uint8).reshape(N_SLOTS, TAG_SIZE)
 
 
-def keeps_hash_table(record_bytes: int) -> bool:
-    """Whether a server makes a hash table of a bucket of such records by itself."""
-    return record_bytes > _COMPACT_VALUE_BYTES
+def needs_filler(record_bytes: int, *, compact: bool) -> bool:
+    """Whether buckets of such records get a longer field of no row: they are to be hash tables, and servers would not make them so."""
+    return not compact and record_bytes <= _COMPACT_VALUE_BYTES

@@ -19,7 +19,7 @@ from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
 from kvemb.optim import OptimizerSpec
-from kvemb.schema.buckets import MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, keeps_hash_table
+from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets, buckets_for, needs_filler
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
@@ -33,7 +33,7 @@ _REDUCES = ("sum", "mean")
 _UNNAMED_ALGORITHM = 1
 """Of definitions that name no algorithm of first values: there was only this one."""
 _KEYS = {"name", "dim", "dtype", "id_dtype", "optimizer", "initializer", "seed", "reduce"}
-_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets"}
+_KEYS |= {"tag_attempt", "num_ids", "life", "init_algorithm", "n_buckets", "layout"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class TableDef:
         init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
         n_buckets: of a table without num_ids: where storage can, its rows are fields of so many hashes (`kvemb.schema.buckets`), a power
             of two; None: as many as when nobody says how many rows there will be. No identity, but fixed for the table's life.
+        layout: of such a table: "fast", or "compact" for buckets of some dozens of rows, which take less memory. As n_buckets, no identity.
 
     Raises:
         InvalidInputError: on any value out of range; nothing was created.
@@ -77,6 +78,7 @@ class TableDef:
     life: int = 0
     init_algorithm: int = ALGORITHM_VERSION
     n_buckets: int | None = None
+    layout: str = "fast"
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
@@ -105,9 +107,11 @@ class TableDef:
 
     def _settle_buckets(self) -> None:
         """Keep a power of two, of a table whose rows lie in buckets."""
+        if self.layout not in LAYOUTS:
+            raise InvalidInputError(f"table {self.name!r}: layout is {self.layout!r}; give one of {', '.join(LAYOUTS)}")
         if self.num_ids is not None:
-            if self.n_buckets is not None:
-                raise InvalidInputError(f"table {self.name!r}: give n_buckets, or expected_rows, to a table without num_ids")
+            if self.n_buckets is not None or self.layout != "fast":
+                raise InvalidInputError(f"table {self.name!r}: give n_buckets, expected_rows or layout to a table without num_ids")
             return
         if self.n_buckets is None:
             object.__setattr__(self, "n_buckets", buckets_for(None, 1))
@@ -178,12 +182,12 @@ class TableDef:
             return RowKeys(self.tag, ids, name=self.name)
         if self.pages is None:
             assert self.n_buckets is not None
-            return BucketKeys(self.tag, ids, self.n_buckets, name=self.name)
+            return BucketKeys(self.tag, ids, self.n_buckets, name=self.name, compact=self.layout == "compact")
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
 
     def leftovers(self, *, pages: bool) -> Iterator[RowKeys]:
         """Yield the keys of what may be left in storage once all rows are erased: buckets whose rows are too short for a hash table."""
-        if not pages or self.n_buckets is None or keeps_hash_table(self.record.size_bytes):
+        if not pages or self.n_buckets is None or not needs_filler(self.record.size_bytes, compact=self.layout == "compact"):
             return
         for start in range(0, self.n_buckets, _AT_ONCE):
             numbers = np.arange(start, min(start + _AT_ONCE, self.n_buckets), dtype=np.uint64)
@@ -232,20 +236,25 @@ class TableDef:
         """Return the same definition with what no user chooses, and an existing table keeps: its algorithm of first values."""
         return replace(self, init_algorithm=existing.init_algorithm)
 
-    def with_expected_rows(self, expected_rows: object) -> "TableDef":
-        """Return the same definition with as many buckets as such a number of rows wants, roughly; None = nobody said.
+    def laid_out(self, expected_rows: object, layout: str | None = None) -> "TableDef":
+        """Return the same definition with as many buckets as such a number of rows wants, roughly, in this layout; None = nobody said.
 
         Raises:
-            InvalidInputError: it is no number of rows, or the table has num_ids.
+            InvalidInputError: it is no number of rows, or no layout; the table has num_ids; or see `buckets_for`.
         """
-        if expected_rows is None:
+        if expected_rows is None and layout is None:
             return self
         if self.num_ids is not None:
-            raise InvalidInputError(f"table {self.name!r}: give one of num_ids and expected_rows; num_ids says how many rows there may be")
-        if (n_rows := whole_number(expected_rows)) is None:
+            raise InvalidInputError(
+                f"table {self.name!r}: give num_ids, which says how many rows there may be and lays them side by side, or expected_rows "
+                "and layout; not both"
+            )
+        n_rows = whole_number(expected_rows)
+        if n_rows is None and expected_rows is not None:
             raise InvalidInputError(f"table {self.name!r}: expected_rows is {expected_rows!r}; give a number of rows, or None")
+        chosen = replace(self, layout="fast" if layout is None else layout)
         try:
-            return replace(self, n_buckets=buckets_for(n_rows, self.record.size_bytes))
+            return replace(chosen, n_buckets=buckets_for(n_rows, self.record.size_bytes, chosen.layout))
         except InvalidInputError as error:
             raise InvalidInputError(f"table {self.name!r}: {error}") from error
 
@@ -267,10 +276,12 @@ class TableDef:
             "tag_attempt": self.tag_attempt,
         } | {name: value for name, value in self._rarer().items() if value is not None}
 
-    def _rarer(self) -> dict[str, int | None]:
+    def _rarer(self) -> dict[str, int | str | None]:
         """What is only written where it says something: earlier definitions keep their bytes."""
         algorithm = None if self.init_algorithm == _UNNAMED_ALGORITHM else self.init_algorithm
-        return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm, "n_buckets": self.n_buckets}
+        return {"num_ids": self.num_ids, "life": self.life or None, "init_algorithm": algorithm, "n_buckets": self.n_buckets} | (
+            {"layout": self.layout} if self.layout != "fast" else {}
+        )
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> "TableDef":

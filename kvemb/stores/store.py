@@ -19,6 +19,7 @@ from kvemb.coordination.markers import Identity, Marker
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.repairable import Repairable
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -221,6 +222,18 @@ class Store(Repairable, ABC):
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         """Ask one node; used by stores whose nodes are asked one by one."""
         raise NotImplementedError
+
+    def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits | None:
+        """Up to where a node keeps buckets as compact strings; None on storage that has no buckets.
+
+        Raises:
+            KvembError: the node does not answer, or does not tell.
+        """
+        return None
+
+    def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
+        """Change a node's limits, and those of its replicas, until they are started again; raises as `bucket_limits`."""
+        raise NotImplementedError("storage without buckets has no limits of them")
 
     @abstractmethod
     def close(self) -> None:

@@ -30,6 +30,7 @@ from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions
 from ..journal import Journal, Position
 from ..journal.fenced_log import FencedLog
+from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
@@ -138,6 +139,8 @@ class _Start:
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
                 continue
             registry.create(table, exist_ok=True)
+        if shard == 0 and registry.tables:
+            settle_limits(self._store, self._store.addresses, registry.tables, timeout_s)
         state = claim_shard(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])

@@ -22,6 +22,7 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
+from .bucket_settings import require_limits
 from .registry_copies import RegistryCopies, encoded
 
 MAX_TABLES = 1024
@@ -158,6 +159,7 @@ class Registry:
             if any(one.name == table.name for one in self.dropping):
                 raise self._unknown(table.name)
             self._check_new(table)
+            require_limits(self._store, table, self._timeout_s)
             table = self._next_life(table)
             table = table.with_tag_attempt(self._free_tag(table))
             self._check_size([*self._copies.now.tables.values(), table])

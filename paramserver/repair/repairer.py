@@ -33,6 +33,7 @@ from ..engine.repair_port import NO_BATCH, AheadOfIndex, Pause
 from ..engine.row_access import RowAccess
 from ..engine.storage_retry import PASSING
 from ..model.batch import Batch
+from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
 from ..model.transition import refuse_later_epoch
@@ -255,6 +256,7 @@ class Repairer:
         self.figures.now = f"node {address}: this shard's rows are being compared and restored"
         for definition, _ in ahead.tail.written() if ahead.tail is not None else ():
             self._tables.state(definition)  # of tables that only the journal knows so far
+        settle_limits(store, [address], [state.definition for state in self._tables.all()], self._timeout_s)
         for name, value in self._metas():
             store.put_meta_in_repair(address, nonce, name, value, self._access.deadline())
         self._restore_tables(address, ahead, access)

@@ -93,30 +93,53 @@ def test_how_many_buckets_a_table_has() -> None:
         buckets_for(10**18, 1000)
 
 
+def test_buckets_of_a_compact_table_hold_some_dozens_of_rows() -> None:
+    assert [buckets_for(rows, 76, "compact") for rows in (1, 48, 49, 1000, 2_000_000)] == [1, 1, 2, 32, 1 << 16]
+    assert 10**11 / buckets_for(10**11, 52, "compact") < 48
+    with pytest.raises(InvalidInputError, match=r"records up to 1024 bytes.*1025"):
+        buckets_for(1000, 1025, "compact")
+    with pytest.raises(InvalidInputError, match="give one of fast, compact"):
+        buckets_for(1000, 76, "small")
+
+
 def definition(**changed: object) -> TableDef:
     return TableDef(**{"name": "user", "dim": 4, "optimizer": optim.sgd(), "initializer": init.zeros(), **changed})  # type: ignore[arg-type]
 
 
 def test_the_number_of_buckets_is_fixed_with_the_table_and_no_identity() -> None:
-    many = definition().with_expected_rows(np.int64(10**9))
+    many = definition().laid_out(np.int64(10**9))
     assert many.n_buckets == 8192
     assert definition().n_buckets == 256
     many.require_same(definition())
     assert many.schema != definition().schema
     assert TableDef.from_dict(many.to_dict()) == many
-    assert definition().with_expected_rows(None) == definition()
+    assert definition().laid_out(None) == definition()
+
+
+def test_the_layout_is_kept_with_the_table_and_needs_a_number_of_rows() -> None:
+    compact = definition().laid_out(10_000, "compact")
+    assert (compact.layout, compact.n_buckets) == ("compact", 256)
+    assert TableDef.from_dict(compact.to_dict()) == compact
+    compact.require_same(definition())
+    assert "layout" not in definition().laid_out(10_000, "fast").to_dict()
+    with pytest.raises(InvalidInputError, match="'user': layout=\"compact\" needs expected_rows"):
+        definition().laid_out(None, "compact")
+    with pytest.raises(InvalidInputError, match="give one of fast, compact"):
+        definition().laid_out(10, "dense")
+    with pytest.raises(InvalidInputError, match="num_ids"):
+        definition(num_ids=9).laid_out(None, "compact")
 
 
 @pytest.mark.parametrize("given_rows", [0, -1, True, 1.5, "many"])
 def test_what_is_no_number_of_rows_is_refused_naming_the_table(given_rows: object) -> None:
     with pytest.raises(InvalidInputError, match="table 'user': expected_rows is"):
-        definition().with_expected_rows(given_rows)
+        definition().laid_out(given_rows)
 
 
 def test_a_table_with_num_ids_has_no_buckets() -> None:
     assert definition(num_ids=9).n_buckets is None
-    with pytest.raises(InvalidInputError, match="give one of num_ids and expected_rows"):
-        definition(num_ids=9).with_expected_rows(9)
+    with pytest.raises(InvalidInputError, match=r"give num_ids.*or expected_rows"):
+        definition(num_ids=9).laid_out(9)
     with pytest.raises(InvalidInputError, match="n_buckets"):
         definition(num_ids=9, n_buckets=4)
     with pytest.raises(InvalidInputError, match="power of two"):

@@ -164,6 +164,7 @@ def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None
         ("tables.user.dim", MISSING, "tables.user.*dim"),
         ("tables.user.dim", 0, "tables.user.*dim"),
         ("tables.user.dim", "8", "tables.user.*dim"),
+        ("tables.user.layout", "compact", "tables.user: .*needs expected_rows"),
         ("tables.user.dims", 8, "tables.user.*dims"),
         ("tables.user.num_ids", 0, "tables.user.*num_ids"),
         ("tables.user.num_ids", "all", "tables.user.*num_ids"),
@@ -203,6 +204,15 @@ def test_a_wrong_key_is_named_with_its_path(path: str, value: object, named: str
     file.write_text(yaml.safe_dump(tree(path, value)))
     with pytest.raises(ConfigError, match=rf"kvemb\.yaml: {named}"):
         config.load(file, {})
+
+
+def test_a_layout_is_refused_where_storage_has_no_hashes() -> None:
+    given = tree("tables.user.expected_rows", 1000)
+    given["tables"]["user"]["layout"] = "compact"
+    assert config.parse(given, {}).tables[0].layout == "compact"
+    given["storage"]["kind"] = "memcached"
+    with pytest.raises(ConfigError, match=r"^tables\.user\.layout: .*memcached has a key for every row"):
+        config.parse(given, {})
 
 
 @pytest.mark.parametrize("top", [None, [], "text", 5])

@@ -162,6 +162,16 @@ def test_a_bucket_of_short_records_gets_a_long_field_that_is_no_row() -> None:
     assert all(b"-" not in fields for fields in longer.hashes.values())
 
 
+def test_a_bucket_of_a_compact_table_holds_rows_only() -> None:
+    fast, server = grouped(np.arange(9, dtype=np.uint64), 2), HashServer()
+    compact = BucketKeys(fast.tag, fast.ids, 2, compact=True)
+    assert compact[2:].compact
+    assert compact.take(np.arange(3)).compact
+    assert coalesce_keys([compact, compact]).coalesce_key == (2, True) != fast.coalesce_key
+    write(server, RespCodec(), compact, np.full((9, 64), 7, np.uint8), [1 << 20])
+    assert sorted(field for fields in server.hashes.values() for field in fields) == sorted(bytes(field) for field in fast.fields())
+
+
 def test_a_command_asks_for_one_bucket_and_for_no_more_rows_than_a_server_answers_at_once() -> None:
     keys, server = grouped(np.arange(5000, dtype=np.uint64), 2), HashServer()
     _, found, _ = read(server, RespCodec(), keys, 76, 76, [1 << 20])

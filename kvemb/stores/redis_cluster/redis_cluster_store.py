@@ -22,6 +22,7 @@ from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link, connect_link
 from kvemb.net.pool import Doubts, LinkPool
+from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import N_SLOTS, RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
@@ -35,7 +36,7 @@ from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
-from kvemb.stores.redis_server import redis_admin
+from kvemb.stores.redis_server import hash_limits, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.repairable import LostNode
@@ -170,6 +171,12 @@ class RedisClusterStore(Store):
         self._pool.require_open()
         self._topology.refreshed(deadline)
         return [self.stats_or_error(address, deadline) for address in self.addresses]
+
+    def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
+        return hash_limits.read_limits(address, self._access, deadline)
+
+    def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
+        hash_limits.set_limits(address, self._access, limits, deadline)
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))

@@ -61,7 +61,7 @@ def kill_writers(address: str, access: RedisAccess, role: str, spare: Set[Connec
         How many were ended; none of them is left, on the primary for certain. A replica that does not answer is logged.
     """
     killed = _kill_named(address, access, role, spare, deadline)
-    for replica in _replicas(info(address, access, deadline)):
+    for replica in replicas_of(info(address, access, deadline)):
         try:
             killed += _kill_named(replica, access, role, spare, deadline)
         except NodeUnavailableError as error:
@@ -195,7 +195,8 @@ def _connections(listing: str, name: str) -> set[str]:
     return found
 
 
-def _replicas(fields: Mapping[str, str]) -> list[str]:
+def replicas_of(fields: Mapping[str, str]) -> list[str]:
+    """The addresses of a primary's replicas, from its INFO."""
     found = []
     for name, value in fields.items():
         if re.fullmatch(r"slave\d+", name):

@@ -6,8 +6,9 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link, connect_link
+from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.redis_server import compare_and_set, redis_admin
+from kvemb.stores.redis_server import compare_and_set, hash_limits, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.standalone.node_store import NodeStore
@@ -82,6 +83,12 @@ class RedisStore(NodeStore):
                 run_id = self._links.look(address, deadline)[1] if repair is None else self._repair.require_repair(*repair, deadline).run_id
                 n_changed += compare_and_set.make_way(address, self._access, names, found, run_id, deadline, clear=repair is not None)
         return n_changed
+
+    def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
+        return hash_limits.read_limits(address, self._access, deadline)
+
+    def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
+        hash_limits.set_limits(address, self._access, limits, deadline)
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))

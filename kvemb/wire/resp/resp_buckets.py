@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.buckets import FIELD_BYTES, BucketKeys, WholeBuckets, keeps_hash_table
+from kvemb.schema.buckets import FIELD_BYTES, FILLER, BucketKeys, WholeBuckets, needs_filler
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import CodeReply, RowsReader, RowsStep
@@ -26,8 +26,7 @@ _FIELD_HEAD = b"$%d\r\n" % FIELD_BYTES
 _NEXT = _FIELD_HEAD[:2]
 _HALF = np.uint64(32)
 _FIELD_FRAME = np.frombuffer(_FIELD_HEAD + bytes(FIELD_BYTES) + EOL + _NEXT, dtype="<u8")
-_FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
-_FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(_FILLER), _FILLER)
+_FILLER_FIELD = b"$1\r\n-\r\n$%d\r\n%s\r\n" % (len(FILLER), FILLER)
 
 
 class BucketRequests:
@@ -102,7 +101,8 @@ class BucketRequests:
     def _set_request(self, keys: BucketKeys, runs: BucketRuns, records: RecordsToWrite) -> memoryview:
         value = b"\r\n$%d\r\n" % records.size_bytes
         rows = columns(len(keys), _FIELD_HEAD, keys.fields(), value, records.bytes(), EOL + _NEXT)
-        return self._request(b"HSET", keys, runs, rows, 2, b"" if keeps_hash_table(records.size_bytes) else _FILLER_FIELD)
+        filler = _FILLER_FIELD if needs_filler(records.size_bytes, compact=keys.compact) else b""
+        return self._request(b"HSET", keys, runs, rows, 2, filler)
 
     def _request(self, name: bytes, keys: BucketKeys, runs: BucketRuns, rows: Bytes, words_per_row: int, more: bytes = b"") -> memoryview:
         """A command for each run: its head, `more`, and what belongs to its rows, uint8 [n, width + len(_NEXT)]."""

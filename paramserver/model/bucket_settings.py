@@ -1,0 +1,67 @@
+"""Has storage servers keep buckets as their tables want it: sets the servers' limits where that is allowed, and says what does not fit.
+
+Limits that are set last until a server is started again. So they are looked at when a table is made, when shard 0 starts, and when a node
+that lost its rows is filled again. Rows are right whatever the limits are: buckets beyond them take more memory, or are slower.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from kvemb.errors import InvalidInputError, KvembError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.bucket_limits import limits_for, misfits
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import Store
+
+log = logging.getLogger("paramserver")
+
+
+def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
+    """Have every node keep a new table's buckets as its layout says; of a table that is not compact, log what does not fit.
+
+    Raises:
+        InvalidInputError: the table is compact, and a node's limits do not fit and may not be changed. It names both; no table was made.
+        NodeUnavailableError: a node does not answer.
+    """
+    if table.layout != "compact":
+        settle_limits(store, store.addresses, [table], timeout_s)
+        return
+    for address in store.addresses:
+        _settle(store, address, [table], Deadline.after(timeout_s))
+
+
+def settle_limits(store: Store, addresses: Sequence[str], tables: Sequence[TableDef], timeout_s: float) -> None:
+    """The same for tables that serve already: what cannot be had is logged."""
+    for address in addresses:
+        try:
+            _settle(store, address, tables, Deadline.after(timeout_s))
+        except KvembError as error:
+            log.log(logging.WARNING if any(table.layout == "compact" for table in tables) else logging.DEBUG, "%s", error)
+
+
+def _settle(store: Store, address: str, tables: Sequence[TableDef], deadline: Deadline) -> None:
+    names = ", ".join(repr(table.name) for table in tables if table.layout == "compact")
+    try:
+        limits = store.bucket_limits(address, deadline)
+    except NodeUnavailableError:
+        raise
+    except KvembError as error:
+        raise InvalidInputError(f"tables {names} (layout compact): the limits of node {address} cannot be read: {error}") from error
+    if limits is None:
+        return
+    wanted = limits_for(tables, limits)
+    if wanted != limits:
+        try:
+            store.set_bucket_limits(address, wanted, deadline)
+        except NodeUnavailableError:
+            raise
+        except KvembError as error:
+            why = "; ".join(misfits(tables, limits))
+            raise InvalidInputError(f"node {address}: {why}. Type that on the node, where kvemb may not ({error})") from error
+        log.info(
+            "node %s: set hash-max-listpack-entries %d (was %d), hash-max-listpack-value %d (was %d) for %s. Put both into the node's "
+            "configuration: they hold until it is started again",
+            *(address, wanted.entries, limits.entries, wanted.value_bytes, limits.value_bytes, names),
+        )
+    for text in misfits(tables, wanted):
+        log.warning("node %s: %s", address, text)
