@@ -7,6 +7,10 @@ took part, because a link with unread replies would hand them to the next batch.
 A server may send a large reply in many small pieces (memcached: 6.5 kB), and to look at each costs far more than the bytes do. So while
 much more is certainly on its way, the kernel is asked to wake this process only when a larger piece lies ready (SO_RCVLOWAT). It is a
 hint in both directions: replies turn out shorter where rows are missing, and then the wait ends after QUIET_S.
+
+Of small replies, as writes have them, a server sends a few at a time, and each would wake this process for nothing that it can do. How many
+bytes come at least is known of those (`ReplyReader.fewest_bytes`). So it sleeps until half of the window is certain to be answered, or all
+of what is left.
 """
 
 import select
@@ -23,6 +27,7 @@ WINDOW_STEPS = 6
 LOW_WATER_BYTES = 128 << 10
 LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
 QUIET_S = 0.002
+LONG_QUIET_S = 0.05  # while what is waited for is certain to come: of servers that send something else
 
 
 class Conversation:
@@ -36,8 +41,9 @@ class Conversation:
         self._unsent = memoryview(b"")  # rest of the step being sent
         self._taken_bytes = 0  # of the reply being read
         self._was_full = False  # whether the last reply was about as large as it could be
-        self._low_water_bytes = 1
-        self._heard_s = 0.0
+        self._low_water_bytes, self._quiet_s = 1, QUIET_S
+        self._heard_s = time.monotonic()
+        self._sure = True  # no wait was in vain since something came
 
     @property
     def done(self) -> bool:
@@ -62,6 +68,7 @@ class Conversation:
 
     def receive(self) -> None:
         """Read what has arrived and hand it to the replies it belongs to."""
+        self._heard_s, self._sure = time.monotonic(), True
         if self.link.receive():
             self._answer()
         while self.link.pending and not self.done and self.link.receive():  # a poll would not tell of these
@@ -81,22 +88,35 @@ class Conversation:
         if len(self.link.received):
             raise ProtocolError(f"node {self.link.address}: sent more than was asked for: {self.link.received[:40].tobytes()!r}")
 
-    @property
-    def patient(self) -> bool:
-        """Whether the kernel holds small pieces back."""
-        return self._low_water_bytes > 1
-
     def wait_for_more(self) -> None:
-        """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way."""
+        """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way.
+
+        Of small replies, all that are certain to come before there is something to do.
+        """
         on_way_bytes = sum(step.reply_bytes for step in self._steps[self._answered + 1 : self._sent])
         piece_bytes = min(LOW_WATER_BYTES, on_way_bytes // 2)
-        self._set_low_water(piece_bytes if self._was_full and piece_bytes >= LEAST_WATER_BYTES else 1)
-        self._heard_s = time.monotonic()
+        if self._was_full and piece_bytes >= LEAST_WATER_BYTES:
+            self._quiet_s = QUIET_S
+            self._set_low_water(piece_bytes)
+        else:
+            self._quiet_s = LONG_QUIET_S
+            self._set_low_water(max(1, self._certain_bytes()) if self._sure else 1)
+
+    def _certain_bytes(self) -> int:
+        """How many bytes must come before half of the window is free, or everything is answered."""
+        until = self._sent if self._sent == len(self._steps) else self._sent - WINDOW_STEPS // 2
+        fewest_bytes = sum(step.reply.fewest_bytes for step in self._steps[self._answered : until])
+        return fewest_bytes - self._taken_bytes - len(self.link.received)
+
+    @property
+    def quiet_s(self) -> float | None:
+        """How long to wait for what the kernel holds back; None where it holds nothing back."""
+        return self._quiet_s if self._low_water_bytes > 1 else None
 
     def time_out(self) -> None:
         """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
-        if self.patient and time.monotonic() - self._heard_s > QUIET_S:
-            self._was_full = False
+        if self._low_water_bytes > 1 and time.monotonic() - self._heard_s > self._quiet_s:
+            self._was_full = self._sure = False
             self._set_low_water(1)  # the next poll reports what there is
 
     def _set_low_water(self, n_bytes: int) -> None:
@@ -116,23 +136,24 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
     active = {conversation.link.sock.fileno(): conversation for conversation in conversations if not conversation.done}
     for fd, conversation in active.items():
         conversation.send()
+        conversation.wait_for_more()
         poll.register(fd, _interest(conversation))
     while active:
-        patient = [conversation for conversation in active.values() if conversation.patient]
-        wait_s = min(deadline.remaining_s(), QUIET_S) if patient else deadline.remaining_s()
+        wait_s = min([deadline.remaining_s(), *(each.quiet_s for each in active.values() if each.quiet_s is not None)])
         events = poll.poll(wait_s * 1000)
         for fd, event in events:
             conversation = active[fd]
             if event & ~select.POLLOUT:
                 conversation.receive()
-                conversation.wait_for_more()
+            if not conversation.done:
+                conversation.send()
+            conversation.wait_for_more()
             if conversation.done:
                 poll.unregister(fd)
                 del active[fd]
                 continue
-            conversation.send()
             poll.modify(fd, _interest(conversation))
-        for conversation in patient:
+        for conversation in active.values():
             conversation.time_out()
         if active and deadline.expired:  # also of a node that sends a little now and then
             slow = ", ".join(conversation.link.address for conversation in active.values())

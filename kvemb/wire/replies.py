@@ -36,6 +36,11 @@ class ReplyReader(ABC):
     def done(self) -> bool:
         """Whether the whole reply has been consumed."""
 
+    @property
+    def fewest_bytes(self) -> int:
+        """How many bytes the reply has at least, whatever the server says; 0 where nothing is known, or no use is made of it."""
+        return 0
+
     @abstractmethod
     def take(self, data: Bytes) -> int:
         """Take what is whole at the start of data, some of it at least; return how many bytes that was. Not called once done.

@@ -17,6 +17,7 @@ from kvemb.net.link import Link, connect_link
 from kvemb.net.pool import LinkPool
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
 from kvemb.wire.replies import LineReply, Step
+from kvemb.wire.resp.integer_replies import IntegerReplies
 
 Peer = Callable[[socket.socket], None]
 
@@ -135,6 +136,54 @@ def test_short_replies_where_long_ones_were_expected_are_read_all_the_same(link_
             assert not np.concatenate(found[1:]).any()
 
 
+class Counting(Link):
+    """Counts how often it is looked at, and tells whoever waits for that."""
+
+    def __init__(self, link: Link, looked: threading.Event) -> None:
+        super().__init__(link.sock, link.address)
+        self.n_looks, self._looked = 0, looked
+
+    def receive(self) -> int:
+        self.n_looks += 1
+        self._looked.set()
+        return super().receive()
+
+
+def integers(n: int) -> Step:
+    return Step(memoryview(b"HSET\r\n"), IntegerReplies(b":", 9, np.full(n, 9, np.uint8)))
+
+
+def test_small_answers_that_are_certain_to_come_wake_nobody_one_by_one(link_to: Callable[..., Link]) -> None:
+    looked = threading.Event()
+
+    def one_by_one(sock: socket.socket) -> None:
+        for _ in range(2):
+            asked = b""
+            while asked.count(b"\n") < 3:
+                more = sock.recv(1 << 16)
+                if not more:  # the test has failed
+                    return
+                asked += more
+            for _ in range(21):
+                looked.clear()
+                sock.sendall(b":0\r\n")
+                looked.wait(0.001)  # the other side has its chance
+        sock.recv(1)
+
+    link = Counting(link_to(one_by_one), looked)
+    for _ in range(2):  # the second batch finds the link as the first one found it
+        link.n_looks = 0
+        steps = [integers(7) for _ in range(3)]
+        run([Conversation(link, steps)], Deadline.after(20))
+        assert all(step.reply.done for step in steps)
+        assert link.n_looks <= 4
+
+
+def test_an_answer_shorter_than_any_is_not_waited_for_until_the_deadline(link_to: Callable[..., Link]) -> None:
+    with pytest.raises(ProtocolError, match="expected an integer"):
+        run([Conversation(link_to(say(b":0\r\n" * 98 + b"?\r\n")), [integers(100)])], Deadline.after(600))
+
+
 def test_no_more_than_the_window_is_in_flight(link_to: Callable[..., Link]) -> None:
     most: list[int] = []
 
@@ -237,6 +286,7 @@ class Endless:
     """A reply that takes whatever comes and is never whole."""
 
     done = False
+    fewest_bytes = 0
 
     def feed(self, data: NDArray[np.uint8]) -> int:
         return len(data)

@@ -5,6 +5,7 @@ the answers are compared as an array with a constant stride. Others are read lin
 so every line end ends an answer.
 """
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvemb.wire.buffer_scan import Bytes, matches, parse_digits, take_line
 from kvemb.wire.replies import RowsReader
 
 _ERROR, _INTEGER = ord("-"), ord(":")
+_INTEGERS = re.compile(rb"(?::[0-9]{1,18}\r\n)+")
+_FEWEST_BYTES = 4  # of a line: `:0`, and no error is shorter
 _OK = int.from_bytes(b"+OK", "little")
 
 
@@ -44,8 +47,12 @@ class IntegerReplies(RowsReader):
     def n_rows(self) -> int:
         return len(self.out)
 
+    @property
+    def fewest_bytes(self) -> int:
+        return _FEWEST_BYTES * len(self.lines) * len(self.out)
+
     def take(self, data: Bytes) -> int:
-        return self._take_usual(data) or self._take_lines(data)
+        return self._take_usual(data) or self._take_integers(data) or self._take_lines(data)
 
     def _take_usual(self, data: Bytes) -> int:
         stride = len(self._usual)
@@ -55,6 +62,18 @@ class IntegerReplies(RowsReader):
         self.out[self._at : self._at + run] = 0
         self._at += run
         return run * stride
+
+    def _take_integers(self, data: Bytes) -> int:
+        """Take integers of any lengths, nothing else: as writes that create rows are answered, run by run."""
+        if len(self.lines) > 1 or not (match := _INTEGERS.match(data.data)):
+            return 0
+        lines = match.group().split(b"\r\n", len(self.out) - self._at)
+        rest = len(lines.pop())  # nothing, or what is behind the last row
+        if max(int(line[1:]) for line in lines) > self.most:
+            return 0
+        self.out[self._at : self._at + len(lines)] = 0
+        self._at += len(lines)
+        return match.end() - rest
 
     def _take_lines(self, data: Bytes) -> int:
         per_row = len(self.lines)

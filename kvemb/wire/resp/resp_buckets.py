@@ -197,6 +197,10 @@ class RunsDone(RowsReader):
     def done(self) -> bool:
         return self._integers.done
 
+    @property
+    def fewest_bytes(self) -> int:
+        return self._integers.fewest_bytes
+
     def take(self, data: Bytes) -> int:
         taken = self._integers.take(data)
         if self.done:
