@@ -81,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
     status.set_defaults(run=_status)
     _add_table_verbs(verbs)
+    doctor = verbs.add_parser("doctor", help="find what is wrong with nodes, shards, disks and files, and say how to mend it")
+    doctor.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+    doctor.set_defaults(run=_doctor)
     repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
     repair.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
@@ -169,6 +173,12 @@ def _status(args: argparse.Namespace) -> int:
     from kvemb.commands.status_command import status_command
 
     return status_command(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvemb.commands.doctor_command import doctor_command
+
+    return doctor_command(args)
 
 
 def _table_verb(args: argparse.Namespace) -> int:

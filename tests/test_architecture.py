@@ -47,7 +47,7 @@ ROOMS = {
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},
         {"kvemb.client", "kvemb.stores.redis_cluster", "kvemb.stores.standalone"},
         {"kvemb.checkpoint", "kvemb.status", "kvemb.testing"},
-        {"kvemb.connection"},
+        {"kvemb.connection", "kvemb.doctor"},
         {"kvemb.table"},
         {"kvemb.cluster"},
         {"kvemb", "kvemb.commands"},

@@ -212,6 +212,14 @@ class Store(Repairable, ABC):
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         """Ask every node for its size and headroom; a node that does not answer has its error in the place of its numbers."""
 
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
+        """Return what a node says of its settings and state, in its own words, for operators; {} where a kind of storage says nothing.
+
+        Raises:
+            StorageError: it does not answer.
+        """
+        return {}
+
     def stats_or_error(self, address: str, deadline: Deadline) -> NodeStats:
         """What `_node_stats` says of a node, or why it says nothing."""
         try:

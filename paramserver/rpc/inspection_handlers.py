@@ -4,13 +4,13 @@ import os
 import resource
 import statistics
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.installed_version import installed_version
 from kvemb.protocol.messages import Empty, ExamineReply, ShowRowReply, ShowRowRequest
 
 from ..recovery.shard_parts import ShardParts
@@ -47,7 +47,7 @@ class InspectionHandlers:
         servers, folder = self._parts.config.servers, Path(self._parts.config.servers.data_dir)
         disk = os.statvfs(folder)
         return ExamineReply(
-            version=_version(),
+            version=installed_version(),
             now_s=time.time(),
             shards=list(servers.shards),
             nodes=list(self._parts.config.storage.nodes),
@@ -59,13 +59,6 @@ class InspectionHandlers:
             most_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             journal_max_bytes=servers.journal_max_mb << 20,
         )
-
-
-def _version() -> str:
-    try:
-        return version("kvemb")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return ""
 
 
 def _sync_s(folder: Path) -> float:

@@ -178,6 +178,9 @@ class RedisClusterStore(Store):
     def set_bucket_limits(self, address: str, limits: BucketLimits, deadline: Deadline) -> None:
         hash_limits.set_limits(address, self._access, limits, deadline)
 
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
+        return redis_admin.settings(address, self._access, deadline)
+
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
 

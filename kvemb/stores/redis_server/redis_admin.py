@@ -11,7 +11,7 @@ from kvemb.config import StorageConfig
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
-from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, number_of, open_admin, shown, text_of
+from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, ask_all, number_of, open_admin, shown, text_of
 from kvemb.stores.store import NodeStats
 
 log = logging.getLogger("kvemb")
@@ -103,6 +103,15 @@ def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str
         if name not in fields:
             raise ProtocolError(f"node {address}: INFO without {name}; is this a Redis or Valkey server?")
     return fields
+
+
+def settings(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
+    """Return the server's INFO with its schedule of snapshots as "save", "" where there is none or the server does not say it."""
+    fields = info(address, access, deadline)
+    with admin(address, access, deadline) as link:
+        (answer,) = ask_all(link, [("CONFIG", "GET", "save")], deadline)  # an error where CONFIG is not for us
+    found = answer[1] if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], bytes) else b""
+    return {**fields, "save": found.decode(errors="replace")}
 
 
 def require_safe(address: str, fields: Mapping[str, str], config: StorageConfig) -> None:

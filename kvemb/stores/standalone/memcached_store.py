@@ -46,11 +46,15 @@ class MemcachedServer:
         return  # every write carries a condition: one that lands late finds it false
 
     def inspect(self, address: str, deadline: Deadline) -> tuple[str, int]:
-        settings = _ask(self._connect, address, deadline, "settings")
+        settings = self.settings_of(address, deadline)
         self.item_limit = _number(address, settings, "item_size_max")
         if not self._config.allow_row_loss:
             _require_safe(address, settings)
         return "", _number(address, self.stats_of(address, deadline), "curr_items")
+
+    def settings_of(self, address: str, deadline: Deadline) -> dict[str, str]:
+        """Return what a server was started with."""
+        return _ask(self._connect, address, deadline, "settings")
 
     def stats_of(self, address: str, deadline: Deadline) -> dict[str, str]:
         """Return what a server counts."""
@@ -88,6 +92,9 @@ class MemcachedStore(NodeStore):
 
     def keys_on(self, address: str, deadline: Deadline) -> None:
         return None
+
+    def settings(self, address: str, deadline: Deadline) -> dict[str, str]:
+        return self._memcached.settings_of(address, deadline)
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         stats = self._memcached.stats_of(address, deadline)

@@ -1,0 +1,93 @@
+"""Asks every node and shard of a kvemb.yaml, without connecting to the cluster: what is down is what one wants to see."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from kvemb.client.all_shards import AllShards
+from kvemb.config import Config
+from kvemb.doctor.finding import Finding, error
+from kvemb.doctor.node_findings import judge_node
+from kvemb.doctor.shard_findings import ShardFacts, judge_shard
+from kvemb.errors import KvembError, NodeLostError, NodeSuspectError, NotProvisionedError, StorageError, UnsafeNodeError, WrongNodeError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import Message
+from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
+from kvemb.stores.storage_kinds import open_store
+from kvemb.stores.store import NodeStats, Store
+
+M = TypeVar("M", bound=Message)
+_OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
+    (
+        WrongNodeError,
+        "node-marker",
+        "Put each address in storage.nodes into the place that it had; nothing was written meanwhile.",
+    ),
+    (
+        NotProvisionedError,
+        "not-provisioned",
+        "Start the shards: shard 0 provisions empty nodes. If they held rows, mend the addresses.",
+    ),
+    (NodeSuspectError, "node-suspect", "See that all shards run: they compare its rows and renew the marker by themselves."),
+    (NodeLostError, "node-lost", "See that all shards run: they bring its rows back by themselves; kvemb status shows how far they are."),
+)
+
+
+def examine(config: Config, our_version: str) -> list[Finding]:
+    """Return what is wrong with a cluster, worst first within each part."""
+    store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
+    servers = AllShards(config.servers.shards, config.servers.last_words)
+    try:
+        found = [*_nodes(store, config), *_shards(servers, config, our_version)]
+    finally:
+        servers.close()
+        store.close()
+    return sorted(found, key=lambda finding: finding.level)
+
+
+def _nodes(store: Store, config: Config) -> Iterator[Finding]:
+    timeout_s = config.storage.timeout_s
+    try:
+        stats = store.stats(Deadline.after(timeout_s))
+    except StorageError as problem:  # a Redis Cluster none of whose members answers
+        stats = [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
+    for node in stats:
+        yield from judge_node(node, _settings(store, node, timeout_s))
+    if any(node.error for node in stats):
+        return
+    try:
+        store.open(Deadline.after(timeout_s))
+    except UnsafeNodeError:
+        return  # found above
+    except KvembError as problem:
+        name, mend = next(((name, mend) for kind, name, mend in _OF_MARKERS if isinstance(problem, kind)), ("storage", "See the message."))
+        yield error(name, "storage", str(problem), mend)
+
+
+def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]:
+    if node.error:
+        return {}
+    try:
+        return store.settings(node.address, Deadline.after(timeout_s))
+    except StorageError:  # it was there a moment ago
+        return {}
+
+
+def _shards(servers: AllShards, config: Config, our_version: str) -> Iterator[Finding]:
+    timeout_s, empty = config.storage.timeout_s, [Empty()] * len(servers)
+    described = servers.try_each("Describe", empty, DescribeReply, Deadline.after(timeout_s))
+    there = [None if isinstance(answer, Exception) else Empty() for answer in described]  # the others would be waited for twice more
+    statuses = iter(servers.try_each("Status", there, StatusReply, Deadline.after(timeout_s)))
+    asked_s = time.time()
+    examined = iter(servers.try_each("Examine", there, ExamineReply, Deadline.after(timeout_s)))
+    for shard, (address, describe) in enumerate(zip(config.servers.shards, described, strict=True)):
+        if isinstance(describe, Exception):
+            facts = ShardFacts(shard, address, error=str(describe))
+        else:
+            facts = ShardFacts(shard, address, "", describe, _answer(next(statuses)), _answer(next(examined)), asked_s)
+        yield from judge_shard(facts, config, our_version)
+
+
+def _answer(answer: M | Exception) -> M | None:
+    return None if isinstance(answer, Exception) else answer

@@ -1,0 +1,134 @@
+"""What is wrong with a shard, from what it says of itself and its host. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvemb.config import Config
+from kvemb.doctor.finding import Finding, error, warning
+from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
+
+SLOW_SYNC_S = 0.02
+LEAST_FILES = 1024
+MOST_SKEW_S = 5.0
+MOST_LAG_S = 10.0
+_LEAST_DISK_SHARE = 0.1
+_STOPPED = "the shard stopped applying"
+_SAME_FILE = "Start every shard and trainer with the same kvemb.yaml."
+
+
+@dataclass(frozen=True, eq=False)
+class ShardFacts:
+    """What one shard has answered.
+
+    Args:
+        shard, address: as kvemb.yaml says.
+        error: why it did not answer.
+        describe, status, examine: its answers; None where there was none.
+        asked_s: the time of day here when it was asked how late it is.
+    """
+
+    shard: int
+    address: str
+    error: str = ""
+    describe: DescribeReply | None = None
+    status: StatusReply | None = None
+    examine: ExamineReply | None = None
+    asked_s: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The shard, for people."""
+        return f"shard {self.shard} ({self.address})"
+
+
+def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator[Finding]:
+    """Yield what is wrong with one shard."""
+    if facts.error:
+        mend = "Start it: kvemb shard. Trainers' pushes for its rows wait for it; its journal has what was accepted."
+        yield error("shard-unreachable", facts.where, facts.error, mend)
+        return
+    if facts.describe is not None:
+        yield from _judge_identity(facts.where, facts.shard, facts.describe, config)
+    if facts.status is not None:
+        yield from _judge_work(facts.where, facts.status)
+    if facts.examine is not None:
+        yield from _judge_host(facts.where, facts.examine)
+        yield from _judge_disk(facts.where, facts.examine)
+        yield from _judge_file(facts.where, facts.examine, config)
+        skew_s = facts.examine.now_s - facts.asked_s
+        if abs(skew_s) > MOST_SKEW_S:
+            what = f"its clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+            mend = "Run chrony or another NTP client on both: logs, metrics and certificates need one time."
+            yield warning("clock-skew", facts.where, what, mend)
+        if facts.examine.version != our_version:
+            what = f"runs kvemb {facts.examine.version or '(not installed)'}, this command is {our_version or '(not installed)'}"
+            yield error("shard-version", facts.where, what, "Install one version everywhere, shards and trainers alike.")
+
+
+def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config) -> Iterator[Finding]:
+    if says.cluster != config.cluster:
+        what = f"belongs to cluster {says.cluster!r}, this file names {config.cluster!r}"
+        yield error("cluster-name", where, what, "Use the kvemb.yaml of that cluster, or other addresses in parameter_servers.shards.")
+    if says.n_shards != len(config.servers.shards):
+        what = f"is one of {says.n_shards} shards, this file has {len(config.servers.shards)}"
+        mend = f"{_SAME_FILE} Another number of shards is a new cluster: save, start it, load (docs/compose.md)."
+        yield error("shard-count", where, what, mend)
+    elif says.shard != shard:
+        yield error(
+            "shard-swapped", where, f"answers as shard {says.shard}", "Put the addresses in parameter_servers.shards into their order."
+        )
+    if says.mode != config.servers.mode:
+        yield error("shard-mode", where, f"runs in {says.mode} mode, this file says {config.servers.mode}", _SAME_FILE)
+
+
+def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
+    if status.failure.startswith(_STOPPED):
+        yield error("shard-failed", where, status.failure, "Mend the cause, then restart the shard; its journal has what was accepted.")
+    elif status.failure:
+        yield error("shard-waiting", where, status.failure, "Mend the cause: the shard goes on by itself.")
+    if status.repair:
+        mend = "All shards must be up for a repair to end; kvemb status says how far each is. Pulls of that node wait meanwhile."
+        yield warning("node-repair", where, status.repair, mend)
+    if status.lag_s > MOST_LAG_S and not status.failure:
+        what = f"the oldest of {status.pending_parts} pushes has waited {status.lag_s:.0f} s"
+        mend = "Storage is too slow, or shards are too few: compare kvemb_shard_apply_seconds (docs/operations.md)."
+        yield warning("shard-lag", where, what, mend)
+
+
+def _judge_host(where: str, says: ExamineReply) -> Iterator[Finding]:
+    mend = (
+        f"Raise it where the shard is started: ulimit -n 65536, LimitNOFILE= of its unit, or ulimits: in compose (at least {LEAST_FILES})."
+    )
+    if 0 < says.most_files < LEAST_FILES or says.open_files > 0.8 * says.most_files:
+        yield error("open-files", where, f"may open {says.most_files} files, and has {says.open_files} open", mend)
+
+
+def _judge_disk(where: str, says: ExamineReply) -> Iterator[Finding]:
+    if says.sync_s < 0:
+        yield error("disk-unwritable", where, "nothing can be written to the journal's disk", "Make room there, or mend its permissions.")
+    if says.durability != "fsync":
+        what = "acknowledges pushes before they are on disk: a power failure may lose them"
+        yield warning("durability", where, what, "parameter_servers.durability: fsync, unless training may lose its last seconds.")
+    elif says.sync_s > SLOW_SYNC_S:
+        what = f"a small write takes {1e3 * says.sync_s:.0f} ms until it is durable, and every push waits for one"
+        mend = "Put data_dir on an SSD of its own, or say durability: os where a power failure may lose pushes."
+        yield warning("disk-slow", where, what, mend)
+    if says.disk_free < _LEAST_DISK_SHARE * says.disk_bytes or says.disk_free < says.journal_max_bytes:
+        left = f"{says.disk_free / 1e9:,.1f} of {says.disk_bytes / 1e9:,.1f} GB"
+        what = f"the journal's disk has {left} left, and the journal may grow to {says.journal_max_bytes / 1e9:,.1f} GB"
+        mend = "Make room, or lower parameter_servers.journal_max_mb: a full disk stops acknowledgements."
+        yield error("disk-space", where, what, mend)
+
+
+def _judge_file(where: str, says: ExamineReply, config: Config) -> Iterator[Finding]:
+    for key, theirs, ours in (
+        ("parameter_servers.shards", says.shards, config.servers.shards),
+        ("storage.nodes", says.nodes, config.storage.nodes),
+    ):
+        if list(theirs) != list(ours):
+            what = f"was started with {key} {_listed(theirs)}, this file has {_listed(ours)}"
+            yield warning("other-file", where, what, f"{_SAME_FILE} A shard reads it when it starts: restart it once the file is right.")
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return "[" + ", ".join(addresses) + "]"

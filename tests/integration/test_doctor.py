@@ -1,0 +1,228 @@
+"""`kvemb doctor` on real clusters, each with one thing wrong that a person may well do."""
+
+import json
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+import yaml
+from test_cli import run
+
+import kvemb
+from kvemb.config import load
+from kvemb.doctor.examination import examine
+from kvemb.doctor.finding import Finding
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
+from kvemb.protocol.installed_version import installed_version
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=2) as running:
+        push(running)
+        yield running
+
+
+def push(cluster: LocalCluster) -> None:
+    with kvemb.connect(cluster.url) as client:
+        table = client.create_table("t", dim=2, optimizer=kvemb.optim.sgd(), exist_ok=True)
+        table.push(np.arange(100), np.ones((100, 2)))
+        table.flush()
+
+
+def findings(config: Path, level: str = "error") -> dict[str, Finding]:
+    """What the doctor found, by name."""
+    found = examine(load(config, {}), installed_version())
+    assert all(one.mend and one.what for one in found)
+    return {one.name: one for one in found if one.level == level}
+
+
+def changed(cluster: LocalCluster, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The cluster's kvemb.yaml with something else in it."""
+    tree = yaml.safe_load(cluster.config_path.read_text())
+    change(tree)
+    path = folder / "kvemb.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@contextmanager
+def setting(cluster: LocalCluster, name: str, value: str) -> Iterator[str]:
+    """One node with another setting."""
+    with redis.Redis(port=cluster.servers[1].port) as node:
+        before = node.config_get(name)[name]
+        node.config_set(name, value)
+        try:
+            yield cluster.servers[1].address
+        finally:
+            node.config_set(name, before)
+
+
+def test_a_cluster_that_is_well_needs_nothing(cluster: LocalCluster) -> None:
+    done = run("doctor", str(cluster.config_path))
+    assert (done.returncode, done.stdout) == (0, "2 nodes and 2 shards: nothing to mend\n"), done.stderr
+
+
+def test_scripts_learn_from_the_exit_code_and_from_json_what_is_wrong(cluster: LocalCluster, tmp_path: Path) -> None:
+    path = str(changed(cluster, tmp_path, lambda tree: tree.update(cluster="other")))
+    text, coded = run("doctor", path), run("doctor", "--json", path)
+    assert (text.returncode, coded.returncode) == (1, 1)
+    assert {(one["name"], one["level"]) for one in json.loads(coded.stdout)} == {("cluster-name", "error")}
+    assert text.stdout.startswith("error: shard 0 (")
+    assert "    Use the kvemb.yaml of that cluster" in text.stdout
+    assert text.stdout.endswith("2 nodes and 2 shards: 2 errors, 0 warnings\n")
+    with setting(cluster, "maxmemory", "0"):
+        assert run("doctor", str(cluster.config_path)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found", "level", "mend"),
+    [
+        ("maxmemory-policy", "allkeys-lru", "node-eviction", "error", "CONFIG SET maxmemory-policy noeviction"),
+        ("maxmemory", "0", "node-no-limit", "warning", "CONFIG SET maxmemory"),
+        ("appendonly", "yes", "node-persistence", "warning", "appendonly no"),
+        ("save", "3600 1000000", "node-persistence", "warning", 'CONFIG SET save ""'),
+        ("maxclients", "100", "node-connections", "warning", "maxclients 10000"),
+    ],
+)
+def test_a_nodes_setting_is_named_with_its_mend(cluster: LocalCluster, name: str, value: str, found: str, level: str, mend: str) -> None:
+    with setting(cluster, name, value) as address:
+        seen = findings(cluster.config_path, level)
+    assert seen.keys() == {found}
+    assert seen[found].where == f"node {address}"
+    assert mend in seen[found].mend
+
+
+def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
+    with redis.Redis(port=cluster.servers[1].port) as node:
+        used = int(node.info("memory")["used_memory"])
+    with setting(cluster, "maxmemory", str(int(used * 1.05))):
+        assert findings(cluster.config_path).keys() == {"node-headroom"}
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "found", "says"),
+    [
+        ("storage", lambda s: s["nodes"].reverse(), "node-marker", "into the place that it had"),
+        ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order"),
+        ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "save, start it, load"),
+        ("parameter_servers", lambda s: s.update(mode="sync", trainers=2), "shard-mode", "same kvemb.yaml"),
+        ("storage", lambda s: s["nodes"].__setitem__(1, "no-such-host.invalid:6379"), "node-name", "or DNS"),
+    ],
+)
+def test_a_file_that_is_not_the_clusters_is_told(
+    cluster: LocalCluster, tmp_path: Path, section: str, change: Callable[[Any], object], found: str, says: str
+) -> None:
+    seen = findings(changed(cluster, tmp_path, lambda tree: change(tree[section])))
+    assert seen.keys() == {found}
+    assert says in seen[found].mend
+
+
+def test_another_clusters_name_is_told(cluster: LocalCluster, tmp_path: Path) -> None:
+    assert findings(changed(cluster, tmp_path, lambda tree: tree.update(cluster="other"))).keys() == {"cluster-name"}
+
+
+def test_a_shard_that_was_started_with_another_file_is_told(cluster: LocalCluster, tmp_path: Path) -> None:
+    port = cluster.servers[1].port
+    path = changed(cluster, tmp_path, lambda tree: tree["storage"]["nodes"].__setitem__(1, f"localhost:{port}"))
+    seen = findings(path, "warning")
+    assert seen.keys() == {"other-file"}
+    assert f"localhost:{port}" in seen["other-file"].what
+    assert not findings(path)
+
+
+def test_what_is_down_is_told_with_what_becomes_of_its_rows(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=2) as cluster:
+        cluster.shards[1].kill()
+        assert findings(cluster.config_path).keys() == {"shard-unreachable"}
+        with redis.Redis(port=cluster.servers[0].port) as node:
+            node.flushall()
+        deadline = time.monotonic() + PATIENCE_S
+        while "node-repair" not in findings(cluster.config_path, "warning"):
+            assert time.monotonic() < deadline
+        assert {"shard-unreachable", "node-lost"} <= findings(cluster.config_path).keys()
+        cluster.start_shard(1)
+        deadline = time.monotonic() + PATIENCE_S
+        while findings(cluster.config_path):
+            assert time.monotonic() < deadline
+        cluster.servers[1].process.kill()
+        seen = findings(cluster.config_path)
+        assert seen["node-unreachable"].where == f"node {cluster.servers[1].address}"
+
+
+def test_a_node_that_follows_another_one_is_no_place_for_rows(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=1) as cluster, redis.Redis(port=cluster.servers[1].port) as node:
+        node.replicaof("127.0.0.1", cluster.servers[0].port)
+        seen = findings(cluster.config_path)
+        node.replicaof("NO", "ONE")
+    assert "REPLICAOF NO ONE" in seen["node-replica"].mend
+
+
+def test_evictions_that_have_happened_are_told_though_the_setting_is_right_again(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=1) as cluster, redis.Redis(port=cluster.servers[0].port) as node:
+        node.config_set("maxmemory-policy", "volatile-ttl")
+        node.config_set("maxmemory", "3mb")
+        for number in range(4000):
+            node.set(f"stranger:{number}", b"x" * 1000, ex=1000)
+        node.config_set("maxmemory", "1gb")
+        node.config_set("maxmemory-policy", "noeviction")
+        seen = findings(cluster.config_path)
+    assert f"kvemb repair --node {cluster.servers[0].address}" in seen["node-evicted"].mend
+
+
+def test_a_password_that_is_not_given_is_told(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=1) as cluster, redis.Redis(port=cluster.servers[0].port) as node:
+        node.config_set("requirepass", "secret")
+        seen = findings(cluster.config_path)
+        node.config_set("requirepass", "")
+    assert "password_env name" in seen["node-password"].mend
+
+
+def test_a_memcached_that_may_lose_rows_is_told(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    node, shard = free_ports(2)
+    path = tmp_path / "kvemb.yaml"
+    path.write_text(
+        f"cluster: c\nstorage: {{kind: memcached, nodes: ['127.0.0.1:{node}'], timeout_s: 1}}\n"
+        f"parameter_servers: {{shards: ['127.0.0.1:{shard}'], data_dir: {tmp_path}/data}}\n"
+    )
+    words = [require_server("memcached"), "-u", "nobody", "-l", "127.0.0.1", "-p", str(node), "-c", "100"]
+    with subprocess.Popen(words) as server:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while "node-unreachable" in (seen := findings(path)):
+                assert time.monotonic() < deadline
+            warnings = findings(path, "warning")
+        finally:
+            server.terminate()
+    assert seen.keys() == {"node-eviction", "shard-unreachable"}
+    assert "-M -o no_slab_reassign" in seen["node-eviction"].mend
+    assert warnings.keys() == {"node-lru-maintainer", "node-connections"}
+
+
+def test_a_shards_disk_files_and_durability_are_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # what the cluster's processes are started with
+    try:
+        with LocalCluster("valkey", 1, shards=1, durability="os", journal_max_mb=(1 << 24) - 1) as cluster:
+            errors, warnings = findings(cluster.config_path), findings(cluster.config_path, "warning")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert errors.keys() == {"open-files", "disk-space"}
+    assert "ulimit -n" in errors["open-files"].mend
+    assert "journal_max_mb" in errors["disk-space"].mend
+    assert "durability" in warnings

@@ -1,0 +1,66 @@
+"""What the doctor makes of answers that no server here can be brought to give: clocks, disks, versions, shards in trouble."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvemb import config
+from kvemb.doctor.node_findings import judge_node
+from kvemb.doctor.shard_findings import ShardFacts, judge_shard
+from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
+from kvemb.stores.store import NodeStats
+
+CONFIG = config.parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["n:1"]}, "parameter_servers": {"shards": ["s:1"]}}, {})
+GOOD = ExamineReply("1.0", 1000.0, ["s:1"], ["n:1"], "fsync", 0.001, 10**12, 2 * 10**12, 90, 4096, 2**32)
+STATUS = StatusReply(0, 1, 2, 3, 0, 0.0, 6, 1, 0, 0, 0, "")
+FACTS = ShardFacts(0, "s:1", "", DescribeReply("c", b"i", 0, 1, "async", 0, []), STATUS, GOOD, 1000.0)
+NODE = NodeStats("n:1", "redis 7.2.4", 5, 50, 100, 0)
+SETTINGS = {"redis_version": "7.2.4", "maxmemory_policy": "noeviction", "maxclients": "10000"}
+
+
+def names(facts: ShardFacts) -> list[str]:
+    return [finding.name for finding in judge_shard(facts, CONFIG, "1.0")]
+
+
+def test_nothing_is_found_where_nothing_is() -> None:
+    assert names(FACTS) == []
+    assert list(judge_node(NODE, SETTINGS)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"now_s": 1010.0}, "clock-skew"),
+        ({"now_s": 990.0}, "clock-skew"),
+        ({"version": "0.9"}, "shard-version"),
+        ({"sync_s": 0.2}, "disk-slow"),
+        ({"sync_s": -1.0}, "disk-unwritable"),
+        ({"disk_free": 10**10}, "disk-space"),
+        ({"disk_free": 10**9, "disk_bytes": 10**9}, "disk-space"),
+        ({"open_files": 4000}, "open-files"),
+    ],
+)
+def test_a_shards_host(change: dict[str, object], found: str) -> None:
+    assert names(replace(FACTS, examine=replace(GOOD, **change))) == [found]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"failure": "the shard stopped applying: NodeLostError: gone"}, "shard-failed"),
+        ({"failure": "NodeFullError: node n:1"}, "shard-waiting"),
+        ({"repair": "node n:1: in repair"}, "node-repair"),
+        ({"lag_s": 60.0, "pending_parts": 9}, "shard-lag"),
+    ],
+)
+def test_a_shards_work(change: dict[str, object], found: str) -> None:
+    assert names(replace(FACTS, status=replace(STATUS, **change))) == [found]  # type: ignore[arg-type]
+
+
+def test_an_old_server_and_a_failed_snapshot() -> None:
+    assert [one.name for one in judge_node(replace(NODE, server="redis 5.0.7"), SETTINGS)] == ["node-version"]
+    assert [one.name for one in judge_node(NODE, {**SETTINGS, "rdb_last_bgsave_status": "err"})] == ["node-snapshot-failed"]
+
+
+def test_a_replica_within_a_redis_cluster_is_as_it_should_be() -> None:
+    assert not list(judge_node(NODE, {**SETTINGS, "role": "slave", "cluster_enabled": "1"}))
