@@ -17,6 +17,7 @@ import yaml
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.init import ALGORITHM_VERSION
 from kvemb.schema.table_def import TableDef
+from kvemb.tls_config import TlsConfig, parse_tls
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,6 +58,8 @@ class StorageConfig:
             touches them, and all of a node's after memcached moved a slab page. Until then pulls see them made anew.
         on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back. "wait": for
             it within the call's timeout; "fail": at once.
+        tls: how connections to the nodes are encrypted; None: they are not.
+        insecure: nodes beyond this machine may be reached without encryption.
     """
 
     kind: str
@@ -66,6 +69,8 @@ class StorageConfig:
     password: str | None = field(default=None, repr=False)
     allow_row_loss: bool = False
     on_lost_node: str = "wait"
+    tls: TlsConfig | None = None
+    insecure: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class ServersConfig:
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
         metrics_port: where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards`
             gives one host, the first has this port, the next the one above, and so on.
+        tls: how connections to the shards are encrypted, and who may do what; None: they are not, and everybody may do everything.
+        insecure: shards beyond this machine may be reached without encryption.
     """
 
     shards: tuple[str, ...]
@@ -106,6 +113,8 @@ class ServersConfig:
     write_behind_batches: int = 0
     write_behind_ms: int = 100
     metrics_port: int = 0
+    tls: TlsConfig | None = None
+    insecure: bool = False
 
     def metrics_port_of(self, shard: int) -> int:
         """The port on which a shard is scraped; 0 where it is not.
@@ -144,7 +153,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[st
     """
     if isinstance(source, Mapping):
         config = parse(source, environ)
-        return replace(config, servers=replace(config.servers, data_dir=os.path.abspath(config.servers.data_dir)))
+        return _starting_at(config, Path.cwd())
     path = _path(source)
     try:
         config = parse(yaml.load(path.read_text(encoding="utf-8"), _Loader), environ)
@@ -155,18 +164,27 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any], environ: Mapping[st
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     # absolute, not resolve: a mounted file may be a link into a folder that comes and goes.
-    data_dir = path.absolute().parent / config.servers.data_dir
-    return replace(config, servers=replace(config.servers, data_dir=str(data_dir)))
+    return _starting_at(config, path.absolute().parent)
+
+
+def _starting_at(config: Config, folder: Path) -> Config:
+    """Return the same with relative paths taken from a folder."""
+    storage, servers = config.storage, config.servers
+    return replace(
+        config,
+        storage=replace(storage, tls=storage.tls and storage.tls.starting_at(folder)),
+        servers=replace(servers, tls=servers.tls and servers.tls.starting_at(folder), data_dir=str(folder / servers.data_dir)),
+    )
 
 
 def parse(tree: object, environ: Mapping[str, str]) -> Config:
-    """Validate a parsed tree; see `load`. Here a relative data_dir is left as it is."""
+    """Validate a parsed tree; see `load`. Here relative paths are left as they are."""
     top = _section(tree, "", {"cluster", "storage", "parameter_servers", "tables"}, {"cluster", "storage", "parameter_servers"})
     storage = _storage(top["storage"], environ)
     config = Config(
         cluster=_text(top, "cluster", ""),
         storage=storage,
-        servers=_servers(top["parameter_servers"]),
+        servers=_servers(top["parameter_servers"], environ),
         tables=_tables(top.get("tables") or {}, storage.kind),
     )
     for index, address in enumerate(config.servers.shards):
@@ -186,11 +204,12 @@ def parse(tree: object, environ: Mapping[str, str]) -> Config:
 def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
     at = "storage."
     keys = {"kind", "nodes", "timeout_s", "username_env", "password_env", "allow_row_loss", "on_lost_node"}
+    keys |= {"tls", "insecure"}
     fields = _section(tree, "storage", keys, {"kind", "nodes"})
     kind = _text(fields, "kind", at)
     nodes = _addresses(fields, "nodes", at)
     if kind == "memcached" and {"username_env", "password_env"} & set(fields):
-        raise ConfigError("storage.password_env: memcached nodes take no credentials; keep them on a private network")
+        raise ConfigError("storage.password_env: memcached nodes take no credentials but client certificates (storage.tls)")
     on_lost_node = fields.get("on_lost_node", "wait")
     if on_lost_node not in ON_LOST_NODE:
         raise ConfigError(f"storage.on_lost_node: got {on_lost_node!r}, expected one of {', '.join(ON_LOST_NODE)}")
@@ -202,13 +221,15 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
         password=_secret(fields, "password_env", at, environ),
         allow_row_loss=_flag(fields, "allow_row_loss", at),
         on_lost_node=on_lost_node,
+        tls=parse_tls(fields.get("tls"), "storage.tls", environ, tokens=False),
+        insecure=_flag(fields, "insecure", at),
     )
 
 
-def _servers(tree: object) -> ServersConfig:
+def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     at = "parameter_servers."
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
-    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port"}
+    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port", "tls", "insecure"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -253,6 +274,8 @@ def _servers(tree: object) -> ServersConfig:
         write_behind_batches=write_behind_batches,
         write_behind_ms=write_behind_ms,
         metrics_port=metrics_port,
+        tls=parse_tls(fields.get("tls"), "parameter_servers.tls", environ, tokens=True),
+        insecure=_flag(fields, "insecure", at),
     )
 
 

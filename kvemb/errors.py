@@ -131,6 +131,10 @@ class PushRejectedError(ParameterServerError):
     """A shard refused a push part as a whole (unknown table, wrong dim, NaN, sequence gap, other data under a used sequence)."""
 
 
+class AccessDeniedError(ParameterServerError):
+    """A shard does not let this process do this: its certificate or token is not good for it. Nothing was changed."""
+
+
 class FencedError(ParameterServerError):
     """A newer incarnation of this trainer, or a newer owner of this shard, has taken over. This process must stop pushing."""
 

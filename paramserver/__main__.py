@@ -17,12 +17,14 @@ from pathlib import Path
 
 from kvemb.atomic_file import replace_atomically
 from kvemb.config import Config, load
+from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts.stop_flag import StopFlag
 
 from .disk.disk_errors import named
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
+from .rpc.access_control import AccessControl
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
@@ -56,6 +58,8 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
     if not 0 <= args.shard < len(config.servers.shards):
         raise ConfigError(f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
 
+    require_encrypted(config, args.listen or "")
+    AccessControl.of(config)  # what it cannot use is said before anything is started
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
 

@@ -37,7 +37,7 @@ ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
-        {"kvemb.arrays", "kvemb.columns", "kvemb.torch", "kvemb.trainer"},
+        {"kvemb.arrays", "kvemb.columns", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},

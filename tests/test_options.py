@@ -28,6 +28,8 @@ SAVED = f"{SAVES}:test_a_save_under_load_is_one_cut_per_shard_and_holds_all_that
 STEP = f"{FAILURES}:test_a_sync_step_applies_what_all_trainers_pushed_at_once"
 HANDED_ON = f"{LOCAL}:test_a_local_cluster_hands_every_option_on"
 SHOWN = "tests/integration/test_cli.py:test_status_shows_every_node_and_shard"
+TLS = "tests/integration/test_tls.py"
+IN_THE_CLEAR = f"{TLS}:test_plain_text_beyond_this_machine_takes_a_word_in_the_file"
 WRITTEN_BEHIND = "tests/integration/test_write_behind.py:test_applied_rows_are_dirty_until_a_flush_or_the_end"
 SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures_on_a_port_of_its_own"
 
@@ -134,6 +136,8 @@ SHOWN_BY = {
         "password": f"{STORES}:test_the_password_of_the_configuration_is_used",
         "allow_row_loss": f"{STORES}:test_a_redis_that_may_evict_is_refused_unless_allowed",
         "on_lost_node": "tests/faults/test_faults_repair.py:test_a_pull_from_a_lost_node_waits_or_fails_as_configured",
+        "tls": "tests/integration/test_stores_tls.py:_OverTls.test_a_stranger_is_refused_by_name",
+        "insecure": IN_THE_CLEAR,
     },
     "kvemb/config.py:ServersConfig": {
         "shards": SHOWN,
@@ -148,6 +152,15 @@ SHOWN_BY = {
         "write_behind_batches": WRITTEN_BEHIND,
         "write_behind_ms": "tests/unit/test_ps_start_options.py:test_a_shard_writes_behind_within_the_bounds_of_its_file",
         "metrics_port": SCRAPED,
+        "tls": f"{TLS}:test_a_certificate_that_is_not_good_is_refused_by_name",
+        "insecure": IN_THE_CLEAR,
+    },
+    "kvemb/tls_config.py:TlsConfig": {
+        "ca": f"{TLS}:test_a_trainer_refuses_a_shard_of_another_authority_and_plain_text_is_refused",
+        "cert": f"{TLS}:test_a_trainer_with_its_certificate_trains_under_its_name_and_below_it",
+        "key": f"{TLS}:test_a_trainer_with_its_certificate_trains_under_its_name_and_below_it",
+        "token": "tests/unit/test_tls_config.py:test_a_token_of_the_environment_is_taken_and_never_shown",
+        "token_file": f"{TLS}:test_a_token_opens_everything_and_no_other_word_does",
     },
 }
 

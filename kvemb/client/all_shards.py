@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvemb.client.shard_channel import ShardChannel
-from kvemb.config import Config
+from kvemb.config import Config, ServersConfig
 from kvemb.errors import ClosedError, ConfigError, ParameterServerError
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty
+from kvemb.tls_config import TlsConfig
 
 """For every verb that goes through the shards, unless the caller says otherwise."""
 
@@ -26,14 +28,23 @@ class AllShards:
     Args:
         addresses: "host:port" of each shard.
         last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
+        tls: how the connections are encrypted.
     """
 
-    def __init__(self, addresses: Sequence[str], last_words: Callable[[int], Path] | None = None) -> None:
+    def __init__(self, addresses: Sequence[str], last_words: Callable[[int], Path] | None = None, tls: TlsConfig | None = None) -> None:
+        self.tls = tls
+        files = None if tls is None else TlsFiles(tls, "parameter_servers.tls")
         self.channels = tuple(
-            ShardChannel(shard, address, None if last_words is None else last_words(shard)) for shard, address in enumerate(addresses)
+            ShardChannel(shard, address, None if last_words is None else last_words(shard), files)
+            for shard, address in enumerate(addresses)
         )
         self._pid = os.getpid()
         self._closed = False
+
+    @staticmethod
+    def of(servers: ServersConfig) -> "AllShards":
+        """Return the shards of a kvemb.yaml."""
+        return AllShards(servers.shards, servers.last_words, servers.tls)
 
     def __len__(self) -> int:
         return len(self.channels)

@@ -10,6 +10,8 @@ from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
 from kvemb.datapath.row_cache import RowCache
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_probe import own_uris
+from kvemb.protocol.roles import caller_of, seat_of
 from kvemb.stores.store import Store
 
 _BARRIER_MARGIN_S = 10.0
@@ -30,14 +32,24 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
             which the caller closes.
     """
     sync = config.servers.mode == "sync"
-    servers = AllShards(config.servers.shards, config.servers.last_words)
+    servers = AllShards.of(config.servers)
     try:
         described = servers.describe(config, deadline)
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
     except BaseException:
         servers.close()
         raise
-    name = trainer or f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = trainer or _drawn_name(config)
     # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
     timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0)
     return ShardClient(servers, PushSession(servers, described.cluster_id, name, sync=sync, row_cache=row_cache), timeout_s)
+
+
+def _drawn_name(config: Config) -> str:
+    """A name that no other trainer has; one that this process's certificate lets it take, where it has one."""
+    tls, own = config.servers.tls, None
+    if tls is not None and not tls.has_token:
+        own = seat_of(caller_of(own_uris(tls, "parameter_servers.tls"), config.cluster))
+    if own is None:
+        return f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{own[:200]}/{os.getpid()}-{secrets.token_hex(4)}"

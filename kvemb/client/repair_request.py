@@ -25,7 +25,7 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
         ShardUnavailableError: a shard does not answer; the others wait for it, and end the repair when it is there.
         DeadlineExceededError: the repair goes on.
     """
-    servers = AllShards(config.servers.shards, config.servers.last_words)
+    servers = AllShards.of(config.servers)
     try:
         request = RepairRequest(list(addresses), all_nodes, max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2))
         return servers.call_each("Repair", [request] * len(servers), RepairReply, Deadline.after(timeout_s))

@@ -4,6 +4,7 @@ Errors that the shard reports travel inside the reply and are raised as their ow
 ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see `kvemb.client.all_shards`).
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,10 +13,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvemb.errors import MessageError, ParameterServerError, ShardUnavailableError, from_wire
+from kvemb.client.shard_credentials import open_channel
+from kvemb.errors import AccessDeniedError, ConfigError, MessageError, ParameterServerError, ShardUnavailableError, from_wire
 from kvemb.interrupts import exit_delivery, off_main_thread
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import Stamp, TlsFiles
+from kvemb.net.tls_probe import why_refused
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
 
@@ -37,6 +41,7 @@ _REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids
 _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect anew"
+_PROBE_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -109,11 +114,17 @@ class ShardChannel:
         shard: the shard's index.
         address: "host:port".
         last_words: the file in which the shard says why it has ended, if it runs on this machine.
+        tls: keys, certificates and tokens; when these files change, calls go over a new connection from then on. None: no encryption.
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
 
-    def __init__(self, shard: int, address: str, last_words: Path | None = None) -> None:
-        self.shard, self.address, self._last_words = shard, address, last_words
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, shard: int, address: str, last_words: Path | None = None, tls: TlsFiles | None = None) -> None:
+        self.shard, self.address, self._last_words, self._tls = shard, address, last_words, tls
+        self._renewing = threading.Lock()
+        self._stamp: Stamp = () if tls is None else tls.stamp()
+        self._channels = [open_channel(address, tls, _OPTIONS)]  # the last is in use; calls may be under way on the one before
         self._abandoned = False
 
     def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
@@ -126,16 +137,18 @@ class ShardChannel:
 
     def unary(self, method: str) -> Any:
         """Return gRPC's callable of a verb."""
-        return self._channel.unary_unary(f"/{SERVICE}/{method}")
+        return self._channel().unary_unary(f"/{SERVICE}/{method}")
 
     def push_stream(self, parts: Iterator[bytes]) -> Any:
         """Open the push stream; iterating over the result gives encoded PushReplys, `cancel()` ends it."""
-        return self._channel.stream_stream(f"/{SERVICE}/Push")(parts)
+        return self._channel().stream_stream(f"/{SERVICE}/Push")(parts)
 
     def translate(self, error: Any, method: str, timeout_s: float | None = None) -> ParameterServerError | MessageError:
         """Return our error for one of gRPC's."""
         code = error.code() if callable(getattr(error, "code", None)) else None
         name, details = getattr(code, "name", "UNKNOWN"), getattr(error, "details", lambda: str(error))()
+        if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+            return AccessDeniedError(f"{self}: {details}")
         if code in _GONE:
             within = f" within {timeout_s:g} s" if timeout_s is not None and code is grpc.StatusCode.DEADLINE_EXCEEDED else ""
             return self.unavailable(method, f"no answer{within} ({name}: {details})")
@@ -152,6 +165,10 @@ class ShardChannel:
                 words = self._last_words.read_bytes()[:_LONGEST_WORDS].decode(errors="replace")
         if words:
             return ShardUnavailableError(f"{self}: {method}: {why}. It has ended; its last words: {words}")
+        if self._tls is not None:
+            refused = why_refused(self.address, self._tls.config, self._tls.at, Deadline.after(_PROBE_S))
+            if refused:
+                return ShardUnavailableError(f"{self}: {method}: {why}. {refused}")
         return ShardUnavailableError(f"{self}: {method}: {why}. Is the parameter server running, and is this its address in kvemb.yaml?")
 
     def abandon(self) -> None:
@@ -162,7 +179,20 @@ class ShardChannel:
     def close(self) -> None:
         """Close the channel; calls under way fail. Idempotent."""
         if not self._abandoned:
-            self._channel.close()
+            for channel in self._channels:
+                channel.close()
+
+    def _channel(self) -> grpc.Channel:
+        """The channel to use: a new one where certificate or token were renewed. Files that cannot be used leave the old one in use."""
+        if self._tls is not None and self._tls.stamp() != self._stamp:
+            with self._renewing, suppress(ConfigError):
+                if (stamp := self._tls.stamp()) != self._stamp:
+                    self._channels.append(open_channel(self.address, self._tls, _OPTIONS))
+                    self._stamp = stamp
+                    for channel in self._channels[:-2]:
+                        channel.close()
+                    del self._channels[:-2]
+        return self._channels[-1]
 
     def __str__(self) -> str:
         return f"shard {self.shard} ({self.address})"

@@ -14,6 +14,7 @@ from kvemb.cluster.cluster import Cluster
 from kvemb.config import load
 from kvemb.connection.access import Access
 from kvemb.connection.moved_nodes import NodesInFile
+from kvemb.connection.plaintext import require_encrypted
 from kvemb.datapath.row_cache import RowCache, check_options
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
@@ -59,6 +60,7 @@ def connect(
     cache_bytes = check_options(max_staleness, row_cache_mb)
     if cache_bytes and read_only:
         raise InvalidInputError("max_staleness has no effect with read_only=True: what is kept are the rows of own pushes")
+    require_encrypted(config)
     deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
     if not isinstance(source, Mapping):

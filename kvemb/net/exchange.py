@@ -143,7 +143,7 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
         events = poll.poll(wait_s * 1000)
         for fd, event in events:
             conversation = active[fd]
-            if event & ~select.POLLOUT:
+            if event & ~select.POLLOUT or conversation.link.wants_write:
                 conversation.receive()
             if not conversation.done:
                 conversation.send()
@@ -180,4 +180,6 @@ def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadl
 
 
 def _interest(conversation: Conversation) -> int:
-    return select.POLLIN | (select.POLLOUT if conversation.wants_to_send else 0)
+    link = conversation.link
+    writes = link.wants_write or (conversation.wants_to_send and not link.waits_to_read)
+    return select.POLLIN | (select.POLLOUT if writes else 0)

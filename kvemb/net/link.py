@@ -1,8 +1,9 @@
 """One connection to one storage node: a non-blocking socket and its receive buffer. The only place where bytes meet a socket.
 
-Whoever needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. One that encrypts returns a `Link` of its own.
+Whoever needs connections is given a `Connect`; `connect_link` is the plain one, over TCP. Those that encrypt are in `tls_link`.
 """
 
+import errno
 import socket
 import ssl
 from collections.abc import Callable
@@ -28,6 +29,10 @@ class Link:
         address: "host:port", for messages.
         connection_id: the server's number for this connection, "" where it has none.
         run_id: of the server process at the other end, "" where it has none; it cannot change under a connection.
+
+    Attributes:
+        wants_write: the connection has to write before it can be read from; whoever polls waits for that, too. Never so with plain TCP.
+        waits_to_read: it has to be read from before more can be sent.
     """
 
     def __init__(self, sock: socket.socket, address: str, connection_id: str = "", run_id: str = "") -> None:
@@ -36,6 +41,7 @@ class Link:
         self.address = address
         self.connection_id = connection_id
         self.run_id = run_id
+        self.wants_write = self.waits_to_read = False
         self.n_doubts = 0  # see `kvemb.net.pool.Doubts`
         self._buffer = np.empty(_BUFFER_BYTES, dtype=np.uint8)
         self._start = self._end = 0
@@ -64,15 +70,27 @@ class Link:
         """
         self._make_room()
         try:
-            count = self.sock.recv_into(self._buffer.data[self._end :])
-        except NOT_NOW:
-            return 0
+            count = self._recv_into(self._buffer.data[self._end :])
         except OSError as error:
             raise self._unavailable(error) from error
+        if count is None:
+            return 0
         if count == 0:
-            raise NodeUnavailableError(f"node {self.address}: closed the connection. Is the server still running?")
+            raise self._unavailable(ConnectionResetError(errno.ECONNRESET, "closed the connection"))
         self._end += count
         return count
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `receive` can take more without a larger buffer."""
+        return self._end < len(self._buffer)
+
+    def _recv_into(self, room: memoryview) -> int | None:
+        """Read into memory; None: nothing there yet, 0: the end."""
+        try:
+            return self.sock.recv_into(room)
+        except NOT_NOW:
+            return None
 
     def send(self, data: memoryview) -> int:
         """Send what the kernel takes now; return how many bytes."""
@@ -127,6 +145,11 @@ def connect_link(address: str, deadline: Deadline) -> Link:
     Raises:
         NodeUnavailableError: refused, unreachable, unknown host, or not in time; see `kvemb.net.name_lookup`.
     """
+    return Link(connect_socket(address, deadline), address)
+
+
+def connect_socket(address: str, deadline: Deadline) -> socket.socket:
+    """The same without the link."""
     endpoint = host_and_port(address, deadline)
     try:
         sock = socket.create_connection(endpoint, timeout=connect_timeout_s(deadline))
@@ -135,4 +158,4 @@ def connect_link(address: str, deadline: Deadline) -> Link:
         raise NodeUnavailableError(f"node {address}: cannot connect: {reason}. Is the server running, and the address right?") from error
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Link(sock, address)
+    return sock

@@ -48,7 +48,7 @@ def survey(config: Config) -> ClusterStatus:
     from kvemb.client.all_shards import AllShards
 
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers = AllShards(config.servers.shards, config.servers.last_words)
+    servers = AllShards.of(config.servers)
     try:
         deadline = Deadline.after(config.storage.timeout_s)
         replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)

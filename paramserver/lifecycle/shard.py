@@ -33,6 +33,7 @@ from ..recovery.shard_parts import ShardParts
 from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
+from ..rpc.access_control import AccessControl
 from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.service import Server
@@ -100,7 +101,7 @@ class Shard:
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, on_load)
-        self._server = Server(Handlers(parts, self._background), checkpoints, listen)
+        self._server = Server(Handlers(parts, self._background), checkpoints, listen, AccessControl.of(parts.config))
         self._watch = NodeWatch(
             store,
             timeout_s,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -99,9 +99,14 @@ class Handlers:
         """Return a table's definition."""
         return TableReply(self._parts.registry.find(request.table).to_dict())
 
-    def open_stream(self, requests: Iterator[bytes]) -> PushReceiver:
-        """Make the server's end of a push stream."""
-        return PushReceiver(self._parts.ingest, self._check_part, requests, self._in_hand)
+    def open_stream(self, requests: Iterator[bytes], require_seat: Callable[[str], None]) -> PushReceiver:
+        """Make the server's end of a push stream.
+
+        Args:
+            requests: the messages that come in.
+            require_seat: raises unless the caller may push as a trainer of that name.
+        """
+        return PushReceiver(self._parts.ingest, self._check_part, requests, self._in_hand, require_seat)
 
     def assign(self, request: RowsRequest, deadline: Deadline) -> Empty:
         """Set rows, in order with pushes; answered once applied."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from kvemb.errors import (
+    AccessDeniedError,
     DeadlineExceededError,
     KvembError,
     MessageError,
@@ -39,10 +40,14 @@ class PushReceiver:
         check: validates a decoded part.
         requests: encoded parts; iterating ends or raises when the stream does.
         in_hand: what all streams together have received and not yet passed on.
+        require_seat: raises unless the stream's caller may push as a trainer of that name.
     """
 
-    def __init__(self, ingest: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand) -> None:
+    def __init__(
+        self, ingest: Ingest, check: Check, requests: Iterator[bytes], in_hand: BytesInHand, require_seat: Callable[[str], None]
+    ) -> None:
         self._ingest, self._check, self._requests, self._in_hand = ingest, check, requests, in_hand
+        self._require_seat = require_seat
         self.answers = AnswerQueue()
         self._reader = threading.Thread(target=self._read, name="kvemb-push-reader", daemon=True)
         self.unavailable = ""  # why the shard took no more parts from this stream
@@ -88,7 +93,8 @@ class PushReceiver:
         self.answers.expect()
         try:
             part = PushPart.decode(data)
-        except MessageError as error:
+            self._require_seat(part.trainer)  # before anything is done on behalf of that trainer
+        except (AccessDeniedError, MessageError) as error:
             self.answers.refuse(PushReply(0, "failed", error=to_wire(error)))
             return False
         try:

@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvemb.errors import KvembError, ParameterServerError, ShardUnavailableError, to_wire
+from kvemb.errors import AccessDeniedError, KvembError, ParameterServerError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import (
@@ -36,6 +37,7 @@ from kvemb.protocol.messages import (
     TableRequest,
 )
 
+from .access_control import AccessControl
 from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
 from .stream_limits import MAX_STREAMS, Streams
@@ -61,23 +63,25 @@ class Server:
     Args:
         handlers, checkpoints: what to call.
         listen: "host:port"; port 0 takes a free one.
+        access: who may call.
 
     Raises:
         ParameterServerError: the address cannot be had.
     """
 
-    def __init__(self, handlers: Handlers, checkpoints: CheckpointHandlers, listen: str) -> None:
+    def __init__(self, handlers: Handlers, checkpoints: CheckpointHandlers, listen: str, access: AccessControl) -> None:
+        self._access = access
         self._handlers, self._checkpoints = handlers, checkpoints
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
         n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="kvemb-rpc")
-        self._server = grpc.server(self._threads, options=_OPTIONS)
+        self._server = grpc.server(self._threads, options=(*_OPTIONS, *access.options))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._rpc_methods()),))
         try:
-            port = self._server.add_insecure_port(listen)
+            port = access.listen(self._server, listen)
         except RuntimeError as error:
             raise ParameterServerError(f"cannot listen on {listen}: is another process there, or is it no address of this host?") from error
         self.address = f"{listen.rpartition(':')[0]}:{port}"
@@ -128,26 +132,32 @@ class Server:
             "ShowRow": self._unary(ShowRowRequest, handlers.inspection.show_row, waits=True),
             "Examine": self._unary(Empty, handlers.inspection.examine, waits=True),
         }
-        methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()}
+        methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}
         return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
 
-    def _unary(self, request_type: type[Message], verb: Callable[[Any, Deadline], Message], *, waits: bool = False) -> Any:
-        """Make a handler; `waits` marks verbs that may hold their thread for long, of which only so many may run at once."""
+    def _unary(self, request_type: type[Message], verb: Callable[[Any, Deadline], Message], *, waits: bool = False) -> Callable[[str], Any]:
+        """Make what makes a handler of a verb's name; `waits` marks those that may hold their thread for long, of which only so many may
+        run at once."""
+        return lambda name: partial(self._answer, name, request_type, verb, waits)
 
-        def handle(data: bytes, context: Any) -> bytes:
-            try:
-                request = request_type.decode(data)
-                left_s = context.time_remaining()
-                deadline = Deadline.after(_LONGEST_WAIT_S if left_s is None else min(left_s, _LONGEST_WAIT_S))
-                reply = self._bounded(verb, request, deadline) if waits else verb(request, deadline)
-                return Reply({}, reply.encode()).encode()
-            except KvembError as error:
-                return Reply(to_wire(error), b"").encode()
-            except Exception as error:
-                log.exception("%s failed because of an error of the parameter server itself", request_type.__name__)
-                return Reply(to_wire(error), b"").encode()
-
-        return handle
+    def _answer(
+        self, name: str, request_type: type[Message], verb: Callable[[Any, Deadline], Message], waits: bool, data: bytes, context: Any
+    ) -> bytes:
+        try:
+            caller = self._access.caller(context)
+            caller.require(name)
+            request = request_type.decode(data)
+            if isinstance(request, (HelloRequest, ByeRequest)):
+                caller.require_seat(request.trainer)
+            left_s = context.time_remaining()
+            deadline = Deadline.after(_LONGEST_WAIT_S if left_s is None else min(left_s, _LONGEST_WAIT_S))
+            reply = self._bounded(verb, request, deadline) if waits else verb(request, deadline)
+            return Reply({}, reply.encode()).encode()
+        except KvembError as error:
+            return Reply(to_wire(error), b"").encode()
+        except Exception as error:
+            log.exception("%s failed because of an error of the parameter server itself", request_type.__name__)
+            return Reply(to_wire(error), b"").encode()
 
     def _bounded(self, verb: Callable[[Any, Deadline], Message], request: Message, deadline: Deadline) -> Message:
         if not self._waiting.acquire(blocking=False):
@@ -158,7 +168,12 @@ class Server:
             self._waiting.release()
 
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        stream = self._handlers.open_stream(requests)
+        try:
+            caller = self._access.caller(context)
+            caller.require("Push")
+        except AccessDeniedError as error:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        stream = self._handlers.open_stream(requests, caller.require_seat)
         try:
             self._streams.enter(stream.answers, context.peer())
         except ShardUnavailableError as error:

@@ -15,14 +15,12 @@ import pytest
 from kvemb.config import StorageConfig
 from kvemb.errors import NodeUnavailableError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Link, connect_link
+from kvemb.net.link import connect_link
 from kvemb.net.name_lookup import host_and_port
-from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import fetch_slot_map
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.stores.standalone.memcached_store import MemcachedStore
-from kvemb.stores.standalone.redis_store import RedisStore
 
 FOREVER_S = 30.0
 NAME = "node.test:6379"
@@ -169,17 +167,3 @@ def test_a_forked_child_looks_up_for_itself(resolver: Resolver) -> None:
         finally:
             os._exit(0 if known else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.parametrize("kind", [MemcachedStore, RedisStore, RedisClusterStore])
-def test_a_store_opens_its_connections_with_what_it_was_given(kind: type[MemcachedStore | RedisStore | RedisClusterStore]) -> None:
-    asked = []
-
-    def connect(address: str, deadline: Deadline) -> Link:
-        asked.append(address)
-        raise NodeUnavailableError(f"node {address}: as told")
-
-    store = kind(StorageConfig("any", ("10.0.0.1:1",), on_lost_node="fail"), "trainer", connect)
-    with store, pytest.raises(NodeUnavailableError, match=r"node 10\.0\.0\.1:1: as told"):
-        store.open(Deadline.after(FOREVER_S))
-    assert set(asked) == {"10.0.0.1:1"}

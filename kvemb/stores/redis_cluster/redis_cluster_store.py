@@ -20,8 +20,9 @@ from kvemb.config import StorageConfig
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
 from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Connect, Link, connect_link
+from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
+from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import N_SLOTS, RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
@@ -50,9 +51,9 @@ class RedisClusterStore(Store):
     It has as many methods as the port of stores: most hand on to a part.
     """
 
-    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
+    def __init__(self, config: StorageConfig, role: str) -> None:
         self.config, self.role = config, role
-        self._access = access = RedisAccess(config, connect)
+        self._access = access = RedisAccess(config, connector_of(config.tls))
         self._retry = ReadRetry(role, config.on_lost_node)
         self._fence = OwnerFence()
         self._connector = PrimaryConnector(access, role, self._fence)

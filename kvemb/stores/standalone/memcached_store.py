@@ -11,7 +11,8 @@ from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
-from kvemb.net.link import Connect, Link, connect_link
+from kvemb.net.link import Connect, Link
+from kvemb.net.tls_link import connector_of
 from kvemb.schema.keys import KEY_SIZE
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.standalone.node_store import NodeStore
@@ -80,8 +81,8 @@ class MemcachedServer:
 class MemcachedStore(NodeStore):
     """The store over nodes of memcached >= 1.6."""
 
-    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
-        self._memcached = MemcachedServer(config, connect)
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        self._memcached = MemcachedServer(config, connector_of(config.tls))
         super().__init__(config, role, MetaCodec(), self._memcached, cas=True)
 
     @property

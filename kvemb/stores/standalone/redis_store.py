@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
-from kvemb.net.link import Connect, Link, connect_link
+from kvemb.net.link import Link
+from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.redis_server import compare_and_set, hash_limits, redis_admin
@@ -58,8 +59,8 @@ class RedisServer:
 class RedisStore(NodeStore):
     """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
 
-    def __init__(self, config: StorageConfig, role: str, connect: Connect = connect_link) -> None:
-        self._access = RedisAccess(config, connect)
+    def __init__(self, config: StorageConfig, role: str) -> None:
+        self._access = RedisAccess(config, connector_of(config.tls))
         self._redis = RedisServer(self._access, role)
         super().__init__(config, role, RespCodec(), self._redis, cas=False)
 

@@ -1,0 +1,97 @@
+"""Looks at certificates with the standard library alone: who this process is by its own, and why a TLS connection is refused.
+
+gRPC tells neither. Nothing here is on a data path.
+"""
+
+import socket
+import ssl
+from typing import Any
+
+from kvemb.errors import ConfigError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.net.name_lookup import connect_timeout_s, host_and_port
+from kvemb.tls_config import TlsConfig
+
+
+def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, ...]:
+    """Return the URIs among the alternative names of this process's certificate; none where it has none.
+
+    It shows the certificate to itself, in memory. So what a peer would refuse is told here, where it can be mended.
+
+    Args:
+        config: a section `tls`.
+        at: its path in kvemb.yaml, for messages.
+        server: whether it is to serve with it, instead of calling.
+
+    Raises:
+        ConfigError: it is expired, of another authority, for another purpose, or its key is another's.
+    """
+    if not config.own:
+        return ()
+    try:
+        names = _shown_to_itself(config, server=server)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"{at}.cert: {config.cert}: not good with {at}.ca ({config.ca or 'of the system'}): {error.verify_message}"
+        ) from error
+    except (ssl.SSLError, OSError) as error:
+        why = error.strerror or error
+        raise ConfigError(f"{at}: {', '.join(filter(None, (config.ca, *config.own)))}: cannot be used: {why}") from error
+    return tuple(value for kind, value in names if kind == "URI")
+
+
+def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) -> str:
+    """Return why no TLS connection to a server of ours comes about, as far as a connection of our own shows; "" for no reason."""
+    try:
+        own_uris(config, at)
+        context = ssl.create_default_context(cafile=config.ca)
+        if config.own:
+            context.load_cert_chain(*config.own)
+        context.set_alpn_protocols(["h2"])
+        endpoint = host_and_port(address, deadline)
+        with (
+            socket.create_connection(endpoint, timeout=connect_timeout_s(deadline)) as plain,
+            context.wrap_socket(plain, server_hostname=endpoint[0]) as sock,
+        ):
+            ended = sock.recv(1) == b""  # the server's refusal of our certificate comes after the handshake
+    except (ConfigError, NodeUnavailableError) as error:
+        return str(error)
+    except ssl.SSLCertVerificationError as error:
+        return f"its certificate is not good with {at}.ca ({config.ca or 'of the system'}): {error.verify_message}"
+    except ssl.SSLError as error:
+        return f"TLS: {error.reason or error}: does the other side speak TLS, and take this certificate?"
+    except TimeoutError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    if not ended:
+        return ""
+    if not config.own:
+        return f"it asks for a certificate, and this process has none ({at}.cert, {at}.key)"
+    return f"it does not take the certificate {config.cert}: is its {at}.ca of the same authority, and neither expired?"
+
+
+def _shown_to_itself(config: TlsConfig, *, server: bool) -> tuple[tuple[str, str], ...]:
+    """Run a handshake in memory in which one side shows our certificate to the other; return the alternative names seen."""
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    looking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if server else ssl.PROTOCOL_TLS_SERVER)
+    (looking if server else shown).check_hostname = False
+    if not server:
+        shown.verify_mode = ssl.CERT_NONE
+        looking.load_cert_chain(*config.own)  # a server has to have one
+    shown.load_cert_chain(*config.own)
+    looking.verify_mode = ssl.CERT_REQUIRED
+    if config.ca is None:
+        looking.load_default_certs(ssl.Purpose.SERVER_AUTH if server else ssl.Purpose.CLIENT_AUTH)
+    else:
+        looking.load_verify_locations(config.ca)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [looking.wrap_bio(there, back, server_side=not server), shown.wrap_bio(back, there, server_side=server)]
+    for _ in range(4):  # as many turns as a handshake has
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    names: Any = (sides[0].getpeercert() or {}).get("subjectAltName", ())
+    return tuple((str(kind), str(value)) for kind, value in names)

@@ -1,0 +1,99 @@
+"""Who a client of the shards is by its certificate, and what each role may do. Pure.
+
+A certificate says it in URIs among its subject alternative names, `kvemb://CLUSTER/ROLE/NAME`, as many as it has roles:
+
+    kvemb://ads/trainer/host-3     pulls and pushes, as trainer "host-3" or "host-3/…" and as no other
+    kvemb://ads/trainer/*          … under any name
+    kvemb://ads/admin/alice        also erases, drops, loads, repairs; takes no trainer's place
+    kvemb://ads/reader/dashboard   only asks
+    kvemb://ads/shard/0            serves; a shard's certificate is not a client's
+
+What must not live here: how a certificate is read and checked, which TLS does.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from kvemb.errors import AccessDeniedError
+
+SCHEME = "kvemb://"
+TRAINER, ADMIN, READER, SHARD = "trainer", "admin", "reader", "shard"
+ROLES = (TRAINER, ADMIN, READER, SHARD)
+
+_EVERYBODY = frozenset({TRAINER, ADMIN, READER})
+_WRITERS = frozenset({TRAINER, ADMIN})
+MAY_CALL = {
+    **dict.fromkeys(("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare"), _EVERYBODY),
+    **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
+    **dict.fromkeys(("Hello", "Push", "Bye"), frozenset({TRAINER})),
+    **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
+}
+"""Verb of the shards' service: roles that may call it."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls.
+
+    Args:
+        shown: how messages call the caller.
+        grants: (role, name) of each URI; the name "*" stands for any.
+    """
+
+    shown: str
+    grants: tuple[tuple[str, str], ...]
+
+    def require(self, verb: str) -> None:
+        """Raise unless the caller may call a verb.
+
+        Raises:
+            AccessDeniedError: naming the roles that may.
+        """
+        roles = MAY_CALL[verb]
+        if not any(role in roles for role, _ in self.grants):
+            raise AccessDeniedError(
+                f"{verb}: {self.shown} may not do this; it takes the role {' or '.join(sorted(roles))}. Nothing was changed."
+            )
+
+    def require_seat(self, trainer: str) -> None:
+        """Raise unless the caller may push as this trainer.
+
+        Raises:
+            AccessDeniedError: naming the trainers that it may be.
+        """
+        names = [name for role, name in self.grants if role == TRAINER]
+        if not any(name == "*" or trainer == name or trainer.startswith(f"{name}/") for name in names):
+            may = " or ".join(f'"{name}" or "{name}/…"' for name in names) or "no trainer"
+            raise AccessDeniedError(
+                f"{self.shown} may be {may}, and not trainer {trainer!r}: that place is another's. Nothing was changed."
+            )
+
+
+ANYBODY = Caller("anybody", ((TRAINER, "*"), (ADMIN, "*")))
+"""Without TLS, and for the holder of the token: nobody is told apart."""
+
+
+def caller_of(uris: Iterable[str], cluster: str) -> Caller:
+    """Return who the holder of a certificate is.
+
+    Args:
+        uris: of its subject alternative names; those of other schemes and clusters grant nothing.
+        cluster: the name of the cluster that is asked.
+
+    Example:
+        >>> caller_of(["kvemb://ads/trainer/a", "https://example.org", "kvemb://other/admin/a"], "ads").grants
+        (('trainer', 'a'),)
+    """
+    own = [uri for uri in uris if uri.startswith(SCHEME)]
+    grants = []
+    for uri in own:
+        parts = uri.removeprefix(SCHEME).split("/", 2)
+        if len(parts) == 3 and unquote(parts[0]) == cluster and parts[1] in ROLES and parts[2]:
+            grants.append((parts[1], unquote(parts[2])))
+    return Caller(f"the certificate of {', '.join(own)}" if own else f"a certificate without a {SCHEME} name", tuple(grants))
+
+
+def seat_of(caller: Caller) -> str | None:
+    """Return the trainer that a certificate is of, where it is of one by name."""
+    return next((name for role, name in caller.grants if role == TRAINER and name != "*"), None)
