@@ -120,6 +120,7 @@ class Conversation:
             self._set_low_water(1)  # the next poll reports what there is
 
     def _set_low_water(self, n_bytes: int) -> None:
+        n_bytes = max(1, n_bytes - self.link.HIDDEN_BYTES)  # these may have been read already, and come into sight with the rest
         if n_bytes != self._low_water_bytes:
             self.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, n_bytes)
             self._low_water_bytes = n_bytes

@@ -35,6 +35,9 @@ class Link:
         waits_to_read: it has to be read from before more can be sent.
     """
 
+    HIDDEN_BYTES = 0
+    """How many bytes the connection may have taken from the socket that are not in sight yet."""
+
     def __init__(self, sock: socket.socket, address: str, connection_id: str = "", run_id: str = "") -> None:
         sock.setblocking(False)
         self.sock = sock

@@ -22,6 +22,8 @@ _TRUST = "is storage.tls.ca of the authority that signed it, and its name or add
 class TlsLink(Link):
     """A connection over TLS, after its handshake."""
 
+    HIDDEN_BYTES = (16 << 10) + 512
+    """A record of which the end has not come."""
     sock: ssl.SSLSocket
 
     def __init__(self, sock: ssl.SSLSocket, address: str) -> None:
