@@ -5,7 +5,9 @@ costs one copy. Decoding trusts nothing: small limits on every container, every 
 anything off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import msgpack
@@ -179,11 +181,10 @@ class Message:
 
     @classmethod
     def _from_values(cls, values: list[Any]) -> Self:
-        wanted = fields(cls)
+        wanted = _field_checks(cls)  # type: ignore[arg-type]  # mypy does not take type[Self] for hashable
         if len(values) != len(wanted):
             raise MessageError(f"{cls.__name__}: {len(values)} fields, expected {len(wanted)}")
-        checked = {f.name: _checked(f"{cls.__name__}.{f.name}", f.type, v) for f, v in zip(wanted, values, strict=True)}
-        return cls(**checked)
+        return cls(*[check(at, value) for (at, check), value in zip(wanted, values, strict=True)])
 
 
 def _raw(array: NDArray[Any], dtype: str) -> memoryview:
@@ -213,26 +214,48 @@ def _plain(value: Any) -> Any:
     return value.to_list() if isinstance(value, TableRows) else value
 
 
-def _checked(at: str, annotation: Any, value: Any) -> Any:
-    """Check a field against its annotation (the few forms used above)."""
+Check = Callable[[str, Any], Any]
+"""Takes where a field stands and what came; returns its value."""
+
+
+@cache
+def _field_checks(cls: type[Message]) -> list[tuple[str, Check]]:
+    """How the fields of a message are checked, in order: found once, since two replies come for every push."""
+    return [(f"{cls.__name__}.{f.name}", _check_of(f.type)) for f in fields(cls)]
+
+
+def _check_of(annotation: Any) -> Check:
+    """Return the check for an annotation (the few forms used in messages)."""
     if annotation is TableRows:
-        return TableRows.from_list(value)
+        return lambda at, value: TableRows.from_list(value)
     if annotation in (list[TableRows], list[ChangedRowsBlock]):
-        _expect(isinstance(value, list), f"{at}: expected a list")
-        return [annotation.__args__[0].from_list(item) for item in value]
-    if annotation == list[bytes]:
-        _expect(isinstance(value, list) and all(isinstance(v, bytes) for v in value), f"{at}: expected a list of bytes")
-        return value
-    if annotation == list[str]:
-        _expect(isinstance(value, list) and all(isinstance(v, str) for v in value), f"{at}: expected a list of texts")
-        return value
-    if annotation == list[dict[str, Any]]:
-        _expect(isinstance(value, list) and all(isinstance(v, dict) for v in value), f"{at}: expected a list of maps")
-        return value
+        return partial(_rows_of, kind=annotation.__args__[0])
+    items = {list[bytes]: (bytes, "a list of bytes"), list[str]: (str, "a list of texts"), list[dict[str, Any]]: (dict, "a list of maps")}
+    if annotation in items:
+        kind, what = items[annotation]
+        return partial(_list_of, kind=kind, what=what)
     if annotation == dict[str, str]:
-        good = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
-        _expect(good, f"{at}: expected a map of texts")
-        return value
-    kind = dict if annotation == dict[str, Any] else annotation
-    _expect(type(value) is kind, f"{at}: got {type(value).__name__}, expected {kind.__name__}")
+        return _map_of_texts
+    return partial(_of_type, kind=dict if annotation == dict[str, Any] else annotation)
+
+
+def _rows_of(at: str, value: Any, kind: Any) -> Any:
+    _expect(isinstance(value, list), f"{at}: expected a list")
+    return [kind.from_list(item) for item in value]
+
+
+def _list_of(at: str, value: Any, kind: type, what: str) -> Any:
+    _expect(isinstance(value, list) and all(isinstance(v, kind) for v in value), f"{at}: expected {what}")
+    return value
+
+
+def _map_of_texts(at: str, value: Any) -> Any:
+    good = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+    _expect(good, f"{at}: expected a map of texts")
+    return value
+
+
+def _of_type(at: str, value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise MessageError(f"malformed message: {at}: got {type(value).__name__}, expected {kind.__name__}")
     return value
