@@ -27,6 +27,7 @@ from kvemb.specs.first_draws import ALGORITHMS
 
 MAX_DIM = 65536
 _AT_ONCE = 1 << 16  # buckets in one batch
+_MOST_WHOLE = 1 << 20  # buckets that are deleted while a client waits for an answer
 MAX_NAME_BYTES = 255
 _ID_DTYPES = ("int64", "uint64")
 _REDUCES = ("sum", "mean")
@@ -185,9 +186,14 @@ class TableDef:
             return BucketKeys(self.tag, ids, self.n_buckets, name=self.name, compact=self.layout == "compact")
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
 
+    def goes_whole(self, *, pages: bool) -> bool:
+        """Whether a dropped table's buckets are deleted with all that is in them, instead of its rows one by one."""
+        return pages and self.n_buckets is not None and self.n_buckets <= _MOST_WHOLE
+
     def leftovers(self, *, pages: bool) -> Iterator[RowKeys]:
-        """Yield the keys of what may be left in storage once all rows are erased: buckets whose rows are too short for a hash table."""
-        if not pages or self.n_buckets is None or not needs_filler(self.record.size_bytes, compact=self.layout == "compact"):
+        """Yield the keys of what is left in storage of a dropped table, once no shard knows of a row: buckets, with rows or a filler."""
+        filled = needs_filler(self.record.size_bytes, compact=self.layout == "compact")
+        if not pages or self.n_buckets is None or not (filled or self.goes_whole(pages=pages)):
             return
         for start in range(0, self.n_buckets, _AT_ONCE):
             numbers = np.arange(start, min(start + _AT_ONCE, self.n_buckets), dtype=np.uint64)

@@ -205,6 +205,8 @@ class PieceWriter:
                     self._tell(rows.definition, rows.ids[block], old)
         for rows in todo:
             self._tables.state(rows.definition).cache.forget(rows.ids)
+        if change.replay is None:  # a replay may be later than the end of the drop
+            todo = [rows for rows in todo if not self._tables.state(rows.definition).goes_whole]
         if self._store.capabilities.cas:
             for rows in todo:
                 may = partial(rows_to_erase, rows.definition, version=change.version, newest=change.newest, epoch=self._timeline.epoch)

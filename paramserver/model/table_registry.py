@@ -197,6 +197,10 @@ class Registry:
         log.info("table %s is being dropped", name)
         return table
 
+    def deletes_whole(self, table: TableDef) -> bool:
+        """Whether `end_drop` deletes a table's rows in storage, all at once."""
+        return table.goes_whole(pages=self._store.capabilities.pages)
+
     def end_drop(self, key: str) -> None:
         """Free the name of a table that no shard has rows of any more. Told again, it changes nothing.
 

@@ -39,8 +39,13 @@ class TableState:
         self._index = RowIndex()
         self._kept: IndexLookup | None = None  # of the batch under way
         self._lock = threading.Lock()
+        self.goes_whole = False
         if rows is not None:
             self._index.put(*rows)
+
+    def let_go(self) -> None:
+        """From now on erased rows may stay in storage: the table is being dropped, and its buckets are deleted in the end."""
+        self.goes_whole = True
 
     @property
     def n_rows(self) -> int:

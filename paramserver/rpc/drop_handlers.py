@@ -2,7 +2,7 @@
 
     begin   shard 0: the table has no name any more, durably (registry). Shards that hear of it refuse its pushes.
     erase   every shard, again and again: what was taken before is applied, then its rows are erased by batches like any other
-    end     shard 0, once no shard has a row: the name is free, durably
+    end     shard 0, once no shard knows of a row: buckets are deleted with all that is in them, then the name is free, durably
 
 A shard that was killed in between knows from the registry that it must refuse, and from its journal what is erased.
 """
@@ -78,6 +78,8 @@ class DropHandlers:
         self._ingest.refuse_table(definition.key)
         self._ingest.backlog.flush(deadline)
         state = self._tables.state(definition)
+        if self._registry.deletes_whole(definition):
+            state.let_go()
         ids, n_erased = state.page(0, True, _PORTION), 0
         if len(ids):
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)

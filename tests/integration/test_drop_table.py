@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import EraseTableReply, EraseTableRequest, TableReply, TableRequest
 from kvemb.schema.table_def import TableDef
 from kvemb.table import Table
+from kvemb.testing.real_servers import redis_client
 
 PROGRAMS = {"redis": "redis-server", "valkey": "", "memcached": "memcached"}
 N = 500
@@ -102,6 +104,33 @@ def test_a_name_is_given_to_a_table_of_another_definition_once_all_rows_are_gone
     new.push(IDS[:1], np.zeros((1, 6))).wait_applied(60)
     np.testing.assert_array_equal(new.pull(IDS[1:]), trained[1:])
     assert len(new) == N
+
+
+@pytest.mark.parametrize("layout", ["fast", "compact"])
+def test_a_table_in_buckets_goes_bucket_by_bucket_and_not_row_by_row(require_server: Callable[[str], str], layout: str) -> None:
+    ids = np.arange(20_000)
+    with start("redis", require_server) as local, kvemb.connect(local.url) as cluster:
+        before = n_keys(cluster)
+        table = cluster.create_table(
+            "wide", dim=16, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.zeros(), expected_rows=len(ids), layout=layout
+        )
+        table.push(ids, np.ones((len(ids), 16)))
+        table.flush()
+        assert table.erase(ids[:10]) == 10
+        with ExitStack() as stack:
+            clients = [stack.enter_context(redis_client(server)) for server in local.servers]
+            for client in clients:
+                client.config_resetstat()
+            assert cluster.drop_table("wide") == len(ids) - 10
+            calls = [client.info("commandstats") for client in clients]
+        assert not any("cmdstat_hdel" in one for one in calls)
+        assert sum(one["cmdstat_unlink"]["calls"] for one in calls) == table.definition.n_buckets
+        assert n_keys(cluster) < before + 10
+        restart(local)  # their journals name its rows
+        table = cluster.create_table("wide", dim=16, optimizer=kvemb.optim.sgd(), initializer=kvemb.init.zeros())
+        np.testing.assert_array_equal(table.pull(ids[:3], timeout_s=60), np.zeros((3, 16)))
+        table.push(ids[:3], np.zeros((3, 16))).wait_applied(60)
+        assert n_keys(cluster) < before + 15
 
 
 def told_that_it_was_dropped(pull: Callable[[], object]) -> str:
