@@ -25,6 +25,7 @@ from .disk.disk_errors import named
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
 from .rpc.access_control import AccessControl
+from .log_lines import LEVELS, LogLines
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
@@ -37,24 +38,26 @@ class _StoppedError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one shard until SIGTERM or SIGINT; return the exit code."""
     args = _options().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s %(levelname)s shard {args.shard}: %(message)s")
+    lines = LogLines(args.shard, json=args.log_format == "json", level=args.log_level)
+    lines.begin()
     stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        return _run(args, load(args.config, os.environ), stop)
+        return _run(args, load(args.config, os.environ), stop, lines)
     except _StoppedError:
         return 0
     except ConfigError as error:
-        return _say(error, _CONFIG)
+        return _say(lines, error, _CONFIG)
     except KvembError as error:
-        return _say(error, _START)
+        return _say(lines, error, _START)
     finally:  # Python gives signals their default action back as it ends: a second one would take the exit code away
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _run(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
+def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
+    lines.named(config.cluster)
     if not 0 <= args.shard < len(config.servers.shards):
         raise ConfigError(f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
 
@@ -64,7 +67,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
 
     try:
-        return _serve(args, config, stop)
+        return _serve(args, config, stop, lines)
     except _StoppedError:
         raise
     except Exception as error:
@@ -72,7 +75,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
         raise
 
 
-def _serve(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
+def _serve(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
     def wait(pause_s: float) -> None:
         if stop.wait(pause_s):
             raise _StoppedError
@@ -90,6 +93,7 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
             roll_back=roll_back,
             on_fenced=stop.set,
             on_load=again.set,
+            on_claimed=lines.claimed,
         )
         listen, take_over, roll_back = shard.address, False, False
         _keep(config, args.shard, "")
@@ -98,7 +102,7 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
         while not stop.wait(_POLL_S) and not again.is_set():
             pass
         if shard.fenced:
-            print(f"FencedError: {_one_line(shard.stop(0.0))}", file=sys.stderr)
+            lines.say(f"FencedError: {_one_line(shard.stop(0.0))}")
             return _FENCED
         logging.getLogger("paramserver").info("stopping: draining for at most %g s", args.drain_timeout)
         trouble = shard.stop(args.drain_timeout)
@@ -106,7 +110,7 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag) -> int:
             break
         logging.getLogger("paramserver").info("starting anew, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
     if trouble:
-        print(f"not drained: {_one_line(trouble)} The state was not saved.", file=sys.stderr)
+        lines.say(f"not drained: {_one_line(trouble)} The state was not saved.")
         _keep(config, args.shard, f"not drained: {trouble}")
         return _NOT_DRAINED
     return 0
@@ -120,6 +124,8 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
     parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage (default 60)")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: each line an object with its ids")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="leave out what matters less (default info)")
     parser.add_argument(
         "--take-over",
         action="store_true",
@@ -153,8 +159,8 @@ def _keep(config: Config, shard: int, words: str) -> None:
                 file.write(_one_line(words))
 
 
-def _say(error: KvembError, code: int) -> int:
-    print(f"{type(error).__name__}: {_one_line(str(error))}", file=sys.stderr)
+def _say(lines: LogLines, error: KvembError, code: int) -> int:
+    lines.say(f"{type(error).__name__}: {_one_line(str(error))}")
     return code
 
 

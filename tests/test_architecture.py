@@ -55,7 +55,7 @@ ROOMS = {
         {"kvemb.cli"},
     ),
     "paramserver": (
-        {"paramserver", "paramserver.owned_thread"},
+        {"paramserver", "paramserver.log_lines", "paramserver.owned_thread"},
         {"paramserver.optim", "paramserver.disk"},
         {"paramserver.model"},
         {"paramserver.journal", "paramserver.engine"},

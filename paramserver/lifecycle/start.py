@@ -63,6 +63,7 @@ def start(
     roll_back: bool = False,
     on_fenced: Callable[[], None] = lambda: None,
     on_load: Callable[[], None] | None = None,
+    on_claimed: Callable[[int], None] = lambda epoch: None,
 ) -> Shard:
     """Take every step up to a shard that can serve; on an error everything is closed again.
 
@@ -75,6 +76,7 @@ def start(
         take_over: although another process may run the shard: that one is fenced.
         roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
         on_fenced, on_load: see `Shard`.
+        on_claimed: told the epoch once the shard is this process's.
 
     Raises:
         ConfigError: no such shard, or a table of the file does not fit.
@@ -87,7 +89,7 @@ def start(
     try:
         with named(f"shard {shard}: its data folder cannot be used", data.path):
             store = open_store(config.storage, role=f"shard:{shard}")
-            started = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back).recovered()
+            started = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back, on_claimed=on_claimed).recovered()
             running = Shard(started, store, data, listen, on_fenced=on_fenced, on_load=on_load)
     except BaseException as error:
         if started is not None:
@@ -96,7 +98,16 @@ def start(
             store.close()
         data.close()
         if isinstance(error, LoadedError):  # everything above is done again, with the state that was loaded
-            return start(config, shard, listen=listen, start_timeout_s=start_timeout_s, wait=wait, on_fenced=on_fenced, on_load=on_load)
+            return start(
+                config,
+                shard,
+                listen=listen,
+                start_timeout_s=start_timeout_s,
+                wait=wait,
+                on_fenced=on_fenced,
+                on_load=on_load,
+                on_claimed=on_claimed,
+            )
         raise
     running.serve()
     parts = started.parts
@@ -117,7 +128,9 @@ class _Start:
         wait: Callable[[float], None],
         *,
         roll_back: bool = False,
+        on_claimed: Callable[[int], None] = lambda epoch: None,
     ) -> None:
+        self._on_claimed = on_claimed
         self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
         self._start_timeout_s, self._wait = start_timeout_s, wait
 
@@ -142,6 +155,7 @@ class _Start:
         if shard == 0 and registry.tables:
             settle_limits(self._store, self._store.addresses, registry.tables, timeout_s)
         state = claim_shard(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
+        self._on_claimed(state.epoch)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
         budget = CacheBudget(servers.cache_mb << 20)

@@ -1,0 +1,58 @@
+"""How a shard's process writes its log: lines for people, or JSON objects with the ids of cluster, shard and epoch in each of them."""
+
+import logging
+import sys
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class LogLines(logging.Filter):
+    """Adds ids to every line of the process; they become known as the shard starts.
+
+    Args:
+        shard: number.
+        json: whether lines are JSON objects.
+        level: one of LEVELS: what is below it is left out.
+    """
+
+    def __init__(self, shard: int, *, json: bool, level: str) -> None:
+        super().__init__()
+        self._shard, self._json, self._level = shard, json, level
+        self._cluster: str | None = None
+        self._epoch: int | None = None
+
+    def begin(self) -> None:
+        """Write the log of this process to standard error from now on."""
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(self._formatter())
+        handler.addFilter(self)
+        logging.basicConfig(level=self._level.upper(), handlers=[handler])
+
+    def named(self, cluster: str) -> None:
+        """Say the cluster's name in later lines."""
+        self._cluster = cluster
+
+    def claimed(self, epoch: int) -> None:
+        """Say the shard's epoch in later lines."""
+        self._epoch = epoch
+
+    def say(self, text: str) -> None:
+        """Write why the process ends: a line of the log where that is JSON, otherwise the text alone."""
+        if self._json:
+            logging.getLogger("paramserver").error("%s", text)
+        else:
+            print(text, file=sys.stderr)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the ids."""
+        record.cluster, record.shard, record.epoch = self._cluster, self._shard, self._epoch
+        return True
+
+    def _formatter(self) -> logging.Formatter:
+        if not self._json:
+            return logging.Formatter("%(asctime)s %(levelname)s shard %(shard)s: %(message)s")
+        from pythonjsonlogger.json import JsonFormatter
+
+        names = {"levelname": "level", "threadName": "thread"}
+        fields = ("levelname", "cluster", "shard", "epoch", "message", "threadName")
+        return JsonFormatter(fields, timestamp="time", rename_fields=names)
