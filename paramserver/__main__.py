@@ -24,8 +24,8 @@ from kvemb.interrupts.stop_flag import StopFlag
 from .disk.disk_errors import named
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
-from .rpc.access_control import AccessControl
 from .log_lines import LEVELS, LogLines
+from .rpc.access_control import AccessControl
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1

@@ -37,7 +37,7 @@ _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
 def examine(config: Config, our_version: str) -> list[Finding]:
     """Return what is wrong with a cluster, worst first within each part."""
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers = AllShards(config.servers.shards, config.servers.last_words)
+    servers = AllShards.of(config.servers)
     try:
         found = [*_nodes(store, config), *_shards(servers, config, our_version)]
     finally:

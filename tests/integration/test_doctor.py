@@ -22,6 +22,7 @@ from kvemb.doctor.finding import Finding
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.protocol.installed_version import installed_version
+from tests.integration.tls_clusters import TlsCluster, running
 
 PATIENCE_S = 60.0
 
@@ -226,3 +227,10 @@ def test_a_shards_disk_files_and_durability_are_told() -> None:
     assert "ulimit -n" in errors["open-files"].mend
     assert "journal_max_mb" in errors["disk-space"].mend
     assert "durability" in warnings
+
+
+def test_a_reader_may_ask_shards_that_speak_tls(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    require_server("redis-server")
+    with running(TlsCluster(tmp_path)) as secured:
+        found = examine(load(secured.as_seen_by(secured.issue("reader/oncall", name="oncall")), {}), installed_version())
+    assert [one.name for one in found if one.level == "error"] == []
