@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import kvemb
 from kvemb.arrays.hashing import mix64
 from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.local_cluster import LocalCluster
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import N_SLOTS, RowKeys, slot_tags, text_slot
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
@@ -81,7 +84,7 @@ def mixed(slot: int) -> BucketKeys:
 class Mover:
     """Moves single slots from one node to another, a phase at a time."""
 
-    def __init__(self, nodes: ServerNodes, stack: ExitStack) -> None:
+    def __init__(self, nodes: ServerNodes | LocalCluster, stack: ExitStack) -> None:
         self.clients = [stack.enter_context(redis_client(server)) for server in nodes.servers]
         self.ports = [server.port for server in nodes.servers]
         self.begun: set[int] = set()
@@ -267,6 +270,40 @@ def test_a_move_under_full_use_loses_and_mixes_nothing(store: Store, mover: Move
     thread.join()
     assert failures == []
     require_rows(store, keys, records_of(keys, salt=salt))
+
+
+def test_slots_that_move_while_trainers_push_lose_no_push_and_apply_none_twice(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    ids = np.arange(60_000)
+    counts, numbers = np.zeros(len(ids)), np.random.default_rng(1)
+    with ExitStack() as stack:
+        local = stack.enter_context(LocalCluster("redis-cluster", 3, shards=2, durability="os"))
+        cluster = stack.enter_context(kvemb.connect(local.url))
+        table = cluster.create_table("user", dim=16, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        slots = np.unique(table.definition.keys(ids.astype(np.uint64), pages=True).slots())[::8].tolist()
+        mover = Mover(local, stack)
+        stop = threading.Event()
+
+        def reshard() -> None:
+            for slot in slots:
+                if not stop.is_set():
+                    mover.move(slot, (mover.owner(slot) + 1) % 3)
+
+        with ThreadPoolExecutor(1) as threads:
+            moves = threads.submit(reshard)
+            try:
+                while not moves.done():
+                    some = np.unique(numbers.integers(0, len(ids), 20_000))
+                    table.push(some, np.full((len(some), 16), -1, np.float32), timeout_s=60)
+                    counts[some] += 1
+                    cluster.flush()
+            finally:
+                stop.set()
+            moves.result()
+        assert {mover.owner(slot) for slot in slots} == {0, 1, 2}
+        np.testing.assert_array_equal(table.pull(ids, timeout_s=60), np.repeat(counts[:, None], 16, axis=1))
+        assert len(slots) >= 32
+        assert counts.max() > 1
 
 
 def test_the_marker_of_a_batchs_slot_is_checked_for_each_slot(store: Store, running: ServerNodes, mover: Mover) -> None:
