@@ -85,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     doctor.set_defaults(run=_doctor)
+    acl = verbs.add_parser("acl", help="print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do")
+    acl.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    acl.add_argument("--check", choices=("trainer", "shard"), help="ask every node whether kvemb.yaml's user is as this role's should be")
+    acl.set_defaults(run=_acl)
     repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
     repair.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
@@ -185,6 +189,12 @@ def _table_verb(args: argparse.Namespace) -> int:
     from kvemb.commands import table_commands
 
     return int(getattr(table_commands, args.command)(args))
+
+
+def _acl(args: argparse.Namespace) -> int:
+    from kvemb.commands.acl_command import acl_command
+
+    return acl_command(args)
 
 
 def _repair(args: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
     if text.startswith(_REFUSED):
         return ConfigError(
             f"storage.password_env: {node} refused the command: {text}. Check username_env and password_env, and the user's "
-            "permissions (`ACL LIST`): all commands on all keys."
+            "permissions: `kvemb acl` prints what it takes, and `kvemb acl --check trainer` (or shard) asks the node."
         )
     if line.startswith(WRONG_TYPE):
         return _foreign(node, address, keys)
