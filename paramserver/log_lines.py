@@ -45,7 +45,7 @@ class LogLines(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the ids."""
-        record.cluster, record.shard, record.epoch = self._cluster, self._shard, self._epoch
+        vars(record).update(cluster=self._cluster, shard=self._shard, epoch=self._epoch)  # as `extra` of a log call does
         return True
 
     def _formatter(self) -> logging.Formatter:
