@@ -54,8 +54,14 @@ class ReadResult:
         if self.order is None:
             return self
         records, found = np.empty_like(self.records), np.empty_like(self.found)
+        found[self.order] = self.found
+        # Records of rows that were not found are left out: memory that nobody has touched is not touched here.
+        rows = None if self.found.all() else np.flatnonzero(self.found)
         whole = f"V{records.shape[1]}"  # items of one opaque type: NumPy moves them faster than rows of bytes
-        records.view(whole)[self.order], found[self.order] = self.records.view(whole), self.found
+        if rows is None:
+            records.view(whole)[self.order] = self.records.view(whole)
+        elif len(rows):
+            records.view(whole)[self.order[rows]] = self.records.view(whole)[rows]
         tokens = foreign = None
         if self.tokens is not None:
             tokens = np.empty_like(self.tokens)

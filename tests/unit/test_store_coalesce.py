@@ -60,7 +60,7 @@ def test_reads_of_small_parts_that_lie_alike_are_one(ordered: bool) -> None:
     assert sorted(rows.asked) == sorted([20 + 300, 5000, 0, 40, 50 + 60, 7 + 9, 8, 11])
     for part, result in zip(parts, results, strict=True):
         got, ids = result.in_key_order(), part.keys.ids
-        np.testing.assert_array_equal(got.records, rows_of(part.keys, part.prefix_bytes))
+        np.testing.assert_array_equal(got.records[got.found], rows_of(part.keys, part.prefix_bytes)[got.found])  # the others mean nothing
         np.testing.assert_array_equal(got.found, ids % 3 != 0)
         assert (got.tokens is not None, got.foreign is not None) == (part.tokens, part.foreign)
         assert got.tokens is None or np.array_equal(got.tokens, ids * np.uint64(3))

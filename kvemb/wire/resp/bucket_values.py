@@ -82,7 +82,9 @@ class BucketValuesReply(RowsReader):
         if self.asked:
             self._before += len(self.asked)
         # Where each row's value would begin if none were missing: everything before it has a known length.
-        self._places = np.arange(self.n_rows) * self._stride + np.repeat(np.cumsum(self._before), sizes)
+        before = np.repeat(np.cumsum(self._before), sizes)
+        self._places = np.arange(self.n_rows) * self._stride + before
+        self._misses = np.arange(self.n_rows) * len(MISS) + before  # and if all were
 
     @property
     def n_rows(self) -> int:
@@ -102,7 +104,23 @@ class BucketValuesReply(RowsReader):
             taken = min(self._skip, len(data))
             self._skip -= taken
             return taken
-        return self._take_values(data) or self._take_odd(data)
+        return self._take_misses(data) or self._take_values(data) or self._take_odd(data)
+
+    def _take_misses(self, data: Bytes) -> int:
+        """Take what has arrived where all of it are misses, as of rows that are seen for the first time; else nothing."""
+        base = int(self._misses[self._at]) - self._waiting_bytes
+        most = len(data) // len(MISS) + 1
+        places = self._misses[self._at : self._at + most] - base
+        n_whole = int(np.searchsorted(places, len(data) - len(MISS), side="right"))
+        if not n_whole or any(data[at : at + len(MISS)].tobytes() != MISS for at in (int(places[0]), int(places[n_whole - 1]))):
+            return 0
+        places = places[:n_whole]
+        good = matches_at(data, places, MISS, len(MISS))
+        self._check_announcements(data, places, good)
+        if not good.all():
+            return 0
+        self._keep(data, places, np.ones(n_whole, dtype=bool))
+        return int(places[-1]) + len(MISS)
 
     def _take_values(self, data: Bytes) -> int:
         """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
@@ -128,8 +146,12 @@ class BucketValuesReply(RowsReader):
     @property
     def _base(self) -> int:
         """Where the bytes that come next would begin if nothing had been missing before them."""
-        waits = self._run_waits()
-        return int(self._places[self._at]) - (int(self._before[self._announced]) if waits else 0)
+        return int(self._places[self._at]) - self._waiting_bytes
+
+    @property
+    def _waiting_bytes(self) -> int:
+        """How long the announcement is that comes next, 0 where a row comes."""
+        return int(self._before[self._announced]) if self._run_waits() else 0
 
     def _run_waits(self) -> bool:
         """Whether the next row is the first of a run whose announcement has not come."""
