@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.index.row_index import RowIndex
+from kvemb.index.row_index import IndexLookup, RowIndex
 
 Ids = NDArray[np.uint64]
 _INDEX_GROWTH = 1.5  # rows come and go: each that goes leaves a place behind, and the fewer places are free, the sooner all rows are moved
@@ -58,6 +58,7 @@ class RecordCache:
         self._pinned = np.zeros(capacity, bool)
         self.n_pinned = 0
         self._places = RowIndex(_INDEX_GROWTH)  # id -> place + 1
+        self._kept: IndexLookup | None = None  # of the last `find`
         self._n_taken = 0
         self._hand = 0
 
@@ -68,7 +69,8 @@ class RecordCache:
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
-        at = self._look(ids)
+        self._kept = self._places.find(ids)
+        at = self._at(self._kept)
         kept = at >= 0
         n_hits = int(np.count_nonzero(kept))
         self._used[at if n_hits == len(at) else at[kept]] = True
@@ -85,10 +87,12 @@ class RecordCache:
             tokens: uint64 [n] kept beside them, or None.
             at: what `find` said of these ids, if nothing was put or forgotten since; saves looking them up again.
         """
+        found, self._kept = self._kept, None
         if not len(self.records):
             return
-        if at is None:
-            at = self._look(ids)
+        if at is None:  # nobody says that the ids in this array are still those that were looked up
+            found = self._places.find(ids)
+            at = self._at(found)
         new = np.flatnonzero(at < 0)
         if not len(new):
             self._set(at, records, tokens)
@@ -103,7 +107,9 @@ class RecordCache:
         new = new[: len(places)]  # more rows than there is room for: the rest is not kept
         self._ids[places] = ids[new]
         self._live[places] = True
-        self._places.put(ids[new], (places + 1).view(np.uint64))
+        if found is None or found.ids is not ids:
+            found = self._places.find(ids)
+        self._places.put_at(found.take(new), (places + 1).view(np.uint64))
         self._set(places, records, tokens, new)
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 
@@ -149,7 +155,10 @@ class RecordCache:
         return at, self._ids[at]
 
     def _look(self, ids: Ids) -> NDArray[np.int64]:
-        at = self._places.get(ids).view(np.int64)
+        return self._at(self._places.find(ids))
+
+    def _at(self, found: IndexLookup) -> NDArray[np.int64]:
+        at = self._places.at(found).view(np.int64)
         at -= 1
         return at
 

@@ -56,6 +56,12 @@ class IndexLookup:
     buckets: Places
     layout: int
 
+    def take(self, which: NDArray[np.intp]) -> "IndexLookup":
+        """Return the ids that `which` numbers."""
+        if len(which) == len(self.ids):
+            return self
+        return IndexLookup(self.ids.take(which), self.places.take(which), self.buckets.take(which), self.layout)
+
 
 class RowIndex:
     """Maps the ids of one table to versions (or other numbers of 64 bits), for batches of ids at a time.
@@ -123,6 +129,11 @@ class RowIndex:
         """Set the version of n ids, known or new, to this one, neither 0 nor 2**64 - 1."""
         assert 0 < version < int(_ERASED)
         self._put(self._still(found), np.full(len(found.ids), version, np.uint64), found.ids)
+
+    def put_at(self, found: IndexLookup, versions: Versions) -> None:
+        """Set the versions of n ids, known or new, each neither 0 nor 2**64 - 1: `put` of ids that were looked up."""
+        assert not ((versions == 0) | (versions == _ERASED)).any()
+        self._put(self._still(found), versions, found.ids)
 
     def erase(self, ids: Ids) -> int:
         """Forget n unique ids; return how many of them existed."""
@@ -198,7 +209,8 @@ class RowIndex:
         new = np.flatnonzero(found.places < 0)
         if self._n_used + len(new) > _MAX_LOAD * WIDTH * len(self._tags):
             # Erased ids lose their places in a rebuild: those among the ids to be put need room like new ones.
-            self._rebuild(int(np.count_nonzero(self.get(all_ids) == 0)))
+            sure = self._n_used == self._n_rows and len(all_ids) == len(found.ids)  # nothing is erased, and all were looked up
+            self._rebuild(len(new) if sure else int(np.count_nonzero(self.get(all_ids) == 0)))
             found = self.find(found.ids)
             new = np.flatnonzero(found.places < 0)
         known = found.places >= 0 if len(new) else slice(None)

@@ -22,7 +22,7 @@ def records_for(ids: np.ndarray, stamp: int) -> np.ndarray:
     return out
 
 
-operation = st.tuples(st.sampled_from(["put", "put", "put", "find", "forget"]), st.sets(st.integers(0, 60), min_size=1, max_size=25))
+operation = st.tuples(st.sampled_from(["put", "put", "put found", "find", "forget"]), st.sets(st.integers(0, 60), min_size=1, max_size=25))
 
 
 @settings(max_examples=200, deadline=None)
@@ -35,8 +35,9 @@ def test_a_row_that_is_found_is_the_row_last_put(operations: list[tuple[str, set
         latest: dict[int, int] = {}
         for stamp, (kind, chosen) in enumerate(operations, start=1):
             ids = ids_of(sorted(chosen))
-            if kind == "put":
-                cache.put(ids, records_for(ids, stamp), ids + np.uint64(stamp))
+            if kind.startswith("put"):
+                found = cache.find(ids) if kind == "put found" else None
+                cache.put(ids, records_for(ids, stamp), ids + np.uint64(stamp), found)
                 latest |= dict.fromkeys(chosen, stamp)
             elif kind == "forget":
                 cache.forget(ids)
@@ -47,7 +48,7 @@ def test_a_row_that_is_found_is_the_row_last_put(operations: list[tuple[str, set
                 expected = records_for(ids_of([int(row)]), latest[int(row)])[0]
                 np.testing.assert_array_equal(cache.records[at[row]], expected)
                 assert cache.tokens[at[row]] == row + latest[int(row)]
-            if kind == "put":
+            if kind.startswith("put"):
                 assert (at >= 0).sum() >= min(len(chosen), room)
     finally:
         record_cache.MIN_ROWS = before

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.index import hash_probe
-from kvemb.index.hash_probe import home
+from kvemb.index import hash_probe, row_index
+from kvemb.index.hash_probe import home, probe
 from kvemb.index.row_index import RowIndex
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1))
@@ -219,3 +219,22 @@ def test_erased_ids_that_come_back_among_many_new_ones_find_room() -> None:
     index.put(ids, ids + np.uint64(1))
     assert (index.get(ids) == ids + np.uint64(1)).all()
     assert len(index) == 12_000
+
+
+def test_rows_that_were_looked_up_are_put_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(tags: np.ndarray, pairs: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        looked.append(len(ids))
+        return probe(tags, pairs, ids)
+
+    monkeypatch.setattr(row_index, "probe", counted)
+    index, ids = RowIndex(growth=4.0), np.arange(3000, dtype=np.uint64)
+    found = index.find(ids[:2000])
+    index.put_at(found, ids[:2000] + np.uint64(1))  # the table grows, so that their places are looked for once more
+    assert sum(n for n in looked if n >= 1000) == 2 * 2000
+    looked.clear()
+    found = index.find(ids[2000:])
+    index.put_at(found.take(np.arange(1000)), ids[2000:] + np.uint64(1))
+    assert looked == [1000]
+    assert np.array_equal(index.get(ids), ids + np.uint64(1))
