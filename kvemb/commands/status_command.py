@@ -44,6 +44,7 @@ def as_json(cluster: str, status: ClusterStatus) -> dict[str, Any]:
         "healthy": healthy(status),
         "nodes": [dataclasses.asdict(node) for node in status.nodes],
         "nodes_error": status.nodes_error,
+        "held": {name: [one and dataclasses.asdict(one) for one in of] for name, of in status.held},
         "shards": shards,
         "strangers": status.strangers,
     }

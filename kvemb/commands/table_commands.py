@@ -56,7 +56,7 @@ def _table(cluster: Cluster, name: str) -> dict[str, Any]:
 def _layout(definition: TableDef, *, pages: bool) -> str:
     if not pages:
         return "keys"
-    return "pages" if definition.pages is not None else f"{definition.n_buckets} buckets"
+    return "pages" if definition.pages is not None else f"{definition.n_buckets} {'compact ' * (definition.layout == 'compact')}buckets"
 
 
 def show_command(args: argparse.Namespace) -> int:

@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvemb.config import Config
+from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import KvembError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, StatusReply
+from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
@@ -30,6 +32,7 @@ class ClusterStatus:
     """Every shard (none on a read-only connection), and every node, or why the nodes did not answer.
 
     Args:
+        held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
         strangers: which shard or node is not the one that kvemb.yaml says, as far as `survey` has looked; "" for none.
     """
 
@@ -37,6 +40,7 @@ class ClusterStatus:
     nodes: tuple[NodeStats, ...]
     nodes_error: str = ""
     strangers: str = ""
+    held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
 
 
 def survey(config: Config) -> ClusterStatus:
@@ -58,7 +62,9 @@ def survey(config: Config) -> ClusterStatus:
         except StorageError as error:
             return ClusterStatus(shards, (), str(error))
         all_answer = not any(node.error for node in nodes) and not any(isinstance(reply, Exception) for reply in replies)
-        return ClusterStatus(shards, nodes, strangers=_strangers(config, store, servers) if all_answer else "")
+        strangers = _strangers(config, store, servers) if all_answer else ""
+        held = _held(store, config.storage.timeout_s) if all_answer and not strangers else ()
+        return ClusterStatus(shards, nodes, strangers=strangers, held=held)
     finally:
         servers.close()
         store.close()
@@ -75,6 +81,17 @@ def _strangers(config: Config, store: Store, servers: "AllShards") -> str:
     except KvembError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | None, ...]], ...]:
+    """Count the rows of every table on every node."""
+    try:
+        registry = newest_registry(store.get_meta(META_NAME, Deadline.after(timeout_s)), store.copies_on(META_NAME))
+        tables = [table for _, table in sorted(registry.tables.items())]
+        nodes = [store.held_rows(address, tables, Deadline.after(timeout_s)) for address in store.addresses]
+    except KvembError:  # what is the matter with a node stands beside it at the next look
+        return ()
+    return tuple((table.name, tuple(of)) for table, of in zip(tables, zip(*nodes, strict=True), strict=True))
 
 
 def read_status(store: Store, client: "ShardClient | None", timeout_s: float) -> ClusterStatus:

@@ -17,8 +17,8 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with keys and memory headroom, shards with what they have applied and how far they lag.
 
-    A key is a row, a bucket or a page. Below the table, each on its own line: what is the matter with a shard, what it repairs, how far it
-    has compared cold rows.
+    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Below the tables, each on its own line: what
+    is the matter with a shard, what it repairs, how far it has compared cold rows.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
@@ -36,7 +36,16 @@ def render(status: ClusterStatus) -> str:
         f"shard {s.shard} compares storage with its index: {s.reply.compared}" for s in status.shards if s.reply and s.reply.compared
     ]
     strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
-    return "\n".join([*lines, "", *shards, *troubles, *repairs, *compared, *strangers])
+    return "\n".join([*lines, *_held_lines(status), "", *shards, *troubles, *repairs, *compared, *strangers])
+
+
+def _held_lines(status: ClusterStatus) -> list[str]:
+    """How many rows each node holds of the tables of which it can tell."""
+    told = [(name, of) for name, of in status.held if None not in of]
+    if not told:
+        return []
+    rows = [(name, *(f"{'' if one.exact else 'about '}{one.n_rows:,}" for one in of if one is not None)) for name, of in told]
+    return ["", *_table(("ROWS OF", *(node.address for node in status.nodes)), rows)]
 
 
 def render_repair(replies: Sequence[RepairReply]) -> str:

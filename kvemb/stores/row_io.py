@@ -72,6 +72,14 @@ class ReadResult:
         return ReadResult(records, found, None, tokens, foreign)
 
 
+@dataclass(frozen=True)
+class HeldRows:
+    """How many rows of a table a node holds; not `exact` where some of its buckets were counted for all."""
+
+    n_rows: int
+    exact: bool
+
+
 @dataclass(frozen=True, eq=False)
 class WritePart:
     """Write n whole records of one table, or of several whose records have one size.

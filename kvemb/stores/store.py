@@ -21,8 +21,9 @@ from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.repairable import Repairable
-from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,14 @@ class Store(Repairable, ABC):
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         """Ask one node; used by stores whose nodes are asked one by one."""
         raise NotImplementedError
+
+    def held_rows(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        """Count the rows of tables on a node; None for those that it cannot tell without looking at every row.
+
+        Raises:
+            KvembError: the node does not answer.
+        """
+        return [None] * len(tables)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits | None:
         """Up to where a node keeps buckets as compact strings; None on storage that has no buckets.

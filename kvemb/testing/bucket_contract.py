@@ -1,12 +1,17 @@
 """The contract of a store whose rows lie in buckets: that of every store, and what only buckets can get wrong."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from kvemb import init, optim
 from kvemb.errors import ForeignPageError, RecordError
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import N_SLOTS, RowKeys, coalesce_keys
-from kvemb.stores.row_io import ReadPart, WritePart
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.row_io import HeldRows, ReadPart, WritePart
 from kvemb.stores.store import Store
 from kvemb.testing.store_contract import SIZE, TAG, Nodes, StoreContract, bucket_keys, read, records_of, require_rows, within, write
 
@@ -95,6 +100,27 @@ class BucketedStoreContract(StoreContract):
         for i, result in enumerate(store.read([ReadPart(keys, SIZE, SIZE) for keys in parts], within())):
             np.testing.assert_array_equal(result.in_key_order().records, records_of(parts[i], salt=i))
         require_rows(store, coalesce_keys(parts[1:3]), np.concatenate([records_of(parts[1], salt=1), records_of(parts[2], salt=2)]))
+
+    def test_the_rows_of_a_table_on_each_node_are_counted(self, store: Store) -> None:
+        def table(name: str, dim: int, **changed: Any) -> TableDef:
+            return replace(TableDef(name, dim, optim.sgd(), init.zeros()), **changed)
+
+        ids = self.keys(8000).ids
+        short, long, many = table("short", 2), table("long", 16, n_buckets=4), table("many", 16, n_buckets=1 << 15, layout="compact")
+        tables = [short, long, many, table("dense", 2, num_ids=9, n_buckets=None)]
+        for one in tables[:3]:
+            keys = one.keys(ids, pages=True)
+            write(store, keys, records_of(keys, one.record.size_bytes))
+        by_node = [store.held_rows(address, tables, within()) for address in store.addresses]
+        keys = long.keys(ids, pages=True)
+        for address, counts in zip(store.addresses, by_node, strict=True):
+            on_node = int(np.count_nonzero(store.keys_of(address, keys)))
+            assert counts[1] == HeldRows(on_node, exact=True)
+            assert counts[3] is None
+        each = [[one for counts in by_node if (one := counts[i]) is not None] for i in range(3)]
+        assert [sum(one.n_rows for one in of) for of in each[:2]] == [8000, 8000]
+        assert abs(sum(one.n_rows for one in each[2]) - 8000) < 1000
+        assert not any(one.exact for one in each[2])
 
     def test_rows_are_listed_whichever_way_the_server_keeps_them(self, store: Store) -> None:
         keys, few = self.keys(3000), BucketKeys(b"few", self.keys(70_000, first=50_000).ids, 1)

@@ -45,6 +45,9 @@ def test_status_shows_every_node_and_shard(cluster: LocalCluster) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("0 ", "1 "))]
     assert sum(int(row[2].replace(",", "")) for row in rows) == 1000
     assert all(row[-1] == "ok" for row in rows)
+    (counted,) = [line.split() for line in done.stdout.splitlines() if line.startswith("t ")]
+    assert sum(int(count.replace(",", "")) for count in counted[1:]) == 1000
+    assert len(counted) == 1 + len(cluster.servers)
     assert "1,024 MB" in done.stdout or "1,074 MB" in done.stdout  # the nodes' limit
 
 

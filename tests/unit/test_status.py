@@ -5,6 +5,7 @@ from dataclasses import fields
 from kvemb.protocol.messages import StatusReply
 from kvemb.status.cluster_status import ClusterStatus, ShardStatus
 from kvemb.status.status_tables import healthy, render
+from kvemb.stores.row_io import HeldRows
 from kvemb.stores.store import NodeStats
 
 LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
@@ -25,6 +26,15 @@ def test_headroom_is_never_below_nothing() -> None:
     for used, expected in ((50, " 50 %"), (100, " 0 %"), (130, " 0 %")):
         assert expected in lines(used=used)[1]
         assert "-" not in lines(used=used)[1]
+
+
+def test_rows_are_shown_for_tables_whose_rows_nodes_can_count_and_how_sure_that_is() -> None:
+    node = NodeStats("n:1", "valkey 9", n_keys=5, used_bytes=1, limit_bytes=100, evicted=0)
+    held = (("user", (HeldRows(1200, exact=True),)), ("dense", (None,)), ("item", (HeldRows(3_000_000, exact=False),)))
+    printed = render(ClusterStatus((shard(0),), (node,), held=held)).splitlines()
+    assert [line.split() for line in printed[3:6]] == [["ROWS", "OF", "n:1"], ["user", "1,200"], ["item", "about", "3,000,000"]]
+    assert printed[6] == ""
+    assert "ROWS OF" not in render(ClusterStatus((shard(0),), (node,), held=held[1:2]))
 
 
 def test_trouble_stands_below_the_table_and_its_kind_in_it() -> None:

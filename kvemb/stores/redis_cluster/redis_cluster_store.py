@@ -25,6 +25,7 @@ from kvemb.net.pool import Doubts, LinkPool
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import N_SLOTS, RowKeys
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import PASSING, ReadRetry
@@ -37,11 +38,11 @@ from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
-from kvemb.stores.redis_server import hash_limits, redis_admin
+from kvemb.stores.redis_server import hash_limits, held_rows, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.repairable import LostNode
-from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Capabilities, NodeStats, Store
 
 
@@ -172,6 +173,9 @@ class RedisClusterStore(Store):
         self._pool.require_open()
         self._topology.refreshed(deadline)
         return [self.stats_or_error(address, deadline) for address in self.addresses]
+
+    def held_rows(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        return held_rows.held_rows(self, address, self._access, tables, deadline)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
         return hash_limits.read_limits(address, self._access, deadline)

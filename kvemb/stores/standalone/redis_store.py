@@ -1,6 +1,6 @@
 """Standalone Redis and Valkey nodes: rows by RESP on links of our own."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
@@ -9,9 +9,11 @@ from kvemb.net.link import Link
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.redis_server import compare_and_set, hash_limits, redis_admin
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.redis_server import compare_and_set, hash_limits, held_rows, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
 from kvemb.stores.redis_server.row_scan import rows_on
+from kvemb.stores.row_io import HeldRows
 from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.store import Capabilities, NodeStats
 from kvemb.wire.resp.resp_codec import RespCodec
@@ -84,6 +86,9 @@ class RedisStore(NodeStore):
                 run_id = self._links.look(address, deadline)[1] if repair is None else self._repair.require_repair(*repair, deadline).run_id
                 n_changed += compare_and_set.make_way(address, self._access, names, found, run_id, deadline, clear=repair is not None)
         return n_changed
+
+    def held_rows(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
+        return held_rows.held_rows(self, address, self._access, tables, deadline)
 
     def bucket_limits(self, address: str, deadline: Deadline) -> BucketLimits:
         return hash_limits.read_limits(address, self._access, deadline)
