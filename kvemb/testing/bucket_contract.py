@@ -117,10 +117,10 @@ class BucketedStoreContract(StoreContract):
             on_node = int(np.count_nonzero(store.keys_of(address, keys)))
             assert counts[1] == HeldRows(on_node, exact=True)
             assert counts[3] is None
-        each = [[one for counts in by_node if (one := counts[i]) is not None] for i in range(3)]
-        assert [sum(one.n_rows for one in of) for of in each[:2]] == [8000, 8000]
-        assert abs(sum(one.n_rows for one in each[2]) - 8000) < 1000
-        assert not any(one.exact for one in each[2])
+        each = [[held for counts in by_node if (held := counts[i]) is not None] for i in range(3)]
+        assert [sum(held.n_rows for held in of) for of in each[:2]] == [8000, 8000]
+        assert abs(sum(held.n_rows for held in each[2]) - 8000) < 1000
+        assert not any(held.exact for held in each[2])
 
     def test_rows_are_listed_whichever_way_the_server_keeps_them(self, store: Store) -> None:
         keys, few = self.keys(3000), BucketKeys(b"few", self.keys(70_000, first=50_000).ids, 1)
