@@ -15,9 +15,8 @@ from kvemb.net.tls_files import Stamp, TlsFiles
 from kvemb.net.tls_probe import own_uris
 from kvemb.protocol.roles import ANYBODY, SHARD, Caller, caller_of
 
-# TLS says no to a stranger within this time, and a connection lives no longer than this, so that a certificate that is no longer good has
-# an end, too. Streams are opened anew by their trainers, and nothing is lost.
-HANDSHAKE_S = 10
+# A connection lives no longer than this, so that a certificate that is no longer good has an end, too. Streams are opened anew by their
+# trainers, and nothing is lost.
 MAX_CONNECTION_AGE_S = 1800
 _AGE_GRACE_S = 30
 _BEARER = "Bearer "

@@ -40,7 +40,7 @@ from kvemb.protocol.messages import (
 from .access_control import AccessControl
 from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
-from .stream_limits import MAX_STREAMS, Streams
+from .stream_limits import MAX_STREAMS, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
 LIVE = "live"
@@ -76,7 +76,7 @@ class Server:
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
         n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix="kvemb-rpc")
-        self._server = grpc.server(self._threads, options=(*_OPTIONS, *access.options))
+        self._server = grpc.server(self._threads, options=(*_OPTIONS, *connection_options(), *access.options))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._rpc_methods()),))

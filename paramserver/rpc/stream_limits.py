@@ -4,6 +4,7 @@ A stream that nothing goes through is ended after a while, and soon where its pl
 push and hardly notices. What must not live here: what goes through a stream (`push_parts`).
 """
 
+import resource
 import threading
 
 from kvemb.errors import ShardUnavailableError
@@ -12,9 +13,26 @@ from .answer_queue import AnswerQueue
 
 MAX_STREAMS = 256
 MAX_STREAMS_OF_PEER = 64  # of a connection: a trainer opens one, a proxy may bring many trainers over one
+MAX_CONNECTIONS = 4096
+HANDSHAKE_S = 10
+IDLE_CONNECTION_S = 600  # trainers open theirs anew with the next call
 MAX_BYTES_IN_HAND = 256 << 20
 _SEND_AGAIN_AFTER_S = 5.0  # where there is no room before
 _MAY_LEAVE_AFTER_S = 1.0
+
+
+def connection_options() -> tuple[tuple[str, int], ...]:
+    """gRPC's options that bound what strangers cost: connections of which a shard keeps only so many, and time to say who they are.
+
+    Connections take file descriptors, which the journal and storage need too: at most half of those that this process may have.
+    """
+    of_process = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    half = MAX_CONNECTIONS if of_process == resource.RLIM_INFINITY else of_process // 2
+    return (
+        ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, half)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+    )
 
 
 class Streams:
