@@ -81,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
     status.set_defaults(run=_status)
     _add_table_verbs(verbs)
+    init = verbs.add_parser("init", help="write a kvemb.yaml that says of every key what it is for")
+    init.add_argument("config", nargs="?", default="kvemb.yaml", help="where to (default: ./kvemb.yaml)")
+    init.add_argument("--cluster", default="kvemb", help="the cluster's name (default kvemb)")
+    init.add_argument("--store", choices=tuple(KINDS), default="redis", help="storage kind (default redis)")
+    init.add_argument("--nodes", nargs="+", metavar="ADDR", help="host:port of each storage node (default: one on this machine)")
+    init.add_argument(
+        "--shards", nargs="+", default=["127.0.0.1:7070"], metavar="ADDR", help="host:port of each shard (default 127.0.0.1:7070)"
+    )
+    init.set_defaults(run=_init)
     doctor = verbs.add_parser("doctor", help="find what is wrong with nodes, shards, disks and files, and say how to mend it")
     doctor.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
@@ -183,6 +192,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from kvemb.commands.doctor_command import doctor_command
 
     return doctor_command(args)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from kvemb.commands.init_command import init_command
+
+    return init_command(args)
 
 
 def _table_verb(args: argparse.Namespace) -> int:
