@@ -17,6 +17,7 @@ from benchmarks.options import fraction, positive, whole
 from benchmarks.report import Report, Section
 from benchmarks.servers import OPTIMIZERS, Filled, filled, ids_of
 from benchmarks.tfra.lookups import TFRA_STORES, tfra_lookups
+from benchmarks.tls_port import table_over_tls
 from kvemb.errors import KvembError
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
@@ -134,6 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", nargs="+", type=whole(1), metavar="N", help="weights per row (16)")
     parser.add_argument("--missing", type=fraction, default=0.0, metavar="F", help="fraction of ids without a row, 0 to 1 (0)")
     parser.add_argument("--rows", type=whole(1), default=1_000_000, metavar="N", help="rows in the table (1000000)")
+    parser.add_argument("--tls", action="store_true", help="also the same pulls over TLS 1.3, from the same Redis servers")
     parser.add_argument("--nodes", type=whole(1), default=1, metavar="N", help="storage servers (1; redis-cluster needs 3)")
     parser.add_argument("--seconds", type=positive, default=0.5, metavar="S", help="length of one turn (0.5)")
     parser.add_argument("--repeats", type=whole(1), default=4, metavar="N", help="rounds, after one to warm up (4)")
@@ -174,6 +176,8 @@ def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: Exi
             others += tfra_lookups(stack, target, batches, versions)
         except peers.PeerAbsentError as absent:
             notes.append(f"Peer skipped: {absent}")
+    if options.tls:
+        others.append(_ours(table_over_tls(stack, target), batches, "Table.pull over TLS"))
     contenders = [_ours(target.table, batches), *others]
     measured = run_rounds(contenders, target.pids, seconds=options.seconds, repeats=options.repeats)
     settings = {
@@ -192,11 +196,11 @@ def _measure(target: Filled, case: Case, options: argparse.Namespace, stack: Exi
     return Section(settings, measured, notes)
 
 
-def _ours(table: Table, batches: Sequence[Batch]) -> Contender:
+def _ours(table: Table, batches: Sequence[Batch], name: str = "Table.pull") -> Contender:
     def read(index: int) -> NDArray[np.float32]:
         return table.pull(batches[index].ids, timeout_s=_TIMEOUT_S)
 
-    return Contender("Table.pull", repeated(read, lambda index, rows: verify(batches[index], rows), len(batches)))
+    return Contender(name, repeated(read, lambda index, rows: verify(batches[index], rows), len(batches)))
 
 
 def _peers(target: Filled, case: Case, batches: Sequence[Batch], missing: float) -> tuple[list[Contender], list[str]]:
