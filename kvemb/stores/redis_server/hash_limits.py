@@ -24,7 +24,7 @@ def read_limits(address: str, access: RedisAccess, deadline: Deadline) -> Bucket
     words = [word.decode("ascii", "replace") for word in answer if isinstance(word, bytes)] if isinstance(answer, list) else []
     told = {name.replace("ziplist", "listpack"): value for name, value in zip(words[::2], words[1::2], strict=False)}
     entries, value = told.get(_ENTRIES, ""), told.get(_VALUE, "")
-    if not (entries.isdigit() and value.isdigit()):
+    if not all(text.isdigit() and len(text) < 20 for text in (entries, value)):
         raise ConfigError(f"node {address}: CONFIG GET hash-max-* answered {words}, expected {_ENTRIES} and {_VALUE}")
     return BucketLimits(int(entries), int(value))
 
