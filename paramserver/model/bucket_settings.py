@@ -7,13 +7,14 @@ that lost its rows is filled again. Rows are right whatever the limits are: buck
 import logging
 from collections.abc import Sequence
 
-from kvemb.errors import InvalidInputError, KvembError, NodeUnavailableError
+from kvemb.errors import ConfigError, InvalidInputError, KvembError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.bucket_limits import limits_for, misfits
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 log = logging.getLogger("paramserver")
+_REFUSED = (ConfigError, ProtocolError)  # no permission, or a server without the command: nothing that passes by itself
 
 
 def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
@@ -21,7 +22,7 @@ def require_limits(store: Store, table: TableDef, timeout_s: float) -> None:
 
     Raises:
         InvalidInputError: the table is compact, and a node's limits do not fit and may not be changed. It names both; no table was made.
-        NodeUnavailableError: a node does not answer.
+        StorageError: a node does not answer.
     """
     if table.layout != "compact":
         settle_limits(store, store.addresses, [table], timeout_s)
@@ -43,9 +44,7 @@ def _settle(store: Store, address: str, tables: Sequence[TableDef], deadline: De
     names = ", ".join(repr(table.name) for table in tables if table.layout == "compact")
     try:
         limits = store.bucket_limits(address, deadline)
-    except NodeUnavailableError:
-        raise
-    except KvembError as error:
+    except _REFUSED as error:
         raise InvalidInputError(f"tables {names} (layout compact): the limits of node {address} cannot be read: {error}") from error
     if limits is None:
         return
@@ -53,9 +52,7 @@ def _settle(store: Store, address: str, tables: Sequence[TableDef], deadline: De
     if wanted != limits:
         try:
             store.set_bucket_limits(address, wanted, deadline)
-        except NodeUnavailableError:
-            raise
-        except KvembError as error:
+        except _REFUSED as error:
             why = "; ".join(misfits(tables, limits))
             raise InvalidInputError(f"node {address}: {why}. Type that on the node, where kvemb may not ({error})") from error
         log.info(

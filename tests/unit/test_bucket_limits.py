@@ -6,7 +6,7 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import ConfigError, InvalidInputError, NodeUnavailableError
+from kvemb.errors import ConfigError, DeadlineExceededError, InvalidInputError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.bucket_limits import BucketLimits, limits_for, misfits
 from kvemb.schema.table_def import TableDef
@@ -94,8 +94,11 @@ def test_a_compact_table_is_refused_where_limits_may_not_be_read_or_changed(capl
     silent = LimitedStore(DEFAULTS, unreadable=ConfigError("no permissions"))
     with pytest.raises(InvalidInputError, match=r"'small'.*node one:1 cannot be read: no permissions"):
         require_limits(silent, SMALL, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(NodeUnavailableError):
-        require_limits(LimitedStore(DEFAULTS, unreadable=NodeUnavailableError("down")), SMALL, 1.0)  # type: ignore[arg-type]
+    for passing in (NodeUnavailableError("down"), DeadlineExceededError("hangs")):
+        with pytest.raises(type(passing)):
+            require_limits(LimitedStore(DEFAULTS, unreadable=passing), SMALL, 1.0)  # type: ignore[arg-type]
+        with pytest.raises(type(passing)):
+            require_limits(LimitedStore(DEFAULTS, refused=passing), SMALL, 1.0)  # type: ignore[arg-type]
     require_limits(silent, LONG, 1.0)  # type: ignore[arg-type]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     settle_limits(refused, ["two:2"], [LONG, SMALL], 1.0)  # type: ignore[arg-type]
