@@ -1,6 +1,8 @@
 """What Prometheus scrapes from real shards and trainers on real servers."""
 
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -118,6 +120,26 @@ def test_a_flushed_node_is_seen_until_it_is_whole_again_and_the_repair_is_counte
         assert value(port, "kvemb_node_marker_state", node=lost.address, state="unknown") == 1
         assert value(port, "kvemb_node_keys", node=lost.address) is None
         assert value(port, "kvemb_node_keys", node=cluster.servers[0].address) > 0
+
+
+def test_strangers_who_hold_the_port_cost_a_few_threads_and_no_more(running: LocalCluster) -> None:
+    own = ports_side_by_side(1)
+    with kvemb.connect(running.url, metrics_port=own), ExitStack() as stack:
+        before = threading.active_count()
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", own), 30)) for _ in range(40)]
+        for one in silent[8:]:
+            assert one.recv(1) == b""  # hung up on
+        assert threading.active_count() <= before + 8
+        for one in silent[:8]:
+            one.close()
+        until(lambda: "kvemb_trainer_undelivered_pushes" in answer(own))
+
+
+def answer(port: int) -> str:
+    try:
+        return text(port)
+    except OSError:
+        return ""
 
 
 def test_a_save_is_counted_and_dated(running: LocalCluster, port: int, tmp_path: Path) -> None:
