@@ -41,8 +41,8 @@ class LocalCluster:
         trainers: number of trainers of a sync job; 0 in async mode.
         memory_mb: memory of each storage server.
         barrier_timeout_s: see kvemb.yaml; sync mode only.
-        cache_mb, durability, journal_max_mb, write_behind_batches, write_behind_ms: of each shard, see kvemb.yaml, whose defaults hold
-            unless given.
+        cache_mb, durability, journal_max_mb, write_behind_batches, write_behind_ms, metrics_port: of each shard, see kvemb.yaml, whose
+            defaults hold unless given.
 
     Raises:
         ConfigError: an argument is out of range, or a server program is missing.
