@@ -60,10 +60,8 @@ def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) ->
         return f"its certificate is not good with {at}.ca ({config.ca or 'of the system'}): {error.verify_message}"
     except ssl.SSLError as error:
         return f"TLS: {error.reason or error}: does the other side speak TLS, and take this certificate?"
-    except TimeoutError:
+    except OSError:  # nobody there, or no answer: no matter of certificates
         return ""
-    except OSError as error:
-        return error.strerror or str(error)
     if not ended:
         return ""
     if not config.own:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvemb.config import load, parse
+from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import AccessDeniedError, ConfigError
 from kvemb.protocol.roles import MAY_CALL, caller_of
 from kvemb.tls_config import TlsConfig
@@ -92,3 +93,9 @@ def test_a_name_in_a_certificate_is_a_seat_and_what_is_below_it(uri: str, traine
     else:
         with pytest.raises(AccessDeniedError, match=repr(trainer)):
             caller.require_seat(trainer)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "deploy").glob("kvemb*.yaml")), ids=lambda path: path.name)
+def test_the_composed_clusters_files_say_that_their_network_is_not_encrypted(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    require_encrypted(load(path, {"KVEMB_STORAGE_PASSWORD": "x"}), "0.0.0.0:7070")
+    assert [record.message.split(":")[0] for record in caplog.records] == ["INSECURE", "INSECURE"]
