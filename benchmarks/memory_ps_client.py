@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.memory_ps import PulledRows, PullRows, PushRows
-from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import normalize
 from kvemb.client.shard_channel import PendingCall, ShardChannel
 from kvemb.init import Initializer
@@ -20,6 +19,7 @@ from kvemb.optim import OptimizerSpec
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import CreateTableRequest, Empty
 from kvemb.protocol.shard_routing import route
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 TIMEOUT_S = 120.0
@@ -76,6 +76,7 @@ class MemoryPsCluster:
 
     def __init__(self, addresses: Sequence[str], mode: str, pids: Sequence[int]) -> None:
         self.mode, self.pids = mode, pids
+        self._map = ClusterMap.first(0, len(addresses))
         self._channels = [ShardChannel(shard, address) for shard, address in enumerate(addresses)]
         self._tables: dict[str, MemoryPsTable] = {}
         self._last = MemoryAck([])
@@ -95,7 +96,7 @@ class MemoryPsCluster:
         """Fetch rows of several tables, one request to each shard."""
         deadline = Deadline.after(TIMEOUT_S)
         wanted = {name: self._bits(name, some) for name, some in ids.items()}
-        owners = {name: shard_of(some, len(self._channels)) for name, some in wanted.items()}
+        owners = {name: self._map.shards_of(self._tables[name].definition.placement.slots(some)) for name, some in wanted.items()}
         rows = {name: np.empty((len(some), self._tables[name].dim), np.float32) for name, some in wanted.items()}
         calls = []
         for channel in self._channels:
@@ -117,7 +118,7 @@ class MemoryPsCluster:
         """Send gradients of distinct ids, one request to each shard."""
         deadline = Deadline.after(TIMEOUT_S)
         rows = [self._rows(name, self._bits(name, ids), grads, dict((hyper or {}).get(name, {}))) for name, (ids, grads) in tables.items()]
-        routed = [route(one, len(self._channels)) for one in rows]
+        routed = [route(one, self._map) for one in rows]
         parts = [channel.start("Push", PushRows([shares[channel.shard] for shares in routed]), deadline) for channel in self._channels]
         self._last = MemoryAck(parts)
         return self._last
@@ -135,7 +136,9 @@ class MemoryPsCluster:
         return normalize(ids, self._tables[name].definition.id_dtype, name)[0]
 
     def _rows(self, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32], hyper: dict[str, float] | None = None) -> TableRows:
-        return TableRows(name, self._tables[name].definition.schema, ids, rows, hyper=hyper or {})
+        return TableRows(
+            name, self._tables[name].definition.schema, ids, rows, hyper=hyper or {}, placement=self._tables[name].definition.placement
+        )
 
 
 @contextmanager

@@ -73,6 +73,10 @@ class WrongNodeError(StorageError):
     """A node carries the marker of another node, generation, topology or cluster: swapped addresses or a foreign server."""
 
 
+class MapChangedError(WrongNodeError):
+    """Another cluster map is in force than the one this process routes by; the message names both serials. Connect again."""
+
+
 class NodeSuspectError(StorageError):
     """A node is another process than the one the marker was written for (restart from a snapshot, failover): rows may be old."""
 

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
-from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import (
     ClosedError,
+    ConfigError,
     InvalidInputError,
     NodeUnavailableError,
     NotProvisionedError,
@@ -25,6 +26,7 @@ from kvemb.errors import (
     WrongNodeError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import PASSING, ReadRetry
@@ -92,7 +94,8 @@ class MemoryStore(Store):
     """Nodes of this process. `role` is accepted as by every store and has no meaning here: there are no connections."""
 
     def __init__(self, config: StorageConfig, role: str) -> None:
-        self.map = NodeMap(config.nodes)
+        self._addresses = config.nodes
+        self.map = ClusterMap.first(len(config.nodes), 1)
         self._nodes = [memory_node(address) for address in config.nodes]
         self._markers: list[Marker] | None = None
         self._closed = False
@@ -106,7 +109,11 @@ class MemoryStore(Store):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self.map.addresses
+        return self._addresses
+
+    @property
+    def cluster_map(self) -> ClusterMap:
+        return self.map
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
@@ -117,6 +124,10 @@ class MemoryStore(Store):
         if known is None and first is None:
             raise NotProvisionedError("memory storage holds no markers")
         origin = known or Marker.decode(first or b"", "memory")
+        copies = self.get_meta(MAP_NAME, deadline)
+        self.map = newest_map(copies, known=None if known is None else known.cluster_map) or self.map
+        if self.map.n_nodes != len(self._nodes):
+            raise ConfigError(f"{len(self._nodes)} given, the cluster map (serial {self.map.serial}) has {self.map.n_nodes}")
         markers = []
         for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
             wanted = self._marker(origin.cluster_id, index, origin.generation)
@@ -125,13 +136,16 @@ class MemoryStore(Store):
         self._markers = markers
         return markers
 
-    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
+        self.map = ClusterMap.first(len(self._nodes), n_shards)
         wanted = [self._marker(cluster_id, index, generation).encode() for index in range(len(self._nodes))]
         for index, marker in enumerate(wanted):
             values = {key: value for key, (value, _) in self._alive(index).values.items()}
+            values.pop(MAP_NAME.encode(), None)
             if values and values != {MARKER_KEY: marker}:
                 raise WrongNodeError(f"node {self.addresses[index]}: not empty; provisioning writes on empty nodes only")
         for node, marker in zip(self._nodes, wanted, strict=True):
+            node.put(MAP_NAME.encode(), self.map.encode())
             node.put(MARKER_KEY, marker)
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
@@ -272,7 +286,7 @@ class MemoryStore(Store):
     def close(self) -> None:
         self._closed = True
 
-    def _route(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _route(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
         return self.map.slot_nodes[slots]
 
     def _alive(self, index: int) -> MemoryNode:
@@ -285,7 +299,7 @@ class MemoryStore(Store):
     # --- markers and repair -----------------------------------------------------------------------------------------------------
 
     def _marker(self, cluster_id: bytes, index: int, generation: bytes) -> Marker:
-        return Marker(cluster_id, index, generation, self.map.digest, self.map.epoch, self._nodes[index].run_id)
+        return Marker(cluster_id, index, generation, self.map.digest, self.map.serial, self._nodes[index].run_id)
 
     def _expected_of(self, parts: Sequence[ReadPart] | Sequence[WritePart]) -> dict[int, Marker]:
         """The markers of the nodes that a batch touches, renewed as a new connection would renew them."""

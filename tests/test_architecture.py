@@ -81,7 +81,7 @@ ROOMS = {
 
 PURE = (
     "kvemb.errors", "kvemb.arrays", "kvemb.index", "kvemb.specs", "kvemb.init", "kvemb.optim", "kvemb.schema.keys", "kvemb.schema.buckets",
-    "kvemb.schema.pages",
+    "kvemb.schema.pages", "kvemb.schema.slots",
     "kvemb.schema.record", "kvemb.wire", "paramserver.optim",
 )  # fmt: skip
 PURE_THIRD_PARTY = {"numpy", "xxhash"}

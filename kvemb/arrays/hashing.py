@@ -143,33 +143,6 @@ def hash_ids(strings: Sequence[str] | NDArray[Any]) -> NDArray[np.int64]:
     return np.fromiter(map(known.__getitem__, flat), np.uint64, len(flat)).view(np.int64).reshape(shape)
 
 
-def shard_of(ids: NDArray[np.uint64], n_shards: int) -> NDArray[np.int64]:
-    """Give the shard that owns each id: equal ranges of the upper 32 bits of mix64(id).
-
-    Args:
-        ids: any shape, uint64.
-        n_shards: 1 to 2**31.
-
-    Returns:
-        int64 shard numbers in [0, n_shards), same shape.
-
-    Raises:
-        InvalidInputError: `ids` is not uint64 or `n_shards` is out of range.
-
-    Example:
-        >>> import numpy as np
-        >>> shard_of(np.arange(8, dtype=np.uint64), 3).tolist()
-        [0, 1, 2, 0, 2, 2, 2, 0]
-    """
-    if not 1 <= n_shards <= 1 << 31:
-        raise InvalidInputError(f"n_shards must be 1 to 2**31, got {n_shards}")
-    z = mix64(ids)
-    np.right_shift(z, _SHIFT_32, out=z)
-    np.multiply(z, np.uint64(n_shards), out=z)  # Below 2**63: cannot wrap.
-    np.right_shift(z, _SHIFT_32, out=z)
-    return z.view(np.int64)
-
-
 def column_words(states: NDArray[np.uint64], first: int, out: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
     """Fill `out` with the counter generator's words: out[r, c] = mix64(states[r] + (first + c + 1) * GOLDEN).
 

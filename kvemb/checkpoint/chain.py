@@ -95,8 +95,9 @@ def _check_link(upper: Checkpoint, lower: Checkpoint) -> None:
     assert above.base is not None
     if below.save_id != above.base.save_id:
         raise CheckpointError(f"{where}: built on save {above.base.save_id}; {lower.storage!r} now holds save {below.save_id}")
-    if (above.cluster_id, above.n_shards, above.weights_only) != (below.cluster_id, below.n_shards, below.weights_only):
-        raise CheckpointError(f"{where}: of another cluster, number of shards or kind than its base {lower.storage!r}")
+    same = [(one.cluster_id, one.n_shards, one.slots, one.weights_only) for one in (above, below)]
+    if same[0] != same[1]:
+        raise CheckpointError(f"{where}: of another cluster, other shards or another kind than its base {lower.storage!r}")
     if any(ours.version < theirs.version for ours, theirs in zip(above.cuts, below.cuts, strict=True)):
         raise CheckpointError(f"{where}: cut before its base {lower.storage!r} was")
     for table in below.tables:

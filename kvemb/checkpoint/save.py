@@ -41,7 +41,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Saving:
-    """The cluster that is saved: its shards, its name, its id in hex."""
+    """The cluster that is saved: its shards, its name, its id in hex. They are cut by the cluster map in force when the save begins."""
 
     servers: AllShards
     cluster: str
@@ -84,9 +84,10 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
     check_name(storage.url.rpartition("/")[2])
     below = open_checkpoint(url)
     manifest = below.manifest
-    if manifest.cluster_id != saving.cluster_id or manifest.n_shards != len(saving.servers):
+    if manifest.cluster_id != saving.cluster_id or manifest.slots != saving.servers.cluster_map.shard_runs:
         raise CheckpointError(
-            f"{below.storage!r}: of cluster {manifest.cluster_id} with {manifest.n_shards} shards, not a base for this one"
+            f"{below.storage!r}: of cluster {manifest.cluster_id} with {manifest.n_shards} shards, which may have owned other rows; not a "
+            "base for this one. Save without a base."
         )
     if manifest.weights_only != weights_only:
         raise InvalidInputError("weights_only must be as in the base")
@@ -105,7 +106,7 @@ def _info(
         if same != (fields.text("cluster_id"), fields.flag("weights_only"), fields.text("base")):
             raise InvalidInputError(f"{storage!r}: the save to be resumed is of another cluster, or was begun with other options")
         save_id, created_s = fields.text("save_id"), fields.integer("created_s", 0, 1 << 53)
-    info = SaveInfo(save_id, saving.cluster, saving.cluster_id, created_s, weights_only, base, extra)
+    info = SaveInfo(save_id, saving.cluster, saving.cluster_id, created_s, weights_only, base, extra, saving.servers.cluster_map.shard_runs)
     if not resume:
         note = {"save_id": save_id, "created_s": created_s, "cluster_id": saving.cluster_id, "weights_only": weights_only}
         storage.write(SAVING, encode({**note, "base": "" if base is None else base.save_id}))

@@ -8,7 +8,6 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
 from kvemb.checkpoint.format.file_names import ROWS
@@ -96,16 +95,21 @@ def _ids_of(chain: Chain, level: Checkpoint, entry: FileEntry) -> tuple[int, int
     data = level.storage.read(entry.path, entry.size_bytes)
     table = manifest.table(entry.table)
     assert table is not None  # the manifest was checked
+    placement, slot_shards = table.definition.placement, manifest.slot_shards
+
+    def is_own(ids: NDArray[np.uint64]) -> bool:
+        return slot_shards is None or bool((slot_shards[placement.slots(ids)] == entry.shard).all())
+
     first = last = None
     if entry.role == ROWS:
         low, high = _versions_between(chain, level, entry.shard)
         for block in decode_rows(table.definition, data, entry, manifest.weights_only, where):
             if ((block.versions <= np.uint64(low)) | (block.versions > np.uint64(high))).any():
                 raise CheckpointError(f"{where}: versions outside ({low}, {high}], the cuts of its base and its own")
-            first, last = _span(block.ids, first, last, manifest.n_shards, entry, where)
+            first, last = _span(block.ids, first, last, is_own, where)
     else:
         for ids in decode_ids(table.definition, data, entry, where):
-            first, last = _span(ids, first, last, manifest.n_shards, entry, where)
+            first, last = _span(ids, first, last, is_own, where)
     return None if first is None or last is None else (first, last)
 
 
@@ -117,10 +121,10 @@ def _versions_between(chain: Chain, level: Checkpoint, shard: int) -> tuple[int,
 
 
 def _span(
-    ids: NDArray[np.uint64], first: int | None, last: int | None, n_shards: int, entry: FileEntry, where: str
+    ids: NDArray[np.uint64], first: int | None, last: int | None, is_own: Callable[[NDArray[np.uint64]], bool], where: str
 ) -> tuple[int | None, int | None]:
     if not len(ids):
         return first, last
-    if (shard_of(ids, n_shards) != entry.shard).any():
-        raise CheckpointError(f"{where}: holds ids of other shards than {entry.shard}")
+    if not is_own(ids):
+        raise CheckpointError(f"{where}: holds ids of other shards than its own")
     return (int(ids[0]) if first is None else first), int(ids[-1])

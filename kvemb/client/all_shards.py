@@ -15,6 +15,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty
+from kvemb.protocol.shard_routing import MapSource
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.tls_config import TlsConfig
 
 """For every verb that goes through the shards, unless the caller says otherwise."""
@@ -28,11 +30,18 @@ class AllShards:
     Args:
         addresses: "host:port" of each shard.
         last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
+        maps: knows the cluster map, which says what goes to which shard; None: they have equal runs of slots, as in a new cluster.
         tls: how the connections are encrypted.
     """
 
-    def __init__(self, addresses: Sequence[str], last_words: Callable[[int], Path] | None = None, tls: TlsConfig | None = None) -> None:
-        self.tls = tls
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        last_words: Callable[[int], Path] | None = None,
+        tls: TlsConfig | None = None,
+        maps: MapSource | None = None,
+    ) -> None:
+        self._maps, self.tls = maps, tls
         files = None if tls is None else TlsFiles(tls, "parameter_servers.tls")
         self.channels = tuple(
             ShardChannel(shard, address, None if last_words is None else last_words(shard), files)
@@ -42,12 +51,17 @@ class AllShards:
         self._closed = False
 
     @staticmethod
-    def of(servers: ServersConfig) -> "AllShards":
+    def of(servers: ServersConfig, maps: MapSource | None = None) -> "AllShards":
         """Return the shards of a kvemb.yaml."""
-        return AllShards(servers.shards, servers.last_words, servers.tls)
+        return AllShards(servers.shards, servers.last_words, servers.tls, maps)
 
     def __len__(self) -> int:
         return len(self.channels)
+
+    @property
+    def cluster_map(self) -> ClusterMap:
+        """The map in force; ask anew for every push."""
+        return ClusterMap.first(0, len(self)) if self._maps is None else self._maps.cluster_map
 
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
         """Ask every shard who it is; return shard 0's answer.

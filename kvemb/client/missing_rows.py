@@ -113,7 +113,7 @@ class MissingRows:
 
     def _ask(self, some: Sequence[tuple[TableDef, Ids]]) -> None:
         for table, ids in some:
-            shares = [ids.take(at) for at in places(ids, len(self._servers))]
+            shares = [ids.take(at) for at in places(table.placement.slots(ids), self._servers.cluster_map)]
             requests = [CompareRequest(table.name, share.astype("<u8").tobytes(), table.schema) if len(share) else None for share in shares]
             try:
                 replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))

@@ -76,9 +76,10 @@ class PushSession:
             self.raise_unseen()
             self._introduce(deadline)
             self._catch_up(deadline)
-            routed = [route(rows, len(self._streams)) for rows in tables]
+            cluster_map = self._servers.cluster_map
+            routed = [route(rows, cluster_map) for rows in tables]
             shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
-            prefetched_of = route_prefetched(prefetched, len(self._streams))
+            prefetched_of = route_prefetched(prefetched, cluster_map)
             # In sync mode every shard hears of every step, also of one that has nothing for it.
             wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             began_s = time.monotonic()
@@ -188,7 +189,7 @@ class PushSession:
             del self._behind[shard]
 
     def _hello_request(self) -> HelloRequest:
-        return HelloRequest(self._trainer, self._incarnation, self._cluster_id, len(self._servers))
+        return HelloRequest(self._trainer, self._incarnation, self._cluster_id, self._servers.cluster_map.serial)
 
     def _hello_of(self, shard: int) -> Callable[[Deadline], HelloReply]:
         """The hello after a broken connection to one shard."""

@@ -167,7 +167,7 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_accepted(deadline)
         limit = MAX_PART_BYTES if rows.rows.size else _ERASE_BYTES
-        queues = [iter(pieces(share, limit) if len(share.ids) else ()) for share in route(rows, len(self._servers))]
+        queues = [iter(pieces(share, limit) if len(share.ids) else ()) for share in route(rows, self._servers.cluster_map)]
         replies: list[M] = []
         while True:
             heads = [next(queue, None) for queue in queues]

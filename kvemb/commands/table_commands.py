@@ -12,7 +12,6 @@ from kvemb.commands.text_table import text_table
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import ShowRowReply
-from kvemb.protocol.shard_routing import places
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -71,11 +70,12 @@ def _row(cluster: Cluster, name: str, given: int) -> dict[str, Any]:
     definition = cluster.table(name).definition
     ids, _ = normalize([given], definition.id_dtype, name, definition.num_ids, minus_one=True)
     shards = cluster.config.servers.shards
-    shard = next(i for i, at in enumerate(places(ids, len(shards))) if len(at))
+    slot = int(definition.placement.slots(ids)[0])
+    shard = int(cluster.store.cluster_map.slot_shards[slot])
     known = cluster.questions.show_row(shard, name, int(ids[0]))
     store, record = cluster.store, definition.record
     keys = definition.keys(ids, pages=store.capabilities.pages)
-    where = {"slot": int(keys.slots()[0]), "node": store.node_of(keys), "key": keys.described(0), "shard": shard, "address": shards[shard]}
+    where = {"slot": slot, "node": store.node_of(keys), "key": keys.described(0), "shard": shard, "address": shards[shard]}
     stored, trouble = b"", ""
     try:
         read = store.read([ReadPart(keys, record.size_bytes, record.size_bytes)], Deadline.after(cluster.config.storage.timeout_s))[0]

@@ -1,1 +1,1 @@
-"""Small values that every storage node holds, and by which a cluster agrees: markers, shard owners, node map, registry of tables."""
+"""Small values that every node holds, and by which a cluster agrees: markers, shard owners, the cluster map, registry of tables."""

@@ -16,14 +16,15 @@ from typing import Literal
 
 import msgpack
 
-from kvemb.errors import NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError
+from kvemb.schema.cluster_map import ClusterMap
 
 Why = Literal["empty", "suspect", "repairing"]
 """Why a node cannot be relied on; see `kvemb.stores.repairable.LostNode`."""
 
 MARKER_KEY = b"kvemb:marker"
 _MAGIC = "kvemb-marker"
-_VERSION, _REPAIRED_VERSION = 3, 4  # 1 and 2: rows under keys of their own, without buckets
+_VERSION, _REPAIRED_VERSION = 5, 6  # 1 and 2: rows under keys of their own, without buckets; 3 and 4: without a cluster map
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,12 @@ class Identity:
     Args:
         cluster_id: 16 bytes.
         generation: 8 bytes.
+        cluster_map: the last one that was seen; None where there is only what markers say.
     """
 
     cluster_id: bytes
     generation: bytes
+    cluster_map: ClusterMap | None = None
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class Marker:
 
     Args:
         cluster_id: 16 bytes, drawn when the cluster was provisioned.
-        node: index in the node map; for Redis Cluster the slot.
+        node: index in the cluster map; for Redis Cluster the slot.
         generation: 8 bytes, one lifetime of the node's data.
-        map_digest: 64-bit digest of the ordered node map (0 on Redis Cluster, which keeps its own).
-        topology_epoch: version of the node map.
+        map_digest: 64-bit digest of the cluster map.
+        map_serial: of that map.
         run_id: the server process that the marker was written for ("" where the server has none).
         repair: nonce of the node's last repair, 16 hex digits; "" before the first.
         repairing: whether that repair goes on; this is no marker that a normal batch may accept.
@@ -58,7 +61,7 @@ class Marker:
     node: int
     generation: bytes
     map_digest: int
-    topology_epoch: int
+    map_serial: int
     run_id: str
     repair: str = ""
     repairing: bool = False
@@ -69,7 +72,7 @@ class Marker:
 
     @cached_property  # every batch compares it
     def _encoded(self) -> bytes:
-        body = [self.cluster_id, self.node, self.generation, self.map_digest, self.topology_epoch, self.run_id]
+        body = [self.cluster_id, self.node, self.generation, self.map_digest, self.map_serial, self.run_id]
         if self.repair:
             body += [self.repair, self.repairing]
         packed: bytes = msgpack.packb([_MAGIC, _REPAIRED_VERSION if self.repair else _VERSION, *body])
@@ -156,10 +159,10 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
             f"node {node}: is node {marker.node} of its cluster, expected node {expected.node}. Addresses are swapped in kvemb.yaml, "
             "or a container address was reused."
         )
-    if (marker.map_digest, marker.topology_epoch) != (expected.map_digest, expected.topology_epoch):
-        return WrongNodeError(
-            f"node {node}: holds another node map (digest {marker.map_digest:016x}, epoch {marker.topology_epoch}; expected "
-            f"{expected.map_digest:016x}, {expected.topology_epoch}). Reload kvemb.yaml: nodes were added, removed or reordered."
+    if (marker.map_digest, marker.map_serial) != (expected.map_digest, expected.map_serial):
+        return MapChangedError(
+            f"node {node}: follows the cluster map of serial {marker.map_serial} (digest {marker.map_digest:016x}), this process that of "
+            f"serial {expected.map_serial} ({expected.map_digest:016x}): slots have moved between nodes or shards. Connect again."
         )
     if expected.repairing and not (marker.repairing and marker.repair == expected.repair):
         return NodeLostError(f"node {node}: repair {expected.repair} is not going on there any more; it is finished, or has to begin anew.")

@@ -20,6 +20,7 @@ from kvemb.errors import InvalidInputError, MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, TableRows
 from kvemb.protocol.messages import MAX_PART_BYTES
 from kvemb.protocol.shard_routing import route, split
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 _ROW_BYTES = 4 + 8 + 16  # of a row beside its weights: position and version in the answer, id and version in the question
@@ -52,6 +53,10 @@ class PrefetchedRows:
     def to_message(self) -> TableRows:
         """As they stand in a part of a push: rows of dim 0."""
         return TableRows(self.definition.name, self.definition.schema, self.ids, np.empty((len(self.ids), 0), np.float32), self.versions)
+
+    def slots(self) -> NDArray[np.int64]:
+        """The slot of each row: int64 [n]."""
+        return self.definition.placement.slots(self.ids)
 
     def take(self, which: NDArray[np.intp] | slice) -> "PrefetchedRows":
         """Return some of the rows."""
@@ -96,20 +101,20 @@ def prepare_prefetched(definition: TableDef, ids: ArrayLike, versions: ArrayLike
 
 
 def route_prefetched(
-    prefetched: Sequence[PrefetchedRows], n_shards: int, limit_bytes: int = MAX_PART_BYTES
+    prefetched: Sequence[PrefetchedRows], cluster_map: ClusterMap, limit_bytes: int = MAX_PART_BYTES
 ) -> list[list[list[PrefetchedRows]]]:
     """Distribute prefetched rows over shards, and each shard's over as few messages as question and answer allow.
 
     Args:
         prefetched: one per table.
-        n_shards: >= 1.
+        cluster_map: says which shard writes which slot.
         limit_bytes: of one message's answer, if every row has changed.
 
     Returns:
         For each shard its messages, each a list of rows per table; none for a shard without rows.
     """
-    routed = [route(rows, n_shards) for rows in prefetched]
-    shares = [[share[shard] for share in routed if len(share[shard].ids)] for shard in range(n_shards)]
+    routed = [route(rows, cluster_map) for rows in prefetched]
+    shares = [[share[shard] for share in routed if len(share[shard].ids)] for shard in range(cluster_map.n_shards)]
     return [split(share, limit_bytes) if share else [] for share in shares]
 
 

@@ -56,7 +56,7 @@ def prepare_push(
     seen = groups.minimum(_versions(definition, versions, shape)) if versions is not None else np.empty(0, np.uint64)
     in_force = definition.optimizer.check_hyper(hyper) if hyper else {}
     sent = _to_wire(definition, groups.ids, sums, wire_dtype)
-    return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype)
+    return TableRows(definition.name, definition.schema, groups.ids, sent, seen, in_force, wire_dtype, definition.placement)
 
 
 def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> TableRows:
@@ -74,7 +74,7 @@ def prepare_assign(definition: TableDef, ids: ArrayLike, rows: ArrayLike) -> Tab
     ordered = values if groups.order is None else values[groups.order]
     if not np.isfinite(ordered).all():
         raise _not_finite(definition, flat, values, groups, ordered)
-    return TableRows(definition.name, definition.schema, groups.ids, ordered)
+    return TableRows(definition.name, definition.schema, groups.ids, ordered, placement=definition.placement)
 
 
 def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
@@ -85,7 +85,7 @@ def prepare_erase(definition: TableDef, ids: ArrayLike) -> TableRows:
     """
     flat, _ = normalize(ids, definition.id_dtype, definition.name, definition.num_ids)
     unique = group_by_id(flat).ids
-    return TableRows(definition.name, definition.schema, unique, np.empty((len(unique), 0), np.float32))
+    return TableRows(definition.name, definition.schema, unique, np.empty((len(unique), 0), np.float32), placement=definition.placement)
 
 
 def _float_rows(definition: TableDef, rows: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ import redis
 from kvemb.errors import ConfigError
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import N_SLOTS
+from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
 START_TIMEOUT_S = 30.0

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import storage_dtype
 from kvemb.errors import InvalidInputError, MessageError
+from kvemb.schema.slots import EACH_SLOT, Placement
 from kvemb.schema.table_def import MAX_DIM
 
 MAGIC = "kvemb"
@@ -38,6 +39,7 @@ class TableRows:
         versions: uint64 [n] as pulled (0 = missing), or [0] when unknown.
         hyper: run-time values of the optimizer in force for these gradients; empty = the table's defaults.
         dtype: how the rows travel: "float32", "float16" or "bfloat16". Whoever receives them computes in float32.
+        placement: how the table's ids fall into slots, for whoever routes the rows; does not travel.
     """
 
     table: str
@@ -47,6 +49,11 @@ class TableRows:
     versions: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     hyper: dict[str, float] = field(default_factory=dict)
     dtype: str = "float32"
+    placement: Placement = EACH_SLOT
+
+    def slots(self) -> NDArray[np.int64]:
+        """The slot of each row: int64 [n]."""
+        return self.placement.slots(self.ids)
 
     def to_list(self) -> list[Any]:
         dim = self.rows.shape[1] if self.rows.ndim == 2 else 0

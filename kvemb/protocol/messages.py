@@ -31,7 +31,7 @@ class HelloRequest(Message):
     trainer: str
     incarnation: int
     cluster_id: bytes
-    n_shards: int
+    map_serial: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Which rows go to which shard, and into how many messages. Pure.
 
-Rows to push and rows that are asked about alike: `kvemb.arrays.hashing.shard_of` says whose they are, and a shard's rows keep their
-order. What is larger than one message may be is cut between rows, never inside one.
+Rows to push and rows that are asked about alike: the cluster map says whose they are, and a shard's rows keep their order. What is larger
+than one message may be is cut between rows, never inside one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.protocol.messages import MAX_PART_BYTES
+from kvemb.schema.cluster_map import ClusterMap
 
 _FEW_SHARDS = 4  # up to here a look at all owners for each shard is faster than sorting them
 
@@ -25,34 +25,46 @@ class _RoutedRows(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    def slots(self) -> NDArray[np.int64]: ...
+
     def take(self, which: NDArray[np.intp] | slice) -> Self: ...
 
 
 R = TypeVar("R", bound=_RoutedRows)
 
 
-def route(rows: R, n_shards: int) -> list[R]:
+class MapSource(Protocol):
+    """Who knows the cluster map: a store. It is asked anew for every push."""
+
+    @property
+    def cluster_map(self) -> ClusterMap:
+        """The map in force."""
+
+
+def route(rows: R, cluster_map: ClusterMap) -> list[R]:
     """Return each shard's share of the rows of one table; shards without any get an empty one.
 
     Args:
         rows: n rows.
-        n_shards: >= 1.
+        cluster_map: says which shard writes which slot.
 
     Example:
         >>> from kvemb.protocol.message_format import TableRows
+        >>> from kvemb.schema.slots import Placement
         >>> ids = np.arange(4, dtype=np.uint64)
-        >>> [part.ids.tolist() for part in route(TableRows("user", 0, ids, np.zeros((4, 1), np.float32)), 3)]
+        >>> rows = TableRows("user", 0, ids, np.zeros((4, 1), np.float32), placement=Placement(256))
+        >>> [part.ids.tolist() for part in route(rows, ClusterMap.first(1, 3))]
         [[0, 3], [1], [2]]
     """
-    return [rows] if n_shards == 1 else [rows.take(at) for at in places(rows.ids, n_shards)]
+    return [rows] if cluster_map.n_shards == 1 else [rows.take(at) for at in places(rows.slots(), cluster_map)]
 
 
-def places(ids: NDArray[np.uint64], n_shards: int) -> list[NDArray[np.intp]]:
-    """Return where each shard's ids stand among these, ascending."""
-    owners = shard_of(ids, n_shards)
+def places(slots: NDArray[np.int64], cluster_map: ClusterMap) -> list[NDArray[np.intp]]:
+    """Return where each shard's rows stand among rows of these slots, ascending."""
+    owners, n_shards = cluster_map.shards_of(slots), cluster_map.n_shards
     if n_shards <= _FEW_SHARDS:
         return [np.flatnonzero(owners == shard) for shard in range(n_shards)]
-    order = np.argsort(owners.astype(np.uint16) if n_shards <= 1 << 16 else owners, kind="stable")
+    order = np.argsort(owners, kind="stable")
     ends = np.cumsum(np.bincount(owners, minlength=n_shards))
     return np.split(order, ends[:-1])
 

@@ -3,9 +3,8 @@
 A server answers for many rows of one hash in half the time that it takes for as many keys: one key is looked up per command, the names of
 fields are short, and rows that are asked for one after another lie close in its cache. docs/adr/0046 has the measurements.
 
-A fixed mix of the id's 64 bits says where its row lies. The upper bits are the bucket, and the slot follows from the bucket: up to 16,384
-buckets lie in a slot each, evenly spread; of more, several share one. A bucket's key holds a hash tag that pins it to its slot on Redis
-Cluster; on nodes of ours the same slot says which node has it.
+A fixed mix of the id's 64 bits says where its row lies (`kvemb.schema.slots`): its upper bits are the bucket, and the slot follows from the
+bucket. A bucket's key holds a hash tag that pins it to its slot on Redis Cluster; on nodes of ours the cluster map says which node has it.
 
 A hash of few short values is kept as one string that is searched from its beginning (up to 512 values of up to 64 bytes, unless the server
 is told otherwise: `bucket_limits`). There are two layouts. "fast": few large buckets, which are hash tables; where records are short, every
@@ -15,19 +14,18 @@ one string: less memory, and fewer rows that share a command.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import mix64
 from kvemb.errors import InvalidInputError
-from kvemb.schema.keys import ALPHABET, N_SLOTS, TAG_SIZE, Containers, RowKeys, RowTags, slot_tags
+from kvemb.schema.keys import PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
+from kvemb.schema.slots import ALPHABET, N_SLOTS, Placement
 
 MAX_BUCKETS = 1 << 32
 FIELD_BYTES = 8
 _SLOT_BITS = N_SLOTS.bit_length() - 1
-_ID_BITS = 64
 _MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
 _COMPACT_VALUE_BYTES = 64  # the longest value that both servers keep in their compact form, as they come
 FILLER = b"kvemb: no row; it makes this hash a hash table, which a server searches faster."
@@ -112,16 +110,12 @@ class BucketKeys(RowKeys):
     @cached_property
     def buckets(self) -> NDArray[np.int64]:
         """The bucket of each row: int64 [n] in [0, n_buckets)."""
-        if self.n_buckets == 1:
-            return np.zeros(len(self.ids), dtype=np.int64)
-        words = mix64(self.ids)
-        words >>= np.uint64(_ID_BITS - self._bits)
-        return words.view(np.int64)
+        return self._groups.groups(self.ids)
 
     @property
     def key_bytes(self) -> int:
         """The length of the table's bucket keys."""
-        return TAG_SIZE + 2 + TAG_SIZE + (_SUB_CHARACTERS if self.n_buckets > N_SLOTS else 0)
+        return PINNED_HEAD_SIZE + (_SUB_CHARACTERS if self.n_buckets > N_SLOTS else 0)
 
     def encode(self) -> NDArray[np.uint8]:
         """Return the keys of the rows' buckets as text: uint8 [n, key_bytes].
@@ -132,13 +126,8 @@ class BucketKeys(RowKeys):
             ([b'tab{DLH}', b'tab{DnL}'], [0, 1], [0, 8192])
         """
         out = np.empty((len(self.ids), self.key_bytes), dtype=np.uint8)
-        if self.tables is None:
-            out[:, :TAG_SIZE] = np.frombuffer(self.tag, dtype=np.uint8)
-        else:
-            out[:, :TAG_SIZE] = np.frombuffer(b"".join(self.tables.tags), dtype=np.uint8).reshape(-1, TAG_SIZE)[self.tables.which]
-        out[:, TAG_SIZE], out[:, 2 * TAG_SIZE + 1] = ord("{"), ord("}")
-        out[:, TAG_SIZE + 1 : 2 * TAG_SIZE + 1] = _slot_texts()[self.slots()]
-        for column in range(2 * TAG_SIZE + 2, self.key_bytes):
+        pinned_head(self, out)
+        for column in range(PINNED_HEAD_SIZE, self.key_bytes):
             shift = 6 * (self.key_bytes - 1 - column)
             out[:, column] = ALPHABET[(self.buckets & ((1 << self._bits - _SLOT_BITS) - 1)) >> shift & 63]
         return out
@@ -148,8 +137,7 @@ class BucketKeys(RowKeys):
         return self.ids.astype("<u8", copy=False).view(np.uint8).reshape(-1, FIELD_BYTES)
 
     def slots(self) -> NDArray[np.int64]:
-        spare = _SLOT_BITS - self._bits
-        return self.buckets << spare if spare >= 0 else self.buckets >> -spare
+        return self._groups.slots_of(self.buckets)
 
     def locality(self) -> NDArray[np.uint16] | None:
         # A bucket's rows must come one after another: a command asks for rows of one bucket.
@@ -181,6 +169,10 @@ class BucketKeys(RowKeys):
     def _bits(self) -> int:
         return self.n_buckets.bit_length() - 1
 
+    @property
+    def _groups(self) -> Placement:
+        return Placement(self.n_buckets)
+
     def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
         tables = self.tables and self.tables[rows]
         some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
@@ -206,11 +198,6 @@ class WholeBuckets(BucketKeys):
 
     def locality(self) -> None:
         return None
-
-
-@cache
-def _slot_texts() -> NDArray[np.uint8]:
-    return np.frombuffer(b"".join(slot_tags()), dtype=np.uint8).reshape(N_SLOTS, TAG_SIZE)
 
 
 def needs_filler(record_bytes: int, *, compact: bool) -> bool:

@@ -1,13 +1,10 @@
-"""Storage keys of rows, and the slots they hash to: pure array functions, no I/O.
+"""Storage keys of rows: pure array functions, no I/O.
 
 A key is 14 characters of base64url text: 3 of the table's tag and 11 of the id, most significant digit first. Text, because raw id bytes
 may hold `{…}`, which Redis Cluster takes for a hash tag, or bytes that memcached's keys may not hold. Constant length, because a batch of
 requests is then an array with a constant stride. 14, because Redis keeps such a key in a 16-byte allocation.
 
-Ids are split into one 4-bit and five 12-bit digits. Every digit is translated by one table gather: two characters of the key, or the
-digit's share of the CRC. (CRC is linear over XOR, so the shares of the digits simply add up, and those of the ids' digits are the same for
-every table.) The slot is Redis Cluster's own: CRC16-XMODEM of the key, modulo 16384. memcached and standalone nodes use the same slots
-under a map of ours.
+Ids are split into one 4-bit and five 12-bit digits. Every 12-bit digit becomes two characters of the key by one table gather.
 
 Keys of many small tables can be joined: all of the above is then done once for all of them, instead of once per table.
 """
@@ -21,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
+from kvemb.schema.slots import ALPHABET, EACH_SLOT, TAG_SIZE, Placement, slot_texts
 
-TAG_SIZE = 3
 KEY_SIZE = 14
-N_SLOTS = 16384
-
-ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
+PINNED_HEAD_SIZE = TAG_SIZE + 1 + TAG_SIZE + 1
 _DIGIT_SHIFTS = (48, 36, 24, 12, 0)
 
 
@@ -49,15 +44,17 @@ class RowTags:
         tags: of each table.
         which: uint16 [n], whose each row is.
         names: of each table, for messages; () where nobody said them.
+        placements: of each table.
     """
 
     tags: tuple[bytes, ...]
     which: NDArray[np.uint16]
     names: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
     def __getitem__(self, rows: slice | NDArray[np.intp]) -> "RowTags":
         """Return those of some rows."""
-        return RowTags(self.tags, self.which[rows], self.names)
+        return RowTags(self.tags, self.which[rows], self.names, self.placements)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +66,14 @@ class RowKeys:
         ids: uint64 [n].
         tables: of several: whose the rows are.
         name: the table's, for messages; "" of several, or where nobody said it.
+        placement: the table's; of several each has its own.
     """
 
     tag: bytes
     ids: NDArray[np.uint64]
     tables: RowTags | None = field(default=None, kw_only=True)
     name: str = field(default="", kw_only=True)
+    placement: Placement = field(default=EACH_SLOT, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -124,22 +123,25 @@ class RowKeys:
             >>> bytes(RowKeys(b"tab", np.array([1], dtype=np.uint64)).encode()[0])
             b'tabAAAAAAAAAAB'
         """
-        digits = _digit_tables()
-        tables, which, heads = self._heads()
+        which = 0 if self.tables is None else self.tables.which
+        firsts, seconds = _heads_of((self.tag,) if self.tables is None else self.tables.tags)
         out = np.empty((len(self.ids), KEY_SIZE // 2), dtype=np.uint16)
-        out[:, 0] = tables.firsts[which]
-        out[:, 1] = tables.seconds[heads]
+        out[:, 0] = firsts[which]
+        out[:, 1] = seconds[(self.ids >> np.uint64(60)).astype(np.intp) + (np.asarray(which, dtype=np.intp) << 4)]
         for column, digit in enumerate(_digits(self.ids), start=2):
-            out[:, column] = digits.characters[digit]
+            out[:, column] = _digit_characters()[digit]
         return out.view(np.uint8)
 
     def slots(self) -> NDArray[np.int64]:
-        """Return each key's hash slot, as Redis Cluster computes it: int64 [n] in [0, 16384)."""
-        tables, _, heads = self._heads()
-        crc = tables.crcs[heads]
-        for table, digit in zip(_digit_tables().crcs, _digits(self.ids), strict=True):
-            crc ^= table[digit]
-        return (crc & np.uint16(N_SLOTS - 1)).astype(np.int64)
+        """Return each row's slot: int64 [n] in [0, 16384)."""
+        if self.tables is None:
+            return self.placement.slots(self.ids)
+        placements = self.tables.placements
+        slots = placements[0].slots(self.ids)
+        for other in set(placements) - {placements[0]}:
+            rows = np.flatnonzero(np.array([one == other for one in placements])[self.tables.which])
+            slots[rows] = other.slots(self.ids[rows])
+        return slots
 
     def locality(self) -> NDArray[np.uint16] | None:
         """Return a number that rows share which lie near each other in a server's memory: uint16 [n]; None when order does not matter."""
@@ -150,14 +152,8 @@ class RowKeys:
         return None
 
     def _some(self, rows: slice | NDArray[np.intp]) -> "RowKeys":
-        return RowKeys(self.tag, self.ids[rows], tables=self.tables and self.tables[rows], name=self.name)
-
-    def _heads(self) -> tuple["_TagTables", NDArray[np.uint16] | int, NDArray[np.intp]]:
-        """What a key begins with: the tables' share of it, and for each row its table and its place among heads (table, top digit)."""
-        top = (self.ids >> np.uint64(60)).astype(np.intp)
-        if self.tables is None:
-            return _tag_tables((self.tag,)), 0, top
-        return _tag_tables(self.tables.tags), self.tables.which, top + (self.tables.which.astype(np.intp) << 4)
+        tables = self.tables and self.tables[rows]
+        return RowKeys(self.tag, self.ids[rows], tables=tables, name=self.name, placement=self.placement)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,33 +185,18 @@ def coalesce_keys(keys: Sequence[RowKeys]) -> RowKeys:
     if len(keys) == 1:
         return keys[0]
     which = np.repeat(np.arange(len(keys), dtype=np.uint16), [len(one) for one in keys])
-    tags = RowTags(tuple(one.tag for one in keys), which, tuple(one.name for one in keys))
+    tags = RowTags(tuple(one.tag for one in keys), which, tuple(one.name for one in keys), tuple(one.placement for one in keys))
     return keys[0].coalesced(keys, np.concatenate([one.ids for one in keys]), tags)
 
 
-def text_slot(key: bytes) -> int:
-    """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it.
-
-    Example:
-        >>> text_slot(b"123456789"), text_slot(b"x{123456789}y")
-        (12739, 12739)
-    """
-    start = key.find(b"{")
-    end = key.find(b"}", start + 1) if start >= 0 else -1
-    return _crc16(key[start + 1 : end] if end > start + 1 else key) % N_SLOTS
-
-
-def slot_tags() -> list[bytes]:
-    """Return for every slot the first 3-character text that hashes to it: used as `{tag}`, it pins a key to that slot."""
-    texts = np.arange(64**3)
-    chars = np.stack([ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)
-    table = _byte_table()
-    crc = np.zeros(len(texts), dtype=np.uint16)
-    for column in range(3):
-        crc = (crc << np.uint16(8)) ^ table[(crc >> np.uint16(8)) ^ chars[:, column]]
-    slots, first = np.unique(crc % N_SLOTS, return_index=True)
-    assert len(slots) == N_SLOTS
-    return [bytes(row) for row in chars[first]]
+def pinned_head(keys: RowKeys, out: NDArray[np.uint8]) -> None:
+    """Write what keys begin with that are pinned to their slots, the table's tag and the slot's in braces: uint8 [n, 8 or more]."""
+    if keys.tables is None:
+        out[:, :TAG_SIZE] = np.frombuffer(keys.tag, dtype=np.uint8)
+    else:
+        out[:, :TAG_SIZE] = np.frombuffer(b"".join(keys.tables.tags), dtype=np.uint8).reshape(-1, TAG_SIZE)[keys.tables.which]
+    out[:, TAG_SIZE], out[:, PINNED_HEAD_SIZE - 1] = ord("{"), ord("}")
+    out[:, TAG_SIZE + 1 : PINNED_HEAD_SIZE - 1] = slot_texts()[keys.slots()]
 
 
 def _digits(ids: NDArray[np.uint64]) -> list[NDArray[np.intp]]:
@@ -224,73 +205,16 @@ def _digits(ids: NDArray[np.uint64]) -> list[NDArray[np.intp]]:
     return [(signed >> shift) & 0xFFF for shift in _DIGIT_SHIFTS]
 
 
-@dataclass(frozen=True, eq=False)
-class _DigitTables:
-    """What the five lower digits of an id add to a key: two characters each (uint16 [4096]), and shares of the CRC (uint16 [4096] each)."""
-
-    characters: NDArray[np.uint16]
-    crcs: list[NDArray[np.uint16]]
-
-
-@dataclass(frozen=True, eq=False)
-class _TagTables:
-    """What k tags and the ids' top digit add to a key.
-
-    Args:
-        firsts: uint16 [k], the first two characters of each tag.
-        seconds: uint16 [16 k], its last and that of the top digit.
-        crcs: uint16 [16 k], the CRC of both and of lower digits that are 0.
-    """
-
-    firsts: NDArray[np.uint16]
-    seconds: NDArray[np.uint16]
-    crcs: NDArray[np.uint16]
-
-
 @cache
-def _digit_tables() -> _DigitTables:
+def _digit_characters() -> NDArray[np.uint16]:
+    """The two characters of each 12-bit digit: uint16 [4096]."""
     both = np.arange(4096)
-    pairs = np.stack([ALPHABET[both >> 6], ALPHABET[both & 63]], axis=1)
-    crcs = []
-    for pair in range(5):
-        # A difference from digit 0: what stands before it does not matter then.
-        chars = np.full((4096, KEY_SIZE), ALPHABET[0], dtype=np.uint8)
-        chars[:, 4 + 2 * pair : 6 + 2 * pair] = pairs
-        crc = np.zeros(4096, dtype=np.uint16)
-        for column in range(KEY_SIZE):
-            crc = (crc << np.uint16(8)) ^ _byte_table()[(crc >> np.uint16(8)) ^ chars[:, column]]
-        crcs.append(crc ^ crc[0])
-    return _DigitTables(pairs.view(np.uint16)[:, 0], crcs)
-
-
-@cache
-def _tag_tables_of(tag: bytes) -> _TagTables:
-    seconds = np.stack([np.full(16, tag[2], dtype=np.uint8), ALPHABET[:16]], axis=1).view(np.uint16)[:, 0]
-    zeros = bytes([ALPHABET[0]] * 10)
-    crcs = np.array([_crc16(tag + bytes([top]) + zeros) for top in ALPHABET[:16]], dtype=np.uint16)
-    return _TagTables(np.frombuffer(tag[:2], dtype=np.uint16), seconds, crcs)
+    return np.stack([ALPHABET[both >> 6], ALPHABET[both & 63]], axis=1).view(np.uint16)[:, 0]
 
 
 @lru_cache(maxsize=64)  # which tables are asked for together may change from call to call
-def _tag_tables(tags: tuple[bytes, ...]) -> _TagTables:
-    each = [_tag_tables_of(tag) for tag in tags]
-    if len(each) == 1:
-        return each[0]
-    firsts, seconds, crcs = zip(*((tables.firsts, tables.seconds, tables.crcs) for tables in each), strict=True)
-    return _TagTables(np.concatenate(firsts), np.concatenate(seconds), np.concatenate(crcs))
-
-
-@cache
-def _byte_table() -> NDArray[np.uint16]:
-    """CRC16-XMODEM (polynomial 0x1021) of every byte."""
-    crc = np.arange(256, dtype=np.uint32) << 8
-    for _ in range(8):
-        crc = np.where(crc & 0x8000, (crc << 1) ^ 0x1021, crc << 1) & 0xFFFF
-    return crc.astype(np.uint16)
-
-
-def _crc16(data: bytes) -> int:
-    crc = 0
-    for byte in data:
-        crc = ((crc << 8) & 0xFFFF) ^ int(_byte_table()[(crc >> 8) ^ byte])
-    return crc
+def _heads_of(tags: tuple[bytes, ...]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """What keys of k tags begin with: the tags' first two characters, uint16 [k]; the last and that of an id's top digit, uint16 [16 k]."""
+    firsts = [np.frombuffer(tag[:2], dtype=np.uint16) for tag in tags]
+    seconds = [np.stack([np.full(16, tag[2], dtype=np.uint8), ALPHABET[:16]], axis=1).view(np.uint16)[:, 0] for tag in tags]
+    return np.concatenate(firsts), np.concatenate(seconds)

@@ -1,9 +1,8 @@
 """Pages: the records of a table whose ids lie in [0, num_ids), side by side in strings of one size. Pure; no I/O, no protocol.
 
-Row i lies in page i // rows_per_page, at a fixed offset. A page has a key like a row's own, with its number in the place of the id. Its
-slot and its node follow in the same way. A header of zeros means that the row does not exist, and so does a page that is not there. Rows of
-one page may belong to different shards: each is written by its own shard only. Writes of disjoint ranges of a string do not disturb each
-other, because a server runs one command at a time.
+Row i lies in page i // rows_per_page, at a fixed offset. The page's number takes the id's place: the slot follows from it, so that rows of
+a page have one node and one writer. A page's key holds a hash tag that pins it to its slot, and its number as a row's key would. A header
+of zeros means that the row does not exist, and so does a page that is not there.
 
 The number of rows per page follows from the record's size alone, so every process computes the same. Pages fill one of jemalloc's size
 classes, Redis's string header included; docs/adr/0009 has the measurements. A byte behind the last record, written first, makes a page
@@ -17,7 +16,8 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import Containers, RowKeys, RowTags
+from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
+from kvemb.schema.slots import TAG_SIZE
 
 # Part of a table's identity: which rows share a page may never change for a table that exists.
 LAYOUT_VERSION = 1
@@ -25,6 +25,7 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 4096, 65536
 _GOOD_RATIO = 1.04
 _KEY_BYTES = 64  # entry, key, object and share of the directory that a server keeps for each key
 _PAD_BYTES = 1
+PAGE_KEY_SIZE = PINNED_HEAD_SIZE + KEY_SIZE - TAG_SIZE
 _MOST_TABLE_BITS = 8  # of 16 that tell which rows lie near each other
 
 
@@ -109,13 +110,17 @@ class PagedKeys(RowKeys):
         opens = np.concatenate([np.ones(len(one), dtype=bool) if one.opens is None else one.opens for one in paged])
         return PagedKeys(b"", ids, self.layout, opens, tables=tables)
 
+    @property
+    def key_bytes(self) -> int:
+        return PAGE_KEY_SIZE
+
     def encode(self) -> NDArray[np.uint8]:
-        """Return the keys of the rows' pages as text: uint8 [n, 14].
+        """Return the keys of the rows' pages as text: uint8 [n, 19].
 
         Example:
             >>> keys = PagedKeys(b"tab", np.array([52, 53], dtype=np.uint64), page_layout(76))
             >>> keys.encode().tobytes(), keys.places.tolist()
-            (b'tabAAAAAAAAAAAtabAAAAAAAAAAB', [52, 0])
+            (b'tab{DLH}AAAAAAAAAAAtab{EnY}AAAAAAAAAAB', [52, 0])
         """
         return self._page_keys().encode()
 
@@ -149,12 +154,34 @@ class PagedKeys(RowKeys):
         first = np.unique(both, axis=0, return_index=True)[1]
         return Containers(self._page_keys()._some(first), "string", self.layout.page_bytes)
 
-    def _page_keys(self) -> RowKeys:
-        return RowKeys(self.tag, self._pages, tables=self.tables, name=self.name)
+    def _page_keys(self) -> "WholePages":
+        return WholePages(self.tag, self._pages, tables=self.tables, name=self.name)
 
     @cached_property
     def _pages(self) -> NDArray[np.uint64]:
         return self.layout.pages(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class WholePages(RowKeys):
+    """The keys of pages themselves; the ids are the pages' numbers."""
+
+    @property
+    def key_bytes(self) -> int:
+        return PAGE_KEY_SIZE
+
+    def encode(self) -> NDArray[np.uint8]:
+        """Return the keys as text: uint8 [n, 19]."""
+        out = np.empty((len(self.ids), PAGE_KEY_SIZE), dtype=np.uint8)
+        pinned_head(self, out)
+        out[:, PINNED_HEAD_SIZE:] = super().encode()[:, TAG_SIZE:]
+        return out
+
+    def slots(self) -> NDArray[np.int64]:
+        return self.placement.slots(self.ids)
+
+    def _some(self, rows: slice | NDArray[np.intp]) -> "WholePages":
+        return WholePages(self.tag, self.ids[rows], tables=self.tables and self.tables[rows], name=self.name)
 
 
 def paged_keys(

@@ -23,6 +23,7 @@ from kvemb.schema.buckets import LAYOUTS, MAX_BUCKETS, BucketKeys, WholeBuckets,
 from kvemb.schema.keys import RowKeys, table_tag
 from kvemb.schema.pages import LAYOUT_VERSION, PageLayout, page_layout, paged_keys
 from kvemb.schema.record import RecordFormat
+from kvemb.schema.slots import N_SLOTS, Placement
 from kvemb.specs.first_draws import ALGORITHMS
 
 MAX_DIM = 65536
@@ -167,6 +168,14 @@ class TableDef:
         """Where rows lie on storage that has pages; None for a table without num_ids."""
         return None if self.num_ids is None else page_layout(self.record.size_bytes)
 
+    @cached_property
+    def placement(self) -> Placement:
+        """How ids fall into slots, on every kind of storage: by buckets, or page by page."""
+        if self.pages is not None:
+            return Placement(N_SLOTS, self.pages.rows_per_page)
+        assert self.n_buckets is not None
+        return Placement(self.n_buckets)
+
     def shown_id(self, row_id: int) -> int:
         """Return an id as its caller wrote it: negative where the table's ids are signed."""
         return row_id - (1 << 64) if self.id_dtype == "int64" and row_id >> 63 else row_id
@@ -180,7 +189,7 @@ class TableDef:
             new: bool [n], for writes: rows that may not exist yet; None = any.
         """
         if not pages:
-            return RowKeys(self.tag, ids, name=self.name)
+            return RowKeys(self.tag, ids, name=self.name, placement=self.placement)
         if self.pages is None:
             assert self.n_buckets is not None
             return BucketKeys(self.tag, ids, self.n_buckets, name=self.name, compact=self.layout == "compact")

@@ -71,7 +71,7 @@ def survey(config: Config) -> ClusterStatus:
 
 
 def _strangers(config: Config, store: Store, servers: "AllShards") -> str:
-    """Return what connecting would find: markers, node map, shards' numbers or names that are not those of this kvemb.yaml."""
+    """Return what connecting would find: markers, cluster map, shards' numbers or names that are not those of this kvemb.yaml."""
     from kvemb.client.all_shards import require_one_cluster
 
     deadline = Deadline.after(config.storage.timeout_s)

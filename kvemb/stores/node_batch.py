@@ -57,12 +57,12 @@ class Grouped:
     shares: list[tuple[int, slice]]
 
 
-def group_by_node(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
+def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: NDArray[np.int8] | None = None) -> Grouped:
     """Put keys in the order of their nodes; within a node and a kind, rows of one page one after another, where rows lie in pages.
 
     Args:
         keys: n keys.
-        nodes: int64 [n], or None when there is one node.
+        nodes: of each the number of its node, or None when there is one node.
         kinds: int8 [n], none negative; within a node, rows come in their order (`Codec.read_kinds`).
     """
     locality = keys.locality()
@@ -72,7 +72,7 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.int64] | None, kinds: NDArray
         order = np.argsort(locality, kind="stable")
         return Grouped(keys.take(order), order, [(0, slice(0, len(keys)))])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
-    wide = nodes if kinds is None else nodes * (int(kinds.max(initial=0)) + 1) + kinds
+    wide = nodes if kinds is None else nodes.astype(np.int64) * (int(kinds.max(initial=0)) + 1) + kinds
     rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)
     # 16-bit keys: NumPy sorts them by radix, in linear time.
     if locality is None:

@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvemb.errors import DeadlineExceededError, NodeLostError, NodeSuspectError, NodeUnavailableError, StorageError, WrongNodeError
+from kvemb.errors import (
+    DeadlineExceededError,
+    MapChangedError,
+    NodeLostError,
+    NodeSuspectError,
+    NodeUnavailableError,
+    StorageError,
+    WrongNodeError,
+)
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
@@ -38,6 +46,8 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
     for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
         try:
             return call()
+        except MapChangedError:  # waiting does not help who routes by another map
+            raise
         except errors as error:
             last = error
             if deadline.remaining_s() <= pause_s:

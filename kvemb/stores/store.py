@@ -20,6 +20,7 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.bucket_limits import BucketLimits
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.repairable import Repairable
@@ -82,7 +83,12 @@ class Store(Repairable, ABC):
     @property
     @abstractmethod
     def addresses(self) -> tuple[str, ...]:
-        """The nodes, in the order of the node map."""
+        """The nodes, in the order of the cluster map."""
+
+    @property
+    @abstractmethod
+    def cluster_map(self) -> ClusterMap:
+        """The map that rows are routed by, of nodes and of shards; known once the store is open. Ask anew for every batch."""
 
     @abstractmethod
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
@@ -95,6 +101,7 @@ class Store(Repairable, ABC):
 
         Raises:
             NotProvisionedError: no node has a marker.
+            ConfigError: there are not as many nodes as the cluster map has.
             NodeLostError, WrongNodeError, NodeSuspectError, UnsafeNodeError, NodeUnavailableError, DeadlineExceededError.
         """
 
@@ -104,12 +111,12 @@ class Store(Repairable, ABC):
         For a store that only reads: a write that is in doubt at a node's former address could not be told of any more.
 
         Args:
-            nodes_now: returns as many addresses as there are, in the order of the node map; ConfigError where it cannot say.
+            nodes_now: returns as many addresses as there are, in the order of the cluster map; ConfigError where it cannot say.
         """
 
     @abstractmethod
-    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
-        """Write the first markers on nodes that are all empty; the same (cluster_id, generation) again completes a broken-off run.
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
+        """Write the first cluster map and markers on nodes that are all empty; the same arguments again complete a broken-off run.
 
         Raises:
             WrongNodeError: a node is not empty or carries another marker; nothing is written then.

@@ -9,7 +9,8 @@ import pytest
 from kvemb import init, optim
 from kvemb.errors import ForeignPageError, RecordError
 from kvemb.schema.buckets import BucketKeys
-from kvemb.schema.keys import N_SLOTS, RowKeys, coalesce_keys
+from kvemb.schema.keys import RowKeys, coalesce_keys
+from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import HeldRows, ReadPart, WritePart
 from kvemb.stores.store import Store

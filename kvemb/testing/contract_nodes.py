@@ -6,18 +6,28 @@ from dataclasses import replace
 import pytest
 
 from kvemb.config import StorageConfig
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.slots import text_slot
+from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.contract_rows import CLUSTER, GENERATION, SIZE, TAG, row_keys, within
+
+
+def own_node_of(key: bytes, n_nodes: int) -> int:
+    """Which of nodes under a new map of ours a key belongs to: a row's own key by its id, others by their hash tag."""
+    rows = list(row_keys_in([key]))
+    slot = int(rows[0].slots()[0]) if rows else text_slot(key)
+    return int(ClusterMap.first(n_nodes, 1).slot_nodes[slot])
 
 
 class Nodes:
     """Empty nodes of one backend. A subclass overrides what its backend can do; the rest is skipped.
 
     Args:
-        config: reaches all of them, in the order of the node map.
-        own_map: whether the order of `config.nodes` is the node map (a cluster may keep its own).
+        config: reaches all of them, in the order of the cluster map.
+        own_map: whether the order of `config.nodes` is the cluster map's (a cluster may keep its own).
         over_wire: whether rows travel in kvemb.wire's replies.
     """
 

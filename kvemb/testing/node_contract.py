@@ -5,8 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvemb.coordination.map_copies import MAP_NAME
+from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import (
+    ConfigError,
     DeadlineExceededError,
+    MapChangedError,
     NodeLostError,
     NodeSuspectError,
     NodeUnavailableError,
@@ -89,12 +93,39 @@ class NodeContract(StoreOnNodes):
         nodes.put_markers([marker.encode() for marker in markers])
         require_rows(store, keys, records_of(keys))
 
+    def test_another_cluster_map_is_told_at_once_with_both_serials(self, store: Store, nodes: Nodes) -> None:
+        keys, markers = self.keys(400), store.open(within())
+        write(store, keys, records_of(keys))
+        nodes.put_markers([replace(marker, map_serial=2, map_digest=7).encode() for marker in markers])
+        says = "cluster map of serial 2 .* this process that of serial 1"
+        with pytest.raises(MapChangedError, match=says):
+            read(store, keys)
+        with pytest.raises(MapChangedError, match=says):
+            write(store, keys, records_of(keys))
+        with nodes.store() as another, pytest.raises(MapChangedError, match=says):
+            another.open(within())
+
+    def test_one_good_copy_of_the_map_is_enough_and_none_is_told(self, store: Store, nodes: Nodes) -> None:
+        keys, copies = self.keys(400), store.get_meta(MAP_NAME, within())
+        write(store, keys, records_of(keys))
+        assert set(copies) == {store.cluster_map.encode()}
+        if len(copies) > 1:
+            store.mend_copies(MAP_NAME, copies, [index == 0 for index in range(len(copies))], b"junk", within())
+            with nodes.store() as another:
+                another.open(within())
+                require_rows(another, keys, records_of(keys))
+        store.put_meta(MAP_NAME, b"junk", within())
+        with nodes.store() as another, pytest.raises(DamagedCopyError, match=MAP_NAME):
+            another.open(within())
+        require_rows(store, keys, records_of(keys))  # who knows the map goes on
+
     def test_swapped_addresses_are_refused_at_open(self, store: Store, nodes: Nodes) -> None:
         if not nodes.own_map:
             pytest.skip("the cluster keeps its own map")
         with nodes.store(nodes=nodes.config.nodes[::-1]) as swapped, pytest.raises(WrongNodeError):
             swapped.open(within())
-        with nodes.store(nodes=nodes.config.nodes[:1]) as fewer, pytest.raises(WrongNodeError):
+        says = r"1 given, the cluster map \(serial 1\) has 2"
+        with nodes.store(nodes=nodes.config.nodes[:1]) as fewer, pytest.raises(ConfigError, match=says):
             fewer.open(within())
 
     def test_a_node_that_is_down_is_named(self, store: Store, nodes: Nodes) -> None:

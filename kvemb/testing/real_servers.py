@@ -12,12 +12,10 @@ from pymemcache.client.base import Client
 
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY
-from kvemb.coordination.node_map import NodeMap
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import text_slot
 from kvemb.stores.redis_cluster.slot_map import marker_keys
-from kvemb.testing.contract_nodes import Nodes
+from kvemb.testing.contract_nodes import Nodes, own_node_of
 
 
 class ServerNodes(Nodes):
@@ -69,7 +67,7 @@ class ServerNodes(Nodes):
 
     def server_of(self, key: bytes) -> StorageServer:
         """Where a key belongs (not on a cluster, which knows that itself)."""
-        return self.servers[int(NodeMap(self.config.nodes).slot_nodes[text_slot(key)])]
+        return self.servers[own_node_of(key, len(self.servers))]
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
         """See `Nodes.put_foreign`."""

@@ -42,7 +42,6 @@ from kvemb.testing.store_contract import (
 )
 from kvemb.wire.replies import RowsReader
 
-KNOWN = Identity(CLUSTER, GENERATION)
 LOST = (NodeLostError, NodeSuspectError)
 
 
@@ -298,7 +297,7 @@ class RepairContract(StoreContract):
         with nodes.store() as unknowing, pytest.raises(NotProvisionedError):
             unknowing.open(within())
         with nodes.store() as shard:
-            markers = shard.open(within(), KNOWN)
+            markers = shard.open(within(), Identity(CLUSTER, GENERATION, store.cluster_map))
             assert {marker.cluster_id for marker in markers} == {CLUSTER}
             assert {node.why for node in shard.lost_nodes(within())} == {"empty"}
             own(shard, 3)

@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.chain import Chain, open_chain
-from kvemb.checkpoint.format.checkpoint_manifest import SavedTable
+from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, SavedTable
 from kvemb.checkpoint.format.optional_imports import require_extra
 from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
@@ -174,24 +173,28 @@ class Loader:
             left = erase_too.get(definition.key, np.empty(0, np.uint64))
             erase[definition.key] = _without([self._parts.tables.state(definition).arrays()[0], left], _ids(runs, definition))
         runs.close()
-        steps = {self._parts.registry.find_last(saved.definition.name).key: self._step(saved) for saved in chain.newest.tables}
+        newest = chain.newest
+        steps = {self._parts.registry.find_last(saved.definition.name).key: self._step(newest, saved) for saved in newest.tables}
         plan = LoadPlan(decision.serial, decision.load_id, version, steps, erase)
         self._data.write(PLAN, encode_load_plan(plan), self._still_ours)
         return plan
 
     def _own_rows(self, chain: Chain, definition: TableDef, version: int) -> Iterator[tuple[Ids, NDArray[np.uint8]]]:
-        n_saved, n_shards, mine = chain.newest.n_shards, len(self._servers.shards), self._parts.shard
-        sources: Sequence[int] = [mine] if n_saved == n_shards else range(n_saved)
+        mine, cluster_map = self._parts.shard, self._store.cluster_map
+        sources: Sequence[int] = [mine] if self._same_shards(chain.newest) else range(chain.newest.n_shards)
         for block in chain.rows_of(definition, sources):
-            own = shard_of(block.ids, n_shards) == mine
+            own = cluster_map.shards_of(definition.placement.slots(block.ids)) == mine
             some = block if own.all() else block.take(own)
             if len(some):
                 yield some.ids, some.records(definition, version)
 
-    def _step(self, saved: SavedTable) -> int:
-        """Docs/adr/0004: the same shard's, or with another number of shards the largest."""
-        same = len(saved.steps) == len(self._servers.shards)
-        return saved.steps[self._parts.shard] if same else max(saved.steps)
+    def _same_shards(self, manifest: CheckpointManifest) -> bool:
+        """Whether the shard of our number wrote all of our rows, and no others."""
+        return manifest.slots == self._store.cluster_map.shard_runs
+
+    def _step(self, manifest: CheckpointManifest, saved: SavedTable) -> int:
+        """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""
+        return saved.steps[self._parts.shard] if self._same_shards(manifest) else max(saved.steps)
 
     def _staged(self, load_id: str) -> Path:
         return self._data.path / f"{STAGED}-{load_id}"

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.ids import first_outside
 from kvemb.arrays.rounding import to_float32
 from kvemb.errors import InvalidInputError, PushRejectedError, TableDroppedError, UnknownTableError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 from ..model.batch import ERASE, CheckedRows
@@ -19,13 +19,14 @@ FindTable = Callable[[str, int], TableDef]
 """(name, schema) -> definition; re-reads the registry once when either is unknown. Raises UnknownTableError."""
 
 
-def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tuple[CheckedRows, ...]:
+def check_part(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap) -> tuple[CheckedRows, ...]:
     """Check a whole part of a push.
 
     Args:
         part: as decoded: lengths fit each other, nothing else is known.
         find: the registry's look-up.
-        shard, n_shards: this shard.
+        shard: this one.
+        cluster_map: says which shard writes which slot.
 
     Raises:
         PushRejectedError: naming the table and, where a row is at fault, its id. Nothing was accepted.
@@ -38,10 +39,10 @@ def check_part(part: PushPart, find: FindTable, shard: int, n_shards: int) -> tu
     names = [rows.table for rows in part.tables]
     if len(set(names)) < len(names):
         raise PushRejectedError(f"part {part.sequence}: a table stands twice in {names}")
-    return tuple(check_rows(rows, find, shard, n_shards) for rows in part.tables)
+    return tuple(check_rows(rows, find, shard, cluster_map) for rows in part.tables)
 
 
-def check_prefetched(part: PushPart, find: FindTable, shard: int, n_shards: int, *, sync: bool) -> tuple[CheckedRows, ...]:
+def check_prefetched(part: PushPart, find: FindTable, shard: int, cluster_map: ClusterMap, *, sync: bool) -> tuple[CheckedRows, ...]:
     """Check the rows that a part says its trainer holds; the other arguments as `check_part`.
 
     Raises:
@@ -55,7 +56,7 @@ def check_prefetched(part: PushPart, find: FindTable, shard: int, n_shards: int,
     for rows in part.prefetched:
         if len(rows.versions) != len(rows.ids):
             raise PushRejectedError(f"table {rows.table!r}: {len(rows.ids)} rows are prefetched, with {len(rows.versions)} versions")
-    return tuple(check_rows(rows, find, shard, n_shards, ERASE) for rows in part.prefetched)
+    return tuple(check_rows(rows, find, shard, cluster_map, ERASE) for rows in part.prefetched)
 
 
 def find_same(name: str, schema: int, find: FindTable) -> TableDef:
@@ -70,7 +71,7 @@ def find_same(name: str, schema: int, find: FindTable) -> TableDef:
     return definition
 
 
-def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind: str = "") -> CheckedRows:
+def check_rows(rows: TableRows, find: FindTable, shard: int, cluster_map: ClusterMap, kind: str = "") -> CheckedRows:
     """Check the rows of one table: definition, dim, values, ids, run-time values.
 
     Raises:
@@ -91,7 +92,7 @@ def check_rows(rows: TableRows, find: FindTable, shard: int, n_shards: int, kind
         raise PushRejectedError(f"{at}: rows of dim {rows.rows.shape[1]}, expected {dim}")
     values = to_float32(rows.rows, rows.dtype).reshape(len(rows.ids), dim)  # exact: a 16-bit dtype saves bytes on the way only
     _check_values(at, definition, rows, values)
-    _check_ids(at, definition, rows, shard, n_shards)
+    _check_ids(at, definition, rows, shard, cluster_map)
     return CheckedRows(definition, rows.ids, values, rows.versions, hyper)
 
 
@@ -104,16 +105,16 @@ def _check_values(at: str, definition: TableDef, rows: TableRows, values: np.nda
     raise PushRejectedError(f"{at}: NaN or infinity in {len(bad)} rows, first id {first}; the whole part was refused")
 
 
-def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, n_shards: int) -> None:
+def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, cluster_map: ClusterMap) -> None:
     outside = first_outside(rows.ids, definition.num_ids)
     if outside is not None:
         row_id = definition.shown_id(int(rows.ids[outside]))
         raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
-    owners = shard_of(rows.ids, n_shards)
+    owners = cluster_map.shards_of(definition.placement.slots(rows.ids))
     if (owners != shard).any():
         wrong = int(np.argmax(owners != shard))
         row_id = definition.shown_id(int(rows.ids[wrong]))
-        raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {n_shards}")
+        raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {cluster_map.n_shards}")
     if (rows.ids[1:] > rows.ids[:-1]).all():
         return  # ascending, as clients send them: none stands twice
     ordered = np.sort(rows.ids)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+from kvemb.coordination.map_copies import decode_map
 from kvemb.coordination.markers import Identity
 from kvemb.errors import (
     DeadlineExceededError,
@@ -35,7 +36,7 @@ Wait = Callable[[float], None]
 """Waits so many seconds, or raises when the process is told to stop."""
 
 
-def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline, timeout_s: float, wait: Wait) -> bytes:
+def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, deadline: Deadline, timeout_s: float, wait: Wait) -> bytes:
     """Open the store, waiting for nodes that are not up yet; shard 0 provisions a new cluster.
 
     Nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole: they are repaired.
@@ -43,7 +44,7 @@ def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline,
     Args:
         store: not open yet.
         data: this shard's folder.
-        shard: number.
+        shard, n_shards: which of how many.
         deadline: of the whole start.
         timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
         wait: between tries.
@@ -59,7 +60,7 @@ def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline,
     waits, said = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), ""
     while True:
         try:
-            return _try_to_join(store, data, shard, timeout_s)
+            return _try_to_join(store, data, shard, n_shards, timeout_s)
         except (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, NodeLostError) as error:
             if not _may_pass(error, data) or deadline.expired:
                 raise
@@ -70,13 +71,13 @@ def join_cluster(store: Store, data: DataDir, shard: int, *, deadline: Deadline,
         wait(min(next(waits), deadline.remaining_s()))
 
 
-def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float) -> bytes:
+def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout_s: float) -> bytes:
     try:
         markers = store.open(Deadline.after(timeout_s), _identity(data))
     except (NotProvisionedError, NodeLostError) as error:
         if shard != 0 or not _may_provision(error, data):
             raise
-        _provision(store, data, timeout_s)
+        _provision(store, data, n_shards, timeout_s)
         markers = store.open(Deadline.after(timeout_s))
     found = markers[0].cluster_id
     ours = _unpack(data.read(CLUSTER), "cluster_id") or (shard == 0 and _unpack(data.read(INTENT), "cluster_id"))
@@ -85,15 +86,18 @@ def _try_to_join(store: Store, data: DataDir, shard: int, timeout_s: float) -> b
             f"the nodes belong to cluster {found.hex()}, the data folder {data.path} to cluster {ours.hex()}; check storage.nodes and "
             "parameter_servers.data_dir"
         )
-    if data.read(CLUSTER) is None:
-        data.write(CLUSTER, [msgpack.packb({"cluster_id": found, "generation": markers[0].generation})])
+    kept = {"cluster_id": found, "generation": markers[0].generation, "map": store.cluster_map.encode()}
+    if data.read(CLUSTER) != (packed := msgpack.packb(kept)):
+        data.write(CLUSTER, [packed])
     return found
 
 
 def _identity(data: DataDir) -> Identity | None:
     """The cluster as this shard has seen it whole; None before that."""
     kept = data.read(CLUSTER)
-    return None if kept is None else Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"))
+    if kept is None:
+        return None
+    return Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), decode_map(_unpack(kept, "map")))
 
 
 def _may_provision(error: KvembError, data: DataDir) -> bool:
@@ -101,12 +105,12 @@ def _may_provision(error: KvembError, data: DataDir) -> bool:
     return data.read(CLUSTER) is None and (isinstance(error, NotProvisionedError) or data.read(INTENT) is not None)
 
 
-def _provision(store: Store, data: DataDir, timeout_s: float) -> None:
+def _provision(store: Store, data: DataDir, n_shards: int, timeout_s: float) -> None:
     if data.read(INTENT) is None:
         data.write(INTENT, [msgpack.packb({"cluster_id": os.urandom(16), "generation": os.urandom(8)})])
     intent = data.read(INTENT)
     cluster_id, generation = _unpack(intent, "cluster_id"), _unpack(intent, "generation")
-    store.provision(cluster_id, generation, Deadline.after(timeout_s))
+    store.provision(cluster_id, generation, Deadline.after(timeout_s), n_shards)
     log.info("provisioned cluster %s on %s", cluster_id.hex(), ", ".join(store.addresses))
 
 

@@ -144,7 +144,7 @@ class _Start:
                 f"cluster: got {self._config.cluster!r}, but {data.path} is of cluster {name.decode(errors='replace')!r}. Put that name "
                 "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
             )
-        cluster_id = join_cluster(self._store, data, shard, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
+        cluster_id = join_cluster(self._store, data, shard, len(servers.shards), deadline=deadline, timeout_s=timeout_s, wait=self._wait)
         registry = Registry(self._store, shard, timeout_s, data)
         registry.load()
         for table in self._config.tables if shard == 0 else ():
@@ -184,7 +184,20 @@ class _Start:
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
             ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind)
             parts = ShardParts(
-                self._config, shard, cluster_id, registry, tables, engine, ingest, fenced_log, recovered, timeline, runs, repairer, due
+                self._config,
+                shard,
+                cluster_id,
+                registry,
+                tables,
+                engine,
+                ingest,
+                fenced_log,
+                recovered,
+                timeline,
+                runs,
+                repairer,
+                self._store,
+                due,
             )
             self._settle(parts)
             Loader(parts, self._store, self._data, _retry_until(self._start_timeout_s, self._wait)).run()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvemb.config import Config
+from kvemb.protocol.shard_routing import MapSource
 
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
@@ -31,4 +32,5 @@ class ShardParts:
     timeline: Timeline
     runs: Runs
     repairer: Repairer
+    maps: MapSource
     snapshot_due: bool = False

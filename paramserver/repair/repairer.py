@@ -16,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.errors import (
     LostRowError,
     NodeLostError,
@@ -344,7 +343,7 @@ class Repairer:
             if state is None:
                 continue
             ids = np.unique(state.definition.rows_under(keys, pages=self._store.capabilities.pages).ids)
-            ids = ids[shard_of(ids, self._n_shards) == self._shard]
+            ids = ids[self._store.cluster_map.shards_of(state.definition.placement.slots(ids)) == self._shard]
             known = state.versions(ids)
             ids = ids[(known == 0 if ahead.tail is None else (known == 0) & (ahead.tail.wanted(state.definition, ids, known) == 0))]
             for block in self._blocks(state.definition, len(ids)):

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvemb.errors import (
     InvalidInputError,
-    PushRejectedError,
+    MapChangedError,
     ShardFailedError,
     WrongNodeError,
 )
@@ -69,8 +69,12 @@ class Handlers:
                 f"trainer {request.trainer!r} reads nodes of cluster {request.cluster_id.hex() or '-'}, this shard writes to cluster "
                 f"{ours.hex()}; use the same kvemb.yaml"
             )
-        if request.n_shards != self._n_shards:
-            raise PushRejectedError(f"trainer {request.trainer!r} knows {request.n_shards} shards, this cluster has {self._n_shards}")
+        serial = self._parts.maps.cluster_map.serial
+        if request.map_serial != serial:
+            raise MapChangedError(
+                f"trainer {request.trainer!r} routes by the cluster map of serial {request.map_serial}, this shard by that of "
+                f"serial {serial}: slots have moved between nodes or shards. Connect again."
+            )
         incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
         return HelloReply(incarnation, last, self._parts.config.servers.mode, self._parts.ingest.attendance.first_step(request.trainer))
@@ -214,8 +218,9 @@ class Handlers:
 
     def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
         find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
-        return check_part(part, find, shard, self._n_shards), check_prefetched(part, find, shard, self._n_shards, sync=sync)
+        cluster_map = self._parts.maps.cluster_map
+        return check_part(part, find, shard, cluster_map), check_prefetched(part, find, shard, cluster_map, sync=sync)
 
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
-        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._n_shards, kind)
+        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._parts.maps.cluster_map, kind)
         return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s))

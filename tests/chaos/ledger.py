@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
+from tests.owners import shard_of
 
 DIM = 16
 TABLE = "ledger"

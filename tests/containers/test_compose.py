@@ -64,7 +64,7 @@ def test_memcached_survives_kills_and_grows_by_a_node(wider: Path) -> None:
             require_kept(ledger)
             cluster.kvemb("save", "/checkpoints/before")
 
-            # The node map is part of the cluster, so the wider one is a new cluster, made of the old one's checkpoint.
+            # The cluster map is part of the cluster, so the wider one is a new cluster, made of the old one's checkpoint.
             cluster.compose("rm", "--stop", "--force", "memcached-0", "memcached-1", "ps-0", "ps-1", "trainer")
             cluster.remove_volumes("ps-0-data", "ps-1-data")
             cluster.mount(wider)

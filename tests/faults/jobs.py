@@ -8,9 +8,7 @@ import grpc
 import numpy as np
 
 import kvemb
-from kvemb.arrays.hashing import shard_of
 from kvemb.client.ack import Ack
-from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import KvembError, from_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message, TableRows
@@ -26,8 +24,10 @@ from kvemb.protocol.messages import (
     StatusReply,
     digest_tables,
 )
-from kvemb.schema.keys import N_SLOTS
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
+from tests.owners import shard_of
 
 PATIENCE_S = 40.0
 DIM = 4
@@ -69,11 +69,11 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 
 
 def nodes_of(table: kvemb.Table, n_nodes: int, ids: np.ndarray) -> np.ndarray:
-    """The number of the node that holds each id: of our node map, or of a Redis Cluster whose slots were dealt out evenly, in order."""
+    """The number of the node that holds each id: of our cluster map, or of a Redis Cluster whose slots were dealt out evenly, in order."""
     config = table.cluster.config.storage
     slots = table.definition.keys(ids.astype(np.uint64), pages=config.kind != "memcached").slots()
     if config.kind != "redis-cluster":
-        return np.asarray(NodeMap(config.nodes).slot_nodes[slots])
+        return np.asarray(ClusterMap.first(len(config.nodes), 1).slot_nodes[slots])
     bounds = np.array([N_SLOTS * node // n_nodes for node in range(1, n_nodes)])
     return np.searchsorted(bounds, slots, side="right")
 
@@ -99,7 +99,7 @@ class RawShard:
         """Introduce a trainer."""
         about = self.call("Describe", Empty(), DescribeReply)
         assert isinstance(about, DescribeReply)
-        reply = self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, about.n_shards), HelloReply)
+        reply = self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, 1), HelloReply)
         assert isinstance(reply, HelloReply)
         return reply
 

@@ -6,12 +6,12 @@ import numpy as np
 from jobs import PATIENCE_S
 
 import kvemb
-from kvemb.arrays.hashing import shard_of
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 from paramserver.optim import build_optimizer
+from tests.owners import shard_of
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Control records (markers, owners, the registry, a cluster's primaries) that another program writes over, on some nodes or on all."""
+"""Control records (markers, owners, the cluster map, the registry, primaries) that another program writes over, on some nodes or on all."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +11,14 @@ from jobs import PATIENCE_S, add, counting_table, eventually, require
 import kvemb
 from kvemb.client.repair_request import repair
 from kvemb.config import load
+from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import N_SLOTS, text_slot
+from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.redis_cluster.cluster_members import MEMBERS, decode_members
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.storage_kinds import open_store
@@ -64,7 +65,7 @@ def write(server: StorageServer, key: bytes, harm: Harm | None) -> None:
 
 def harm_records(local: LocalCluster, nodes: Sequence[int], harm: Harm | None, *, markers: bool = True) -> None:
     """Write over every control record on these nodes; a Redis Cluster has one copy of each, and markers in thousands of slots."""
-    names = [META_NAME.encode(), owner_name(0).encode(), owner_name(1).encode()]
+    names = [META_NAME.encode(), MAP_NAME.encode(), owner_name(0).encode(), owner_name(1).encode()]
     if local.store != "redis-cluster":
         for node in nodes:
             for key in [*names, *[MARKER_KEY][: int(markers)]]:
@@ -82,6 +83,7 @@ def require_whole(local: LocalCluster, epochs: Sequence[int]) -> None:
         assert store.open(Deadline.after(5))
         assert None not in store.get_meta(META_NAME, Deadline.after(5))
         assert len(set(store.get_meta(META_NAME, Deadline.after(5)))) == 1
+        assert set(store.get_meta(MAP_NAME, Deadline.after(5))) == {store.cluster_map.encode()}
         for shard, least in enumerate(epochs):
             copies = set(store.get_meta(owner_name(shard), Deadline.after(5)))
             assert len(copies) == 1

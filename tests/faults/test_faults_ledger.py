@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from chaos.ledger import ACKED, BAD_READ, DIM, SENT, LedgerFile, Plan, Record, Verdict, Verifier, torn
 
-from kvemb.arrays.hashing import shard_of
+from tests.owners import shard_of
 
 PLAN = Plan(seed=5, n_trainers=3)
 N = 70  # a little more than two generations

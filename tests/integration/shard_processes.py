@@ -103,7 +103,7 @@ class Shard:
 
     def hello(self, trainer: str = "a", incarnation: int = 0) -> HelloReply:
         about = self.call("Describe", Empty(), DescribeReply)
-        return self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, about.n_shards), HelloReply)
+        return self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, 1), HelloReply)
 
     def flush(self) -> None:
         self.call("Flush", FlushRequest(PATIENCE_S), Empty)

@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.config import StorageConfig
 from kvemb.errors import (
     FencedError,
     KvembError,
+    MapChangedError,
     MessageError,
     PushRejectedError,
     TableMismatchError,
@@ -48,6 +48,7 @@ from kvemb.protocol.messages import (
 )
 from kvemb.schema.table_def import TableDef
 from tests.integration.shard_processes import TABLE, Cluster, Pushes, Server, Shard, cluster, first_rows, part, server, until
+from tests.owners import shard_of
 
 __all__ = ["cluster", "server"]  # fixtures
 
@@ -166,7 +167,7 @@ def test_strangers_and_older_incarnations_are_refused(cluster: Cluster) -> None:
     with pytest.raises(WrongNodeError, match="cluster"):
         shard.call("Hello", HelloRequest("b", 0, b"x" * 16, 1), HelloReply)
     cluster_id = shard.call("Describe", Empty(), DescribeReply).cluster_id
-    with pytest.raises(PushRejectedError, match="knows 3 shards"):
+    with pytest.raises(MapChangedError, match="cluster map of serial 3, this shard by that of serial 1"):
         shard.call("Hello", HelloRequest("b", 0, cluster_id, 3), HelloReply)
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.arrays.hashing import shard_of
 from kvemb.cluster import Cluster
 from kvemb.errors import ReadOnlyError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
+from tests.owners import shard_of
 
 IDS = np.arange(100)
 PATIENCE_S = 60.0

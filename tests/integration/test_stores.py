@@ -18,14 +18,13 @@ from memory_store import memory_node
 
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import MARKER_KEY
-from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
-from kvemb.schema.keys import text_slot
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.bucket_contract import BucketedStoreContract
+from kvemb.testing.contract_nodes import own_node_of
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import (
@@ -57,7 +56,7 @@ class MemoryNodes(Nodes):
         super().__init__(StorageConfig("memory", (f"memory-{number}-0:1", f"memory-{number}-1:1")))
 
     def put_foreign(self, key: bytes, value: bytes) -> None:
-        memory_node(self.config.nodes[int(NodeMap(self.config.nodes).slot_nodes[text_slot(key)])]).put(key, value)
+        memory_node(self.config.nodes[own_node_of(key, 2)]).put(key, value)
 
     def put_markers(self, values: Sequence[bytes]) -> None:
         for address, value in zip(self.config.nodes, values, strict=True):

@@ -17,8 +17,9 @@ from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.buckets import BucketKeys
-from kvemb.schema.keys import N_SLOTS, RowKeys, slot_tags, text_slot
+from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
+from kvemb.schema.slots import N_SLOTS, slot_tags, text_slot
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.row_io import WritePart

@@ -3,7 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.file_names import ERASED, IDS, MANIFEST
@@ -13,8 +12,10 @@ from kvemb.checkpoint.format.shard_fragment import Fragment, SaveInfo, assemble
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.init import uniform
 from kvemb.optim import adam
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
+from tests.owners import shard_of
 
 CLUSTER_ID = "c" * 32
 USER = TableDef("user", 4, adam(), uniform())
@@ -57,7 +58,9 @@ def save(
         _shard(storage, save_id, shard, n_shards, definition, k, ids, erased, all_ids, value, weights_only, part_bytes, step_rows)
         for shard in range(n_shards)
     ]
-    manifest = assemble(SaveInfo(save_id, "demo", CLUSTER_ID, k, weights_only, base, {"step": k}), fragments)
+    manifest = assemble(
+        SaveInfo(save_id, "demo", CLUSTER_ID, k, weights_only, base, {"step": k}, ClusterMap.first(0, n_shards).shard_runs), fragments
+    )
     storage.write(MANIFEST, encode_manifest(manifest))
     return manifest
 

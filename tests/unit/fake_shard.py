@@ -7,13 +7,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.client.all_shards import AllShards
 from kvemb.client.push_session import PushSession
 from kvemb.errors import KvembError, PushRejectedError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import SERVICE, ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, Reply
+from tests.owners import shard_of
 
 CLUSTER = b"c" * 16
 WAIT_S = 20.0  # of waits that end by what the test does; never reached

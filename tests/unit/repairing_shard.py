@@ -8,7 +8,6 @@ from memory_store import MemoryStore
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.config import StorageConfig
 from kvemb.errors import StorageError
 from kvemb.index.record_cache import CacheBudget
@@ -22,6 +21,7 @@ from paramserver.model.tables import Tables, TableState
 from paramserver.model.timeline import Timeline
 from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import WantedVersions
+from tests.owners import shard_of
 from tests.unit.lonely_engine import ALONE
 
 _NUMBERS = count()
@@ -91,5 +91,5 @@ def addresses() -> tuple[str, ...]:
     return tuple(f"repair-{number}-{name}:1" for name in "ab")
 
 
-def provision(nodes: tuple[str, ...]) -> None:
-    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5))
+def provision(nodes: tuple[str, ...], n_shards: int = 1) -> None:
+    MemoryStore(StorageConfig("memory", nodes), role="shard:0").provision(b"c" * 16, b"g" * 8, Deadline.after(5), n_shards)

@@ -6,14 +6,16 @@ import numpy as np
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.errors import UnknownTableError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart, digest_tables
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
+from tests.owners import shard_of
 
 TABLE = TableDef("user", 2, kvemb.optim.adam(lr=0.5), kvemb.init.zeros())
 OWNED = np.arange(1000, dtype=np.uint64)
+THREE_SHARDS = ClusterMap.first(0, 3)
 OWNED = OWNED[shard_of(OWNED, 3) == 1][:4]
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError
 from kvemb.schema.buckets import BucketKeys, buckets_for
-from kvemb.schema.keys import N_SLOTS, coalesce_keys, text_slot
+from kvemb.schema.keys import coalesce_keys
+from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.node_batch import group_by_node
 

@@ -22,6 +22,7 @@ from kvemb.checkpoint.verify import verify
 from kvemb.checkpoint.writer import ShardWriter, read_fragment
 from kvemb.errors import CheckpointError, ConfigError, InvalidInputError
 from kvemb.optim import sgd
+from kvemb.schema.cluster_map import ClusterMap
 from tests.unit.checkpoint_files import USER, block_of, ids_of, save
 
 
@@ -106,8 +107,8 @@ def test_a_base_that_was_replaced_is_refused(memory: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"n_shards": 3}, "of another cluster, number of shards or kind"),
-        ({"weights_only": True}, "of another cluster, number of shards or kind"),
+        ({"n_shards": 3}, "of another cluster, other shards or another kind"),
+        ({"weights_only": True}, "of another cluster, other shards or another kind"),
         ({"definition": replace(USER, optimizer=sgd())}, "another identity"),
         ({"definition": replace(USER, name="item")}, "lacks table 'user'"),
     ],
@@ -195,7 +196,8 @@ def test_rows_of_another_shard_and_versions_beyond_the_cut_are_found(tmp_path: P
         storage.write(MANIFEST, encode_manifest(assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), shares)))
         assert [says in fault for fault in verify(str(tmp_path)).faults] == [True] * bool(says)
     other = replace(share, cut=Cut(1, 1, 6), files=())
-    manifest = assemble(SaveInfo("1" * 32, "demo", "c" * 32, 1, False), [replace(share, cut=Cut(0, 1, 6)), other])
+    info = SaveInfo("1" * 32, "demo", "c" * 32, 1, False, slots=ClusterMap.first(0, 2).shard_runs)
+    manifest = assemble(info, [replace(share, cut=Cut(0, 1, 6)), other])
     storage.write(MANIFEST, encode_manifest(manifest))
     assert "ids of other shards" in verify(str(tmp_path)).faults[0]
 

@@ -14,11 +14,22 @@ from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, 
 from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
 from kvemb.checkpoint.format.strict_json import encode
 from kvemb.errors import CheckpointError, InvalidInputError
+from kvemb.schema.cluster_map import ClusterMap
 from tests.unit.checkpoint_files import CLUSTER_ID, USER
 
 FILES = (FileEntry("user", 0, 0, "rows", 5, 999, "a" * 32), FileEntry("user", 1, 0, "rows", 6, 999, "b" * 32))
 FULL = CheckpointManifest(
-    "1" * 32, "demo", CLUSTER_ID, 1700000000, False, (Cut(0, 1, 2), Cut(1, 3, 4)), (SavedTable(USER, (7, 8)),), FILES, None, {"step": 9}
+    "1" * 32,
+    "demo",
+    CLUSTER_ID,
+    1700000000,
+    False,
+    (Cut(0, 1, 2), Cut(1, 3, 4)),
+    (SavedTable(USER, (7, 8)),),
+    FILES,
+    None,
+    {"step": 9},
+    ClusterMap.first(0, 2).shard_runs,
 )
 INCREMENTAL = replace(
     FULL,
@@ -30,6 +41,18 @@ INCREMENTAL = replace(
 @pytest.mark.parametrize("manifest", [FULL, INCREMENTAL, replace(FULL, files=(), weights_only=True)])
 def test_a_manifest_comes_back_as_it_went(manifest: CheckpointManifest) -> None:
     assert decode_manifest(encode_manifest(manifest), "m") == manifest
+
+
+def test_a_manifest_of_an_earlier_release_does_not_say_who_owned_what() -> None:
+    def earlier(tree: dict[str, object]) -> None:
+        del tree["slots"]
+        tree["format_version"] = 1
+
+    found = decode_manifest(crooked(earlier), "m")
+    assert found == replace(FULL, slots=())
+    assert found.slot_shards is None
+    assert FULL.slot_shards is not None
+    assert FULL.slot_shards.tolist() == [0] * 8192 + [1] * 8192
 
 
 def test_a_fragment_comes_back_as_it_went() -> None:
@@ -70,7 +93,7 @@ def set_file(**fields: object) -> object:
         (set_file(role=ERASED, path=part_path("user", 0, 0, ERASED)), "in a full checkpoint"),
         (set_file(more=1), "unknown or missing fields: more"),
         (lambda tree: tree["files"].append(tree["files"][0]), "twice"),
-        (lambda tree: tree.update(format_version=2), "format version 2"),
+        (lambda tree: tree.update(format_version=3), "format version 3"),
         (lambda tree: tree.update(format="zip"), "format is 'zip'"),
         (lambda tree: tree.update(more=1), "unknown or missing fields: more"),
         (lambda tree: tree.pop("extra"), "unknown or missing fields: extra"),
@@ -89,6 +112,11 @@ def set_file(**fields: object) -> object:
         (lambda tree: tree.update(extra={"x": "y" * (65 << 10)}), "bytes of JSON"),
         (lambda tree: tree.update(totals={"files": 2, "rows": 0, "bytes": 0}), "totals"),
         (lambda tree: tree.update(created_s="now"), "created_s"),
+        (lambda tree: tree.update(slots=[0, 2]), "runs of slots and their shards"),
+        (lambda tree: tree.update(slots=[1, 0]), "runs of slots and their shards"),
+        (lambda tree: tree.update(slots=[0, 0, 8192]), "runs of slots and their shards"),
+        (lambda tree: tree.update(slots=[0, 1 << 16]), "whole numbers from 0"),
+        (lambda tree: tree.update(slots=None), "slots"),
     ],
 )
 def test_a_crooked_manifest_is_refused_by_name(change: object, says: str) -> None:

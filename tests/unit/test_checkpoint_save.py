@@ -11,6 +11,7 @@ from kvemb.connection.access import Access
 from kvemb.errors import ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveRequest
+from kvemb.schema.cluster_map import ClusterMap
 
 CONFIG = parse({"cluster": "c", "storage": {"kind": "redis", "nodes": ["a:1"]}, "parameter_servers": {"shards": ["b:2"]}}, {})
 
@@ -20,6 +21,8 @@ class NoShard:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, float, float]] = []
+
+    cluster_map = ClusterMap.first(1, 1)
 
     def __len__(self) -> int:
         return 1

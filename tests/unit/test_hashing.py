@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.arrays.hashing import GOLDEN, column_words, digest64, hash_ids, mix64, row_blocks, shard_of
+from kvemb.arrays.hashing import GOLDEN, column_words, digest64, hash_ids, mix64, row_blocks
 from kvemb.errors import InvalidInputError
 
 WORDS = st.integers(0, 2**64 - 1)
@@ -135,26 +135,6 @@ def test_string_ids_have_the_shape_of_the_array(shape):
 def test_what_is_not_a_sequence_of_text_is_refused(strings, message):
     with pytest.raises(InvalidInputError, match=message):
         hash_ids(strings)
-
-
-@given(st.lists(WORDS, max_size=20), st.integers(1, 2**31))
-def test_shards_are_equal_ranges_of_the_upper_hash_bits(ids, n_shards):
-    expected = [(scalar_mix64(i) >> 32) * n_shards >> 32 for i in ids]
-    shards = shard_of(np.array(ids, np.uint64), n_shards)
-    assert shards.dtype == np.int64
-    assert shards.tolist() == expected
-    assert all(0 <= s < n_shards for s in expected)
-
-
-def test_consecutive_ids_spread_evenly_over_the_shards():
-    counts = np.bincount(shard_of(np.arange(70_000, dtype=np.uint64), 7), minlength=7)
-    assert np.abs(counts - 10_000).max() < 500  # 5 standard deviations of a fair draw.
-
-
-@pytest.mark.parametrize("n_shards", [0, -1, 2**31 + 1])
-def test_a_number_of_shards_out_of_range_is_refused(n_shards):
-    with pytest.raises(InvalidInputError, match="n_shards"):
-        shard_of(np.zeros(1, np.uint64), n_shards)
 
 
 @given(st.lists(WORDS, max_size=5), st.integers(0, 2**32), st.integers(0, 5))

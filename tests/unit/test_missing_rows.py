@@ -10,11 +10,12 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.client.missing_rows import IDS_AT_ONCE, PAUSE_S, MissingRows
 from kvemb.errors import LostRowError, RowsRestoredWarning, ShardUnavailableError, TableDroppedError
 from kvemb.protocol.messages import CompareRequest, CountReply
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
+from tests.owners import shard_of
 
 USER = TableDef("user", 4, kvemb.optim.sgd(0.5), kvemb.init.zeros())
 ITEM = TableDef("item", 4, kvemb.optim.sgd(0.5), kvemb.init.zeros())
@@ -27,6 +28,8 @@ class TwoShards:
     def __init__(self, answer: Callable[[CompareRequest], Any]) -> None:
         self.answer, self.forked = answer, False
         self.asked: list[tuple[str, list[int]]] = []
+
+    cluster_map = ClusterMap.first(0, 2)
 
     def __len__(self) -> int:
         return 2

@@ -7,7 +7,6 @@ import pytest
 from numpy.typing import NDArray
 
 from kvemb import init, optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.rounding import round_nearest, to_float32
 from kvemb.datapath.prefetched_rows import (
     PrefetchedRows,
@@ -20,7 +19,9 @@ from kvemb.datapath.prefetched_rows import (
 from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock
 from kvemb.protocol.messages import PushPart, PushReply, digest_tables
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
+from tests.owners import shard_of
 from tests.unit.fake_shard import Connections, FakeShard, accept, rows_of, soon
 
 USER = TableDef("user", 4, optim.sgd(), init.normal(std=1.0))
@@ -39,8 +40,8 @@ def answer(at: list[int], versions: list[int], rows: NDArray[np.float32], dtype:
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_shards: int) -> None:
     prefetched = [holds(USER, 1000), holds(ITEM, 300), holds(USER, 0)]
-    limit = 2000
-    routed = route_prefetched(prefetched, n_shards, limit)
+    limit, shards = 2000, ClusterMap.first(0, n_shards)
+    routed = route_prefetched(prefetched, shards, limit)
     seen: dict[str, list[NDArray[np.uint64]]] = {"user": [], "item": []}
     for shard, messages in enumerate(routed):
         for message in messages:
@@ -51,8 +52,8 @@ def test_every_row_goes_to_its_shard_in_messages_that_question_and_answer_fit(n_
                 seen[rows.definition.name].append(rows.ids)
     for rows in prefetched[:2]:
         assert np.array_equal(np.sort(np.concatenate(seen[rows.definition.name])), np.sort(rows.ids))
-    assert all(len(messages) == 1 for messages in route_prefetched(prefetched, n_shards))
-    assert route_prefetched([holds(USER, 0)], n_shards) == [[] for _ in range(n_shards)]
+    assert all(len(messages) == 1 for messages in route_prefetched(prefetched, shards))
+    assert route_prefetched([holds(USER, 0)], shards) == [[] for _ in range(n_shards)]
 
 
 def test_what_is_prefetched_does_not_change_with_the_callers_arrays() -> None:

@@ -24,7 +24,7 @@ from paramserver.rpc import answer_queue
 from paramserver.rpc.answer_queue import AnswerQueue
 from tests.unit.engine_storage import ADAM, HALF, Storage, make_store, never, node_of, read, rows, run
 from tests.unit.lonely_engine import ALONE
-from tests.unit.sent_parts import OWNED, find, part
+from tests.unit.sent_parts import OWNED, THREE_SHARDS, find, part
 from tests.unit.sent_parts import rows as sent
 
 
@@ -175,7 +175,7 @@ def asked(**changes: object) -> object:
 
 
 def test_good_prefetched_rows_come_back_checked() -> None:
-    (checked,) = check_prefetched(asked(), find, 1, 3, sync=True)  # type: ignore[arg-type]
+    (checked,) = check_prefetched(asked(), find, 1, THREE_SHARDS, sync=True)  # type: ignore[arg-type]
     assert (checked.ids.tolist(), checked.rows.shape) == (OWNED.tolist(), (len(OWNED), 0))
 
 
@@ -192,13 +192,13 @@ def test_good_prefetched_rows_come_back_checked() -> None:
 )
 def test_wrong_prefetched_rows_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PushRejectedError, match=message):
-        check_prefetched(asked(**changes), find, 1, 3, sync=True)  # type: ignore[arg-type]
+        check_prefetched(asked(**changes), find, 1, THREE_SHARDS, sync=True)  # type: ignore[arg-type]
 
 
 def test_prefetched_rows_are_refused_in_async_mode_and_twice() -> None:
     once = asked()
     with pytest.raises(PushRejectedError, match="only shards of a sync job"):
-        check_prefetched(once, find, 1, 3, sync=False)  # type: ignore[arg-type]
+        check_prefetched(once, find, 1, THREE_SHARDS, sync=False)  # type: ignore[arg-type]
     once.prefetched.append(once.prefetched[0])  # type: ignore[attr-defined]
     with pytest.raises(PushRejectedError, match="prefetched twice"):
-        check_prefetched(once, find, 1, 3, sync=True)  # type: ignore[arg-type]
+        check_prefetched(once, find, 1, THREE_SHARDS, sync=True)  # type: ignore[arg-type]

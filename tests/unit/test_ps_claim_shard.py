@@ -51,7 +51,7 @@ def make_store(nodes: tuple[str, ...]) -> MemoryStore:
 
 def join(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> bytes:
     store = make_store(nodes)
-    return join_cluster(store, data, shard, deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
+    return join_cluster(store, data, shard, 1, deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
 
 
 def opened_store(nodes: tuple[str, ...]) -> MemoryStore:

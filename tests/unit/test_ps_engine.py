@@ -325,7 +325,7 @@ def test_an_erase_that_meets_a_newer_owner_takes_nothing() -> None:
     newer.run(Batch(APPLY, (rows(SGD, [2]),)), make_version(2, 2), never)
     with pytest.raises(FencedError, match=r"id 2: version \(2, 2\) in storage is of a later epoch"):
         engine.run(Batch(ERASE, (rows(SGD, [1, 2, 3], dim=0),)), make_version(1, 2), never)
-    assert sum(len(memory_node(address).values) for address in store.addresses) == 3 + len(store.addresses)
+    assert sum(len(memory_node(address).values) for address in store.addresses) == 3 + 2 * len(store.addresses)
 
 
 def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
@@ -351,7 +351,7 @@ def test_rows_that_change_while_they_are_erased_are_looked_at_again() -> None:
     store.left = 3
     assert engine.run(Batch(ERASE, (rows(SGD, [1, 2, 9], dim=0),)), make_version(1, 2), never).n_existed == 2
     assert store.left == 0
-    assert sum(len(memory_node(address).values) for address in store.addresses) == 1 + len(store.addresses)
+    assert sum(len(memory_node(address).values) for address in store.addresses) == 1 + 2 * len(store.addresses)
     store.left = 1000
     with pytest.raises(StorageError, match="1 rows were changed between every read and write"):
         engine.run(Batch(ERASE, (rows(SGD, [3], dim=0),)), make_version(1, 3), never)

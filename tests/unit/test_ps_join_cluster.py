@@ -65,7 +65,7 @@ def join(
     def no_wait(pause_s: float) -> None:
         raise AssertionError("waited")
 
-    return join_cluster(make_store(nodes), data, shard, deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait)
+    return join_cluster(make_store(nodes), data, shard, 1, deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait)
 
 
 def test_shard_0_provisions_once_and_the_others_join(folder: Folder, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_nodes_that_take_long_to_answer_get_more_time_from_try_to_try(folder: Fo
             return super().open(deadline, known)
 
     store = Slow(StorageConfig("memory", addresses()), role="shard:0")
-    join_cluster(store, folder(tmp_path, 0), 0, deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
+    join_cluster(store, folder(tmp_path, 0), 0, 1, deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
     assert given[:3] == [8, 16, 32]
 
 

@@ -7,18 +7,19 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.errors import PushRejectedError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from paramserver.ingest.validation import check_part, check_rows
 from paramserver.model.batch import ASSIGN, ERASE
-from tests.unit.sent_parts import OWNED, TABLE, find, part, rows
+from tests.owners import shard_of
+from tests.unit.sent_parts import OWNED, TABLE, THREE_SHARDS, find, part, rows
 
 
 def check(it: PushPart) -> Any:
-    return check_part(it, find, 1, 3)
+    return check_part(it, find, 1, THREE_SHARDS)
 
 
 def with_value(value: float) -> TableRows:
@@ -79,9 +80,9 @@ def test_a_bad_part_is_refused(bad: PushPart, says: str) -> None:
 
 
 def test_erase_carries_no_rows() -> None:
-    assert check_rows(rows(rows=np.empty((4, 0), np.float32)), find, 1, 3, ERASE).rows.shape == (4, 0)
+    assert check_rows(rows(rows=np.empty((4, 0), np.float32)), find, 1, THREE_SHARDS, ERASE).rows.shape == (4, 0)
     with pytest.raises(PushRejectedError, match="dim 2, expected 0"):
-        check_rows(rows(), find, 1, 3, ERASE)
+        check_rows(rows(), find, 1, THREE_SHARDS, ERASE)
 
 
 @pytest.mark.parametrize("kind", ["", ASSIGN, ERASE])
@@ -90,6 +91,6 @@ def test_ids_outside_a_dense_table_are_refused_by_name(kind: str) -> None:
     values = np.empty((len(OWNED), 0), np.float32) if kind == ERASE else np.ones((len(OWNED), 2), np.float32)
     sent = rows(schema=dense.schema, rows=values)
     with pytest.raises(PushRejectedError, match=rf"table 'user': id {int(OWNED[3])} is outside 0 to {int(OWNED[3])} - 1"):
-        check_rows(sent, lambda name, schema: dense, 1, 3, kind)
+        check_rows(sent, lambda name, schema: dense, 0, ClusterMap.first(0, 1), kind)
     inside = rows(schema=dense.schema, rows=values[:3], ids=OWNED[:3])
-    assert check_rows(inside, lambda name, schema: dense, 1, 3, kind).ids.tolist() == OWNED[:3].tolist()
+    assert check_rows(inside, lambda name, schema: dense, 0, ClusterMap.first(0, 1), kind).ids.tolist() == OWNED[:3].tolist()

@@ -30,9 +30,9 @@ def test_nobody_is_spoken_to_before_the_first_push(shards: list[FakeShard], conn
     session = connect(2)
     assert [shard.hellos for shard in shards] == [[], []]
     session.push(rows_of(1), soon()).wait()
-    assert [[(h.trainer, h.incarnation, h.n_shards) for h in shard.hellos] for shard in shards] == [
-        [("trainer-a", 0, 2)],
-        [("trainer-a", 41, 2)],
+    assert [[(h.trainer, h.incarnation, h.map_serial) for h in shard.hellos] for shard in shards] == [
+        [("trainer-a", 0, 1)],
+        [("trainer-a", 41, 1)],
     ]
 
 

@@ -125,7 +125,7 @@ def test_versions_that_mean_empty_or_erased_are_never_stored(bad: int) -> None:
 
 def test_ids_of_one_shard_do_not_cluster() -> None:
     """Routing and the index must not use the same bits: with the ids of one of 64 shards, lookups would take thousands of rounds."""
-    from kvemb.arrays.hashing import shard_of
+    from tests.owners import shard_of
 
     ids = np.arange(1 << 20, dtype=np.uint64)
     ids = ids[shard_of(ids, 64) == 3]

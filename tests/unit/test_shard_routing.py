@@ -5,18 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvemb.arrays.hashing import shard_of
 from kvemb.client import shard_client
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import CountReply, RowsRequest
 from kvemb.protocol.shard_routing import pieces, route, split
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.slots import Placement
+from tests.owners import shard_of
 
 
 def rows_of(n: int, dim: int = 3, versions: bool = True) -> TableRows:
     ids = np.arange(n, dtype=np.uint64) * np.uint64(2**55 + 7)
     rows = np.arange(n * dim, dtype=np.float32).reshape(n, dim)
-    return TableRows("t", 9, ids, rows, ids + np.uint64(1) if versions else np.empty(0, np.uint64), {"lr": 0.1})
+    return TableRows("t", 9, ids, rows, ids + np.uint64(1) if versions else np.empty(0, np.uint64), {"lr": 0.1}, placement=Placement(256))
 
 
 def joined(parts: list[TableRows]) -> list[tuple[int, list[float], int | None]]:
@@ -30,7 +32,7 @@ def joined(parts: list[TableRows]) -> list[tuple[int, list[float], int | None]]:
 @given(st.integers(0, 60), st.integers(1, 7), st.booleans())
 def test_every_row_goes_to_its_owner_once_with_its_version(n: int, n_shards: int, versions: bool) -> None:
     rows = rows_of(n, versions=versions)
-    shares = route(rows, n_shards)
+    shares = route(rows, ClusterMap.first(0, n_shards))
     assert len(shares) == n_shards
     for shard, share in enumerate(shares):
         assert (shard_of(share.ids, n_shards) == shard).all()
@@ -67,6 +69,8 @@ class OneShard:
     def __init__(self) -> None:
         self.row_cache = None
         self.sent: list[tuple[int, float]] = []
+
+    cluster_map = ClusterMap.first(0, 1)
 
     def __len__(self) -> int:
         return 1

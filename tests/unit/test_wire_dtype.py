@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 
 from kvemb import init, optim
-from kvemb.arrays.hashing import shard_of
 from kvemb.arrays.rounding import to_float32
 from kvemb.datapath.push import prepare_push
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.messages import PushPart, digest_tables
 from kvemb.protocol.shard_routing import route, split
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from paramserver.ingest.validation import check_part
+from tests.owners import shard_of
 
 TABLE = TableDef("user", 4, optim.sgd(lr=0.5), init.zeros())
+THREE = ClusterMap.first(0, 3)
 HALVES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to the nearest: half of a last bit."""
 
@@ -23,10 +25,10 @@ def test_gradients_arrive_as_close_as_the_dtype_allows(dtype: str) -> None:
     ids = np.arange(500, dtype=np.int64)
     grads = np.random.default_rng(0).normal(size=(500, 4)).astype(np.float32)
     rows = prepare_push(TABLE, ids, grads, wire_dtype=dtype)
-    share = route(rows, 3)[1]
+    share = route(rows, THREE)[1]
     (message,) = split([share])
     part = PushPart("a", 1, 1, 1, False, message, digest_tables(message))
-    (checked,) = check_part(PushPart.decode(part.encode()), lambda name, schema: TABLE, 1, 3)
+    (checked,) = check_part(PushPart.decode(part.encode()), lambda name, schema: TABLE, 1, THREE)
     assert checked.rows.dtype == np.float32
     np.testing.assert_allclose(checked.rows, grads[shard_of(ids.view(np.uint64), 3) == 1], rtol=HALVES[dtype])
     assert (checked.rows != grads[shard_of(ids.view(np.uint64), 3) == 1]).any()  # it did travel in 16 bits

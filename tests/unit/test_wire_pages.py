@@ -21,7 +21,7 @@ from kvemb.wire.resp.integer_replies import IntegerReplies
 from kvemb.wire.resp.resp_codec import RespCodec
 from tests.unit.resp_words import first_command
 
-A, B = b"tabAAAAAAAAAAA", b"tabAAAAAAAAAAB"
+A, B = b"tab{DLH}AAAAAAAAAAA", b"tab{EnY}AAAAAAAAAAB"
 ASK = b"*1\r\n$6\r\nASKING\r\n"
 SMALL = PageLayout(20, 60)
 
@@ -32,12 +32,12 @@ def keys_of(ids: list[int], new: list[bool] | None = None, layout: PageLayout = 
 
 def getrange(key: bytes, start: int, end: int) -> bytes:
     first, last = b"%d" % start, b"%d" % end
-    return b"*4\r\n$8\r\nGETRANGE\r\n$14\r\n%s\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (key, len(first), first, len(last), last)
+    return b"*4\r\n$8\r\nGETRANGE\r\n$19\r\n%s\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (key, len(first), first, len(last), last)
 
 
 def setrange(key: bytes, start: int, value: bytes) -> bytes:
     first = b"%d" % start
-    return b"*4\r\n$8\r\nSETRANGE\r\n$14\r\n%s\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (key, len(first), first, len(value), value)
+    return b"*4\r\n$8\r\nSETRANGE\r\n$19\r\n%s\r\n$%d\r\n%s\r\n$%d\r\n%s\r\n" % (key, len(first), first, len(value), value)
 
 
 def sent(steps: list[Step]) -> bytes:

@@ -4,7 +4,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvemb.checkpoint.format.file_names import ROWS, part_path
+from kvemb.schema.cluster_map import from_runs
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
@@ -72,6 +76,8 @@ class CheckpointManifest:
         files: data files, sorted by (table, role, shard, part).
         base: of an incremental checkpoint; None: it is full.
         extra: the user's own values.
+        slots: which shard wrote which slot, as runs: of each its first slot and its shard; () where that is not known: of an earlier
+            release, whose shards owned ranges of a hash.
     """
 
     save_id: str
@@ -84,6 +90,12 @@ class CheckpointManifest:
     files: tuple[FileEntry, ...]
     base: BaseCheckpoint | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    slots: tuple[int, ...] = ()
+
+    @cached_property
+    def slot_shards(self) -> NDArray[np.uint16] | None:
+        """The shard that wrote each slot: uint16 [16384]; None of an earlier release."""
+        return from_runs(np.array(self.slots, dtype="<u2").tobytes(), self.n_shards) if self.slots else None
 
     @property
     def n_shards(self) -> int:

@@ -7,14 +7,19 @@ other. A release that does not know the format version refuses it.
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
 from kvemb.checkpoint.format.file_names import IDS, ROLES, ROWS, check_name
 from kvemb.checkpoint.format.strict_json import Fields, decode, encode
 from kvemb.errors import CheckpointError, InvalidInputError
+from kvemb.schema.cluster_map import from_runs
 from kvemb.schema.record import MAX_EPOCH, MAX_K
+from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef, check_table_name
 
-FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 1
+FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 2
+_WITHOUT_SLOTS = 1
 MAX_EXTRA_BYTES = 64 << 10
 MAX_FILES = 200_000
 MAX_FILE_BYTES = 1 << 30
@@ -36,6 +41,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             "created_s": manifest.created_s,
             "weights_only": manifest.weights_only,
             "base": None if manifest.base is None else {"name": manifest.base.name, "save_id": manifest.base.save_id},
+            "slots": list(manifest.slots),
             "cuts": [{"shard": cut.shard, "epoch": cut.epoch, "k": cut.k} for cut in manifest.cuts],
             "tables": [{"definition": table.definition.to_dict(), "steps": list(table.steps)} for table in manifest.tables],
             "files": [file_fields(file) for file in manifest.files],
@@ -59,11 +65,11 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))
     version = fields.integer("format_version", 0, 1 << 31)
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, _WITHOUT_SLOTS):
         raise CheckpointError(f"{where}: format version {version}, this release reads {FORMAT_VERSION}; use the release that wrote it")
     fields.only(
         "format", "format_version", "save_id", "cluster", "cluster_id", "created_s", "weights_only", "base", "cuts", "tables", "files",
-        "totals", "extra",
+        "totals", "extra", *([] if version == _WITHOUT_SLOTS else ["slots"]),
     )  # fmt: skip
     cuts = tuple(read_cut(item) for item in fields.objects("cuts", MAX_SHARDS))
     if not cuts or [cut.shard for cut in cuts] != list(range(len(cuts))):
@@ -80,6 +86,7 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         files=tuple(read_file(item) for item in fields.objects("files", MAX_FILES)),
         base=_read_base(fields.maybe("base")),
         extra=_read_extra(fields),
+        slots=() if version == _WITHOUT_SLOTS else _read_slots(fields, len(cuts)),
     )
     _check_agreement(manifest, fields, where)
     return manifest
@@ -170,6 +177,17 @@ def _read_base(fields: Fields | None) -> BaseCheckpoint | None:
         return BaseCheckpoint(check_name(fields.text("name")), read_hex(fields, "save_id"))
     except InvalidInputError as error:
         raise fields.wrong("name", f"the name of a checkpoint beside this one ({error})") from error
+
+
+def _read_slots(fields: Fields, n_shards: int) -> tuple[int, ...]:
+    slots = fields.integers("slots", None, N_SLOTS - 1)
+    if not slots:
+        return slots
+    try:
+        from_runs(np.array(slots, dtype="<u2").tobytes(), n_shards)
+    except ValueError as error:
+        raise fields.wrong("slots", f"runs of slots and their shards ({error})") from error
+    return slots
 
 
 def _read_extra(fields: Fields) -> dict[str, Any]:

@@ -81,9 +81,10 @@ class Fields:
         """Return true or false."""
         return bool(self._typed(name, bool, lambda _: True, "true or false"))
 
-    def integers(self, name: str, length: int, high: int) -> tuple[int, ...]:
-        """Return a list of whole numbers from 0 to `high`."""
-        value = self._typed(name, list, lambda value: len(value) == length, f"a list of {length} whole numbers")
+    def integers(self, name: str, length: int | None, high: int) -> tuple[int, ...]:
+        """Return a list of whole numbers from 0 to `high`, of this length unless it is None."""
+        shown = "" if length is None else f"{length} "
+        value = self._typed(name, list, lambda value: length is None or len(value) == length, f"a list of {shown}whole numbers")
         if not all(type(item) is int and 0 <= item <= high for item in value):
             raise self.wrong(name, f"whole numbers from 0 to {high}")
         return tuple(value)

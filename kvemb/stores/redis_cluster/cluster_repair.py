@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.map_copies import MAP_NAME, decode_map
 from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why_lost
+from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import N_SLOTS, RowKeys, text_slot
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.redis_cluster.cluster_members import process_of, run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -105,7 +108,7 @@ class ClusterRepair:
                 admitted.add(state.process)
         if admitted:
             self._whole.admit(admitted, deadline)  # the list itself may have been lost
-        self._keep_owner(deadline)
+        self._keep_copies(deadline)
         return lost
 
     def looks_lost(self, deadline: Deadline) -> bool:
@@ -167,6 +170,7 @@ class ClusterRepair:
         begun = self._require_repair(address, nonce, deadline)
         if self._fence.record:
             self._put_back_owner(deadline)
+        self.put_meta_in_repair(address, nonce, MAP_NAME, self._markers.map.encode(), deadline)
         self._values.put(_report_name(shard, nonce), np.packbits(begun.slots).tobytes(), deadline)
         self._require_repair(address, nonce, deadline)
 
@@ -274,14 +278,17 @@ class ClusterRepair:
             slots &= np.unpackbits(np.frombuffer(report, dtype=np.uint8)).astype(bool)
         return slots
 
-    def _keep_owner(self, deadline: Deadline) -> None:
-        """Put our owner record back where another program has damaged it."""
+    def _keep_copies(self, deadline: Deadline) -> None:
+        """Put our owner record and the cluster map back where another program has damaged them."""
         if not self._fence.record:
             return
         copy = self._values.get(self._fence.name, deadline)
         if copy != self._fence.record:
             self._fence.require_ours(copy, self._topology.holder_of(self._fence.name))
             self._values.mend(self._fence.name, [copy], [True], self._fence.record, deadline)
+        copy = self._values.get(MAP_NAME, deadline)
+        if copy is None or are_damaged([copy], decode_map)[0]:
+            self._values.mend(MAP_NAME, [copy], [True], self._markers.map.encode(), deadline)
 
     def _put_back_owner(self, deadline: Deadline) -> None:
         for _ in range(_MAX_TRIES):

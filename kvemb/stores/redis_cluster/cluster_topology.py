@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import N_SLOTS, text_slot
+from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map
 from kvemb.stores.redis_server.redis_commands import RedisAccess
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
-from kvemb.schema.keys import text_slot
+from kvemb.schema.slots import text_slot
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redirects import REDIRECTS, redirect_target

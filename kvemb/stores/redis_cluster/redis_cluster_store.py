@@ -17,14 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
-from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
+from kvemb.errors import InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.net.tls_link import connector_of
 from kvemb.schema.bucket_limits import BucketLimits
-from kvemb.schema.keys import N_SLOTS, RowKeys
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
@@ -78,6 +81,10 @@ class RedisClusterStore(Store):
     def addresses(self) -> tuple[str, ...]:
         return self._topology.addresses
 
+    @property
+    def cluster_map(self) -> ClusterMap:
+        return self._markers.map
+
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
 
@@ -86,28 +93,41 @@ class RedisClusterStore(Store):
         self._inspect(deadline)
         slot_map = self._topology.slot_map(deadline)
         values = self._markers.all(deadline)
-        self._markers.pin(values, known or self._identity(values), self._topology.owners(slot_map), may_be_lost=known is not None)
+        origin = known or self._identity(values)
+        self._markers.map = self._map_in_cluster(origin, deadline)
+        self._markers.pin(values, origin, self._topology.owners(slot_map), may_be_lost=known is not None)
         self._whole.check_from_now_on()
         self._whole.known = self._whole.read(deadline)
         for address in self.addresses if known is None else ():
             self._whole.require(address, redis_admin.info(address, self._access, deadline), deadline)
         return [self._markers.expected(slot) for slot in range(N_SLOTS)]
 
-    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
+    def _map_in_cluster(self, origin: Identity, deadline: Deadline) -> ClusterMap:
+        found = newest_map(self.get_meta(MAP_NAME, deadline), self.copies_on(MAP_NAME), origin.cluster_map)
+        if found is None:
+            raise NodeLostError(
+                f"{self._topology.holder_of(MAP_NAME)}: has no cluster map, though there are markers: it was deleted, or lost with "
+                "the node's rows. Nothing was re-initialised. Parameter servers that run, or start with their data folders, put it back."
+            )
+        return found
+
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
+        cluster_map = ClusterMap.first(0, n_shards)
         n_keys, processes = self._inspect(deadline)
         values = self._markers.all(deadline)
-        wanted = [Marker(cluster_id, slot, generation, 0, 0, "") for slot in range(N_SLOTS)]
+        wanted = [Marker(cluster_id, slot, generation, cluster_map.digest, cluster_map.serial, "") for slot in range(N_SLOTS)]
         for slot, value in enumerate(values):
             if value is not None and value != wanted[slot].encode():
                 raise diagnose(self._topology.slot_name(slot), wanted[slot], value)
         n_markers = sum(value is not None for value in values)
-        n_keys -= self._values.get(MEMBERS, deadline) is not None
+        n_keys -= sum(self._values.get(name, deadline) is not None for name in (MEMBERS, MAP_NAME))
         if n_keys != n_markers:
             raise WrongNodeError(
                 f"the cluster at {', '.join(self.config.nodes)} holds {n_keys - n_markers} keys that are no markers. Provisioning writes "
                 "on empty nodes only; empty them yourself if their data is not needed."
             )
         self._values.put(MEMBERS, encode_members(processes), deadline)
+        self._values.put(MAP_NAME, cluster_map.encode(), deadline)  # before any marker names it
         self._markers.put_all([marker.encode() for marker in wanted], deadline)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvemb.coordination.markers import MARKER_KEY
 from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import N_SLOTS, slot_tags
+from kvemb.schema.slots import N_SLOTS, slot_tags
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown, text_of
 from kvemb.wire.resp.resp_value import Value
 

@@ -12,7 +12,8 @@ from kvemb.coordination.markers import Identity, Marker, accept, why_lost
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
-from kvemb.schema.keys import N_SLOTS
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.redirects import REDIRECTS
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -84,6 +85,7 @@ class SlotMarkers:
 
     Attributes:
         origin: the cluster that is expected, None before the store is opened.
+        map: the cluster map that markers have to name: here that of the shards alone.
         repairs: by slot, the nonce in the marker of one that was repaired.
         changed: primaries whose markers were found to be renewed.
     """
@@ -92,13 +94,15 @@ class SlotMarkers:
         self._topology, self._values, self._pool = topology, values, pool
         self._codec = RespCodec()
         self.origin: Identity | None = None
+        self.map = ClusterMap.first(0, 1)  # until the store is opened
         self.repairs: dict[int, str] = {}
         self.changed: set[str] = set()
 
     def expected(self, slot: int) -> Marker:
         """Return the marker that a slot should have."""
         assert self.origin is not None, "open() comes first"
-        return Marker(self.origin.cluster_id, slot, self.origin.generation, 0, 0, "", self.repairs.get(slot, ""))
+        origin = self.origin
+        return Marker(origin.cluster_id, slot, origin.generation, self.map.digest, self.map.serial, "", self.repairs.get(slot, ""))
 
     def in_repair(self, slot: int, begun: Begun) -> Marker:
         """Return the marker of a slot while that repair goes on."""

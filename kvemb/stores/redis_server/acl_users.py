@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.keys import KEY_SIZE, TAG_SIZE
+from kvemb.schema.slots import TAG_SIZE
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown
 from kvemb.wire.resp.resp_value import ErrorLine
 
-_KEYS = ("kvemb:*", "?" * TAG_SIZE + "{*}*", "?" * KEY_SIZE)  # small values; buckets; pages
+_KEYS = ("kvemb:*", "?" * TAG_SIZE + "{*}*")  # small values; buckets and pages
 _TO_CONNECT = ("auth", "ping", "info", "dbsize", "asking", "client|id", "client|setname", "cluster|slots", "acl|whoami", "acl|dryrun")
 _TO_READ = ("get", "hmget", "hlen", "getrange")
 _TO_WRITE = (

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import KEY_SIZE, TAG_SIZE, RowKeys
+from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, RowKeys
+from kvemb.schema.slots import TAG_SIZE
 
 _ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 _DIGITS = np.full(256, -1, dtype=np.int16)
 _DIGITS[_ALPHABET] = np.arange(64)
 _BUCKET = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}([A-Za-z0-9_-]{3})?")
+_PAGE = re.compile(rb"[A-Za-z0-9_-]{3}\{[A-Za-z0-9_-]{3}\}[A-Za-z0-9_-]{11}")
 _SHIFTS = np.arange(60, -1, -6, dtype=np.uint64)
 
 
@@ -37,6 +39,16 @@ def row_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
     tags = np.ascontiguousarray(characters[:, :TAG_SIZE]).view(f"S{TAG_SIZE}")[:, 0]
     for tag in np.unique(tags):
         yield RowKeys(bytes(tag), _ids(digits[tags == tag, TAG_SIZE:]))
+
+
+def page_keys_in(keys: Sequence[bytes]) -> Iterator[RowKeys]:
+    """Yield the keys of pages among these, table by table; the ids are the pages' numbers.
+
+    Example:
+        >>> [(found.tag, found.ids.tolist()) for found in page_keys_in([b"tab{EnY}AAAAAAAAAAB", b"tab{EnY}", b"tabAAAAAAAAAAB"])]
+        [(b'tab', [1])]
+    """
+    yield from row_keys_in([key[:TAG_SIZE] + key[PINNED_HEAD_SIZE:] for key in keys if _PAGE.fullmatch(key)])
 
 
 def bucket_keys_in(keys: Sequence[bytes]) -> list[bytes]:

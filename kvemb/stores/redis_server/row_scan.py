@@ -1,4 +1,4 @@
-"""Lists the rows that a Redis or Valkey server holds: under keys of their own (pages, too), and as fields of buckets."""
+"""Lists the rows that a Redis or Valkey server holds: in pages, and as fields of buckets."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.schema.buckets import FIELD_BYTES
 from kvemb.schema.keys import RowKeys
-from kvemb.stores.redis_server.key_parsing import bucket_keys_in, row_keys_in, tag_of
+from kvemb.stores.redis_server.key_parsing import bucket_keys_in, page_keys_in, tag_of
 from kvemb.stores.redis_server.redis_admin import scan
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, ask_all, shown, text_of
 from kvemb.wire.resp.resp_value import Value
@@ -28,7 +28,7 @@ def rows_on(address: str, access: RedisAccess, deadline: Deadline) -> Iterator[R
     """
     with admin(address, access, deadline) as link:
         for block in scan(address, access, deadline):
-            yield from row_keys_in(block)
+            yield from page_keys_in(block)
             yield from _in_buckets(link, bucket_keys_in(block), deadline)
 
 

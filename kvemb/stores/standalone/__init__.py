@@ -1,1 +1,1 @@
-"""Storage whose nodes do not know of each other: memcached and standalone Redis, placed by a node map of ours."""
+"""Storage whose nodes do not know of each other: memcached and standalone Redis, placed by a cluster map of ours."""

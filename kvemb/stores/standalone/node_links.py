@@ -1,4 +1,4 @@
-"""Connections to nodes under a node map of ours, the markers that are expected there, and small values of every node.
+"""Connections to nodes under a cluster map of ours, the markers that are expected there, and small values of every node.
 
 Two pools: one leads to nodes whose markers are in order, for rows; the other to nodes in any state, for repair. Both look for a newer owner
 of the shard before anything else.
@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from kvemb.coordination.markers import MARKER_KEY, Marker, accept, why_lost
-from kvemb.coordination.node_map import NodeMap
 from kvemb.errors import ConfigError, DeadlineExceededError, NodeSuspectError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ABSENT
@@ -52,7 +52,8 @@ class NodeLinks:
         fence: the owner that the store writes as.
 
     Attributes:
-        map: where the nodes are.
+        addresses: of the nodes, in order.
+        map: which node holds which slot.
         markers: those that are expected, by address; none before the store is opened.
         nodes_now: asks for the addresses after an error, see `Store.follow`.
         meta_pool: the pool for small values of every node.
@@ -60,7 +61,8 @@ class NodeLinks:
 
     def __init__(self, server: NodeServer, codec: Codec, nodes: tuple[str, ...], fence: OwnerFence) -> None:
         self._server, self._codec, self._fence = server, codec, fence
-        self.map = NodeMap(nodes)
+        self.addresses = nodes
+        self.map = ClusterMap.first(len(nodes), 1)  # until the store is opened
         self.markers: dict[str, Marker] = {}
         self.nodes_now: Callable[[], tuple[str, ...]] | None = None
         doubts = Doubts()
@@ -90,14 +92,14 @@ class NodeLinks:
         """Whether nodes are at other addresses now; from here on they are asked there, and have to show the markers that are expected."""
         assert self.nodes_now is not None
         try:
-            now, before = self.nodes_now(), self.map.addresses
+            now, before = self.nodes_now(), self.addresses
         except ConfigError as why:
             raise type(error)(f"{error} {why}") from error
         if now == before:
             return False
         # No lock: whoever is between the two lines finds no marker to expect at an address, and tries again.
         self.markers = {now[marker.node]: marker for marker in list(self.markers.values())}
-        self.map = NodeMap(now)
+        self.addresses = now
         log.warning("storage nodes are at other addresses: %s; until now %s", ", ".join(now), ", ".join(before))
         return True
 
@@ -153,7 +155,7 @@ class NodeLinks:
 
     def copies_elsewhere(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
         found = []
-        for other in self.map.addresses:
+        for other in self.addresses:
             if other != address:
                 with suppress(NodeUnavailableError, DeadlineExceededError):
                     found += self._ask_once(other, key, deadline)
@@ -179,17 +181,17 @@ class NodeLinks:
     def blobs(self, key: bytes, deadline: Deadline) -> list[bytes | None]:
         """Read every node's copy of a small value."""
         replies = self._on_every_node(deadline, lambda index: self._codec.get_step(key))
-        return [value_of(address, reply) for address, reply in zip(self.map.addresses, replies, strict=True)]
+        return [value_of(address, reply) for address, reply in zip(self.addresses, replies, strict=True)]
 
     def put_blobs(self, key: bytes, values: Sequence[bytes], deadline: Deadline) -> None:
         """Write a small value to each node."""
         replies = self._on_every_node(deadline, lambda index: self._codec.put_step(key, values[index]))
-        for address, reply in zip(self.map.addresses, replies, strict=True):
+        for address, reply in zip(self.addresses, replies, strict=True):
             for _, line in reply.errors:
                 raise server_error(address, line)
 
     def _on_every_node(self, deadline: Deadline, make: Callable[[int], tuple[Step, R]]) -> list[R]:
-        addresses = self.map.addresses  # the same ones all along, should nodes move meanwhile
+        addresses = self.addresses  # the same ones all along, should nodes move meanwhile
         with self.meta_pool.lease(addresses, deadline) as links:
             made = [make(index) for index in range(len(addresses))]
             steps = [step for step, _ in made]

@@ -1,4 +1,4 @@
-"""Repair where the node map is ours: one marker per node, with a nonce while it is repaired. What stands where, and what may follow.
+"""Repair where the cluster map is ours: one marker per node, with a nonce while it is repaired. What stands where, and what may follow.
 
 How a value is read, or replaced on a condition, is known to the nodes (`MarkedNodes`).
 """
@@ -12,10 +12,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.map_copies import MAP_NAME, decode_map
 from kvemb.coordination.markers import MARKER_KEY, Marker, Why, diagnose, why_lost
-from kvemb.coordination.node_map import NodeMap
+from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.repairable import LostNode
@@ -28,8 +30,12 @@ class MarkedNodes(Protocol):
     """What a repair needs of the nodes."""
 
     @property
-    def map(self) -> NodeMap:
-        """Where the nodes are."""
+    def addresses(self) -> tuple[str, ...]:
+        """Where the nodes are, in order."""
+
+    @property
+    def map(self) -> ClusterMap:
+        """Which node holds which slot."""
 
     def expected(self, address: str) -> Marker:
         """The marker that the node should have."""
@@ -48,7 +54,7 @@ class MarkedNodes(Protocol):
 
 
 class NodeRepair:
-    """The repair half of a store under a node map of ours; methods without a docstring are those of `Repairable`.
+    """The repair half of a store under a map of ours; methods without a docstring are those of `Repairable`.
 
     Args:
         nodes: what is repaired.
@@ -62,8 +68,8 @@ class NodeRepair:
 
     def lost_nodes(self, deadline: Deadline) -> list[LostNode]:
         lost = []
-        for index, address in enumerate(self._nodes.map.addresses):
-            share_s = deadline.remaining_s() / (len(self._nodes.map.addresses) - index)  # a hung node leaves time for the others
+        for index, address in enumerate(self._nodes.addresses):
+            share_s = deadline.remaining_s() / (len(self._nodes.addresses) - index)  # a hung node leaves time for the others
             try:
                 found = self._judge(address, *self._nodes.look(address, Deadline.after(share_s)))
             except (NodeUnavailableError, DeadlineExceededError):
@@ -71,7 +77,7 @@ class NodeRepair:
             if found is not None:
                 lost.append(LostNode(address, *found))
             else:
-                self._keep_owner(address, Deadline.after(share_s))
+                self._keep_copies(address, Deadline.after(share_s))
         return lost
 
     def begin_repair(self, address: str, deadline: Deadline, *, even_if_whole: bool = False) -> str | None:
@@ -92,13 +98,14 @@ class NodeRepair:
         nodes = self._nodes.map.nodes_of(keys)
         if nodes is None:
             return np.ones(len(keys), dtype=bool)
-        mine: NDArray[np.bool_] = nodes == self._nodes.map.addresses.index(address)
+        mine: NDArray[np.bool_] = nodes == self._nodes.addresses.index(address)
         return mine
 
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         run_id = self.require_repair(address, nonce, deadline).run_id
         if self._fence.record:
             self._put_back_owner(address, run_id, deadline)
+        self._replace(address, MAP_NAME.encode(), self._nodes.map.encode(), run_id, deadline)
         self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
         self.require_repair(address, nonce, deadline)
 
@@ -141,23 +148,28 @@ class NodeRepair:
         return wanted
 
     def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
-        for address, copy, wrong in zip(self._nodes.map.addresses, copies, damaged, strict=True):
+        for address, copy, wrong in zip(self._nodes.addresses, copies, damaged, strict=True):
             if wrong and self._nodes.swap(address, name.encode(), copy, value, self._nodes.look(address, deadline)[1], deadline):
                 log.error("node %s: the value under the key %s was damaged and has been put right", address, name)
 
-    def _keep_owner(self, address: str, deadline: Deadline) -> None:
-        """Put our owner record back on a whole node where another program has damaged it."""
+    def _keep_copies(self, address: str, deadline: Deadline) -> None:
+        """Put our owner record and the cluster map back on a whole node where another program has damaged them."""
         name, record = self._fence.name, self._fence.record
         if not record:
             return
         try:
-            (found,) = self._nodes.peek(address, [name.encode()], deadline)
+            found, map_copy = self._nodes.peek(address, [name.encode(), MAP_NAME.encode()], deadline)
             if found != record:
                 self._nodes.require_ours(address, found, deadline)
-                here = [one == address for one in self._nodes.map.addresses]
-                self.mend_copies(name, [found if mine else None for mine in here], here, record, deadline)
+                self._mend_here(address, name, found, record, deadline)
+            if map_copy is None or are_damaged([map_copy], decode_map)[0]:
+                self._mend_here(address, MAP_NAME, map_copy, self._nodes.map.encode(), deadline)
         except (NodeUnavailableError, DeadlineExceededError) as error:
             log.warning("%s", error)
+
+    def _mend_here(self, address: str, name: str, copy: bytes | None, value: bytes, deadline: Deadline) -> None:
+        here = [one == address for one in self._nodes.addresses]
+        self.mend_copies(name, [copy if mine else None for mine in here], here, value, deadline)
 
     def _put_back_owner(self, address: str, run_id: str, deadline: Deadline) -> None:
         key, record = self._fence.name.encode(), self._fence.record

@@ -1,4 +1,4 @@
-"""Batches of rows over nodes under a node map of ours: who gets which rows, and the marker last on each connection."""
+"""Batches of rows over nodes under a map of ours: who gets which rows, and the marker last on each connection."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,10 +38,10 @@ class NodeRows:
     def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None) -> list[ReadResult]:
         """Read parts; `repair` is the marker that a batch in repair expects."""
         plan: Plan = []
-        results = []
+        results, cluster_map = [], self._links.map  # one for all of the batch
         for part in parts:
             kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
-            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), kinds)
             result = self._empty_result(part, grouped)
             results.append(result)
             for node, rows in grouped.shares:
@@ -49,7 +49,7 @@ class NodeRows:
                 foreign = None if result.foreign is None else result.foreign[rows]
                 keys = grouped.keys[rows]
                 steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
-                plan.append((node, NodeSteps(self._links.map.addresses[node], keys, steps)))
+                plan.append((node, NodeSteps(self._links.addresses[node], keys, steps)))
         self._run(plan, deadline, repair)
         return results
 
@@ -57,9 +57,10 @@ class NodeRows:
         """Write parts."""
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
+        cluster_map = self._links.map
         for part in parts:
             kinds = self._codec.write_kinds(part.keys, part.tokens)
-            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), kinds)
             out = np.zeros(len(part.keys), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
             keys, records = grouped.keys, RecordsToWrite(part.records, grouped.order)
@@ -67,7 +68,7 @@ class NodeRows:
             outs.append((grouped, out, tokens))
             for node, rows in grouped.shares:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
-                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+                plan.append((node, NodeSteps(self._links.addresses[node], grouped.keys[rows], steps)))
         self._run(plan, deadline, repair)
         return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
 
@@ -75,15 +76,16 @@ class NodeRows:
         """Delete the rows of parts."""
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
+        cluster_map = self._links.map
         for part in parts:
-            grouped = group_by_node(part.keys, self._links.map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
+            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
             out = np.zeros(len(part.keys), dtype=np.uint8)
             outs.append((grouped, out))
             order = slice(None) if grouped.order is None else grouped.order
             tokens = part.tokens[order] if part.tokens is not None and self._cas else None
             for node, rows in grouped.shares:
                 steps = self._codec.erase_steps(grouped.keys[rows], out[rows], None if tokens is None else tokens[rows])
-                plan.append((node, NodeSteps(self._links.map.addresses[node], grouped.keys[rows], steps)))
+                plan.append((node, NodeSteps(self._links.addresses[node], grouped.keys[rows], steps)))
         self._run(plan, deadline, repair)
         return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
 

@@ -1,4 +1,4 @@
-"""What memcached and standalone Redis share: nodes under a node map of ours, one marker per node.
+"""What memcached and standalone Redis share: nodes under a cluster map of ours, one marker per node.
 
 A store is put together from parts, each in a file of its own: the server's kind, links to the nodes, batches of rows, and repair.
 """
@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, first_identity, why_lost
-from kvemb.errors import InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.errors import ConfigError, InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
@@ -49,7 +51,11 @@ class NodeStore(Store):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self._links.map.addresses
+        return self._links.addresses
+
+    @property
+    def cluster_map(self) -> ClusterMap:
+        return self._links.map
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
@@ -60,6 +66,7 @@ class NodeStore(Store):
         run_ids = {address: self._server.inspect(address, deadline)[0] for address in self.addresses}
         raw = self._links.blobs(MARKER_KEY, deadline)
         identity = known or self._identity(raw)
+        self._links.map = self._map_on_nodes(identity, deadline)
         markers = {}
         for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
             expected = self._marker(identity, index, run_ids[address])
@@ -78,18 +85,35 @@ class NodeStore(Store):
     def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
         self._links.nodes_now = nodes_now
 
-    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline) -> None:
+    def _map_on_nodes(self, identity: Identity, deadline: Deadline) -> ClusterMap:
+        found = newest_map(self._links.blobs(MAP_NAME.encode(), deadline), self.copies_on(MAP_NAME), identity.cluster_map)
+        if found is None:
+            raise NodeLostError(
+                f"nodes {', '.join(self.addresses)}: none holds the cluster map, though there are markers: it was deleted, or lost with "
+                "the nodes' rows. Nothing was re-initialised. Parameter servers that run, or start with their data folders, put it back."
+            )
+        if found.n_nodes != len(self.addresses):
+            raise ConfigError(
+                f"storage.nodes: {len(self.addresses)} given, the cluster map (serial {found.serial}) has {found.n_nodes}. Name the nodes "
+                "that the cluster was made with, in that order."
+            )
+        return found
+
+    def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
+        self._links.map = ClusterMap.first(len(self.addresses), n_shards)
         inspected = [self._server.inspect(address, deadline) for address in self.addresses]
         raw = self._links.blobs(MARKER_KEY, deadline)
         wanted = [self._marker(Identity(cluster_id, generation), i, run_id) for i, (run_id, _) in enumerate(inspected)]
-        for address, (_, n_keys), value, marker in zip(self.addresses, inspected, raw, wanted, strict=True):
-            if value is None and n_keys:
+        copies = self._links.blobs(MAP_NAME.encode(), deadline)
+        for address, (_, n_keys), value, marker, maps in zip(self.addresses, inspected, raw, wanted, copies, strict=True):
+            if value is None and n_keys > (maps is not None):
                 raise WrongNodeError(
                     f"node {address}: holds {n_keys} keys and no marker. Provisioning writes on empty nodes only; empty the node "
                     "yourself if its data is not needed, or give another one."
                 )
             if value is not None and value != marker.encode():
                 raise diagnose(address, marker, value)
+        self._links.put_blobs(MAP_NAME.encode(), [self._links.map.encode()] * len(self.addresses), deadline)  # before any marker names it
         self._links.put_blobs(MARKER_KEY, [marker.encode() for marker in wanted], deadline)
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
@@ -172,7 +196,7 @@ class NodeStore(Store):
         return self._repair.require_repair(address, nonce, deadline)
 
     def _marker(self, identity: Identity, node: int, run_id: str) -> Marker:
-        return Marker(identity.cluster_id, node, identity.generation, self._links.map.digest, self._links.map.epoch, run_id)
+        return Marker(identity.cluster_id, node, identity.generation, self._links.map.digest, self._links.map.serial, run_id)
 
     def _identity(self, raw: Sequence[bytes | None]) -> Identity:
         """What the first good marker says."""

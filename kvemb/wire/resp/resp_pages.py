@@ -15,8 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.keys import KEY_SIZE
-from kvemb.schema.pages import PagedKeys, PageLayout
+from kvemb.schema.pages import PAGE_KEY_SIZE, PagedKeys, PageLayout
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.fixed_size_values import FixedSizeValuesReply
@@ -24,7 +23,7 @@ from kvemb.wire.replies import RowsStep
 from kvemb.wire.request_arrays import Bytes, chunks, columns
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
-_KEY_HEAD = b"$%d\r\n" % KEY_SIZE
+_KEY_HEAD = b"$%d\r\n" % PAGE_KEY_SIZE
 _GETRANGE = b"*4\r\n$8\r\nGETRANGE\r\n" + _KEY_HEAD
 _SETRANGE = b"*4\r\n$8\r\nSETRANGE\r\n" + _KEY_HEAD
 _MISS = b"$0\r\n\r\n"

@@ -1,0 +1,40 @@
+"""The copies of the cluster map on the nodes: the one of the highest serial counts. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
+from kvemb.schema.cluster_map import ClusterMap
+
+MAP_NAME = "kvemb:map"
+
+
+def decode_map(data: bytes) -> ClusterMap:
+    """Read a copy.
+
+    Raises:
+        DamagedCopyError: it is no cluster map.
+    """
+    try:
+        return ClusterMap.decode(data)
+    except ValueError as error:
+        raise DamagedCopyError(f"expected a cluster map, got {data[:40]!r} ({error})") from error
+
+
+def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known: ClusterMap | None = None) -> ClusterMap | None:
+    """Return the newest of the nodes' copies and of the one that is known; None where there is none.
+
+    Args:
+        copies: as `Store.get_meta` returns them.
+        where: of each copy who holds it, for messages.
+        known: what a shard has kept.
+
+    Raises:
+        DamagedCopyError: there are copies, every one is damaged, and none is known.
+    """
+    try:
+        found = intact_copies(copies, decode_map, MAP_NAME, where)
+    except DamagedCopyError:
+        if known is None:
+            raise
+        found = []
+    return max([*found, *([known] if known is not None else [])], key=lambda one: one.serial, default=None)

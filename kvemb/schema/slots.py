@@ -1,0 +1,111 @@
+"""Slots: the classes of ids that rows are placed by. A slot lies on one node and has one writer. Pure; no I/O, no protocol.
+
+A fixed mix of the id's 64 bits says which slot an id belongs to, the same on every kind of storage. What shares a value on a server shares
+a slot: rows of one bucket, rows of one page. There are as many slots as Redis Cluster has, and they are its own there: a hash tag in the
+key of a bucket or a page pins it to its slot.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.hashing import mix64
+
+N_SLOTS = 16384
+TAG_SIZE = 3
+ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
+_SLOT_BITS = N_SLOTS.bit_length() - 1
+_ID_BITS = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the ids of a table fall into groups, and groups into slots.
+
+    Args:
+        n_groups: a power of two up to 2**32. The upper bits of the mix choose the group; up to 16,384 groups lie in a slot each, evenly
+            spread; of more, several share one.
+        ids_per_group: so many neighbouring ids are mixed as one: those of a page.
+
+    Example:
+        >>> ids = np.arange(4, dtype=np.uint64)
+        >>> Placement(N_SLOTS).slots(ids).tolist(), Placement(2).slots(ids).tolist(), Placement(N_SLOTS, 2).slots(ids).tolist()
+        ([0, 5540, 14068, 1940], [0, 0, 8192, 0], [0, 0, 5540, 5540])
+    """
+
+    n_groups: int
+    ids_per_group: int = 1
+
+    def groups(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the group of each id: int64 [n] in [0, n_groups)."""
+        if self.n_groups == 1:
+            return np.zeros(len(ids), dtype=np.int64)
+        words = mix64(ids if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group))
+        words >>= np.uint64(_ID_BITS - self._bits)
+        return words.view(np.int64)
+
+    def slots(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the slot of each id: int64 [n] in [0, 16384)."""
+        return self.slots_of(self.groups(ids))
+
+    def slots_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot of each group."""
+        spare = _SLOT_BITS - self._bits
+        return groups << spare if spare >= 0 else groups >> -spare
+
+    @property
+    def _bits(self) -> int:
+        return self.n_groups.bit_length() - 1
+
+
+EACH_SLOT = Placement(N_SLOTS)
+"""One group a slot."""
+
+
+def text_slot(key: bytes) -> int:
+    """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it.
+
+    Example:
+        >>> text_slot(b"123456789"), text_slot(b"x{123456789}y")
+        (12739, 12739)
+    """
+    start = key.find(b"{")
+    end = key.find(b"}", start + 1) if start >= 0 else -1
+    return _crc16(key[start + 1 : end] if end > start + 1 else key) % N_SLOTS
+
+
+@cache
+def slot_texts() -> NDArray[np.uint8]:
+    """Return for every slot the first 3-character text that hashes to it: used as `{tag}`, it pins a key to that slot. uint8 [16384, 3]."""
+    texts = np.arange(64**TAG_SIZE)
+    characters = np.stack([ALPHABET[(texts >> shift) & 63] for shift in (12, 6, 0)], axis=1)
+    table = _byte_table()
+    crc = np.zeros(len(texts), dtype=np.uint16)
+    for column in range(TAG_SIZE):
+        crc = (crc << np.uint16(8)) ^ table[(crc >> np.uint16(8)) ^ characters[:, column]]
+    slots, first = np.unique(crc % N_SLOTS, return_index=True)
+    assert len(slots) == N_SLOTS
+    return characters[first]
+
+
+def slot_tags() -> list[bytes]:
+    """Return the same texts one by one."""
+    return [bytes(row) for row in slot_texts()]
+
+
+@cache
+def _byte_table() -> NDArray[np.uint16]:
+    """CRC16-XMODEM (polynomial 0x1021) of every byte."""
+    crc = np.arange(256, dtype=np.uint32) << 8
+    for _ in range(8):
+        crc = np.where(crc & 0x8000, (crc << 1) ^ 0x1021, crc << 1) & 0xFFFF
+    return crc.astype(np.uint16)
+
+
+def _crc16(data: bytes) -> int:
+    crc = 0
+    for byte in data:
+        crc = ((crc << 8) & 0xFFFF) ^ int(_byte_table()[(crc >> 8) ^ byte])
+    return crc

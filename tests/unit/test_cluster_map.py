@@ -1,0 +1,112 @@
+"""The cluster map: who has which slot, as values and as bytes."""
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvemb.coordination.map_copies import MAP_NAME, decode_map, newest_map
+from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.slots import N_SLOTS, Placement
+
+
+def _runs(*pairs: tuple[int, int]) -> bytes:
+    return np.array(pairs, dtype="<u2").tobytes()
+
+
+GOLDEN = bytes.fromhex("97a96b76656d622d6d6170010102c408000000000020010001c40400000000")
+
+
+def test_golden_bytes_of_a_map() -> None:
+    # A map that nodes hold must be read by every later release.
+    one = ClusterMap.first(2, 1)
+    assert one.encode().hex() == GOLDEN.hex()
+    assert ClusterMap.decode(GOLDEN).digest == one.digest == 1362410263273538646
+
+
+@pytest.mark.parametrize(("n_nodes", "n_shards"), [(1, 1), (2, 3), (7, 4), (0, 5), (N_SLOTS, N_SLOTS)])
+def test_the_first_map_deals_all_slots_in_equal_runs(n_nodes: int, n_shards: int) -> None:
+    one = ClusterMap.first(n_nodes, n_shards)
+    for owners, n_owners in ((one.slot_nodes, max(1, n_nodes)), (one.slot_shards, n_shards)):
+        counts = np.bincount(owners, minlength=n_owners)
+        assert (len(owners), len(counts)) == (N_SLOTS, n_owners)
+        assert counts.max() - counts.min() <= 1
+        assert (owners[1:] >= owners[:-1]).all()
+
+
+@pytest.mark.parametrize(("n_nodes", "n_shards"), [(-1, 1), (1, 0), (N_SLOTS + 1, 1), (1, N_SLOTS + 1)])
+def test_more_owners_than_slots_or_none_are_refused(n_nodes: int, n_shards: int) -> None:
+    with pytest.raises(ValueError, match="each needs one"):
+        ClusterMap.first(n_nodes, n_shards)
+
+
+@given(st.integers(1, 2**63), st.lists(st.integers(0, 4), min_size=1, max_size=50), st.randoms(use_true_random=False))
+def test_any_map_can_be_read_back_and_its_digest_tells_it_from_others(serial: int, owners: list[int], chance) -> None:
+    cuts = sorted(chance.sample(range(1, N_SLOTS), len(owners) - 1))
+    dealt = np.repeat(np.array(owners), np.diff([0, *cuts, N_SLOTS])).astype(np.uint16)
+    one = ClusterMap(serial, 5, dealt, 5, dealt[::-1].copy())
+    again = ClusterMap.decode(one.encode())
+    assert (again.serial, again.n_nodes, again.n_shards) == (serial, 5, 5)
+    np.testing.assert_array_equal(again.slot_nodes, one.slot_nodes)
+    np.testing.assert_array_equal(again.slot_shards, one.slot_shards)
+    assert again.digest == one.digest
+    other = dealt.copy()
+    other[chance.randrange(N_SLOTS)] ^= 1
+    assert (
+        len(
+            {
+                one.digest,
+                ClusterMap(serial + 1, 5, dealt, 5, one.slot_shards).digest,
+                ClusterMap(serial, 5, other, 5, one.slot_shards).digest,
+            }
+        )
+        == 3
+    )
+
+
+@given(st.integers(0, len(GOLDEN)), st.binary(max_size=6), st.integers(0, 6))
+def test_damaged_bytes_are_a_map_that_encodes_alike_or_a_typed_error(at: int, patch: bytes, cut: int) -> None:
+    damaged = GOLDEN[:at] + patch + GOLDEN[at + cut :]
+    try:
+        found = decode_map(damaged)
+    except DamagedCopyError:
+        return
+    assert len(found.slot_nodes) == len(found.slot_shards) == N_SLOTS
+    assert found.slot_nodes.max() < max(1, found.n_nodes)
+    assert found.slot_shards.max() < found.n_shards
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [b"", b"123", [[0, 0]], _runs((1, 0)), _runs((0, 2)), _runs((0, 0), (0, 1)), _runs((0, 0), (N_SLOTS, 1))],
+)
+def test_runs_that_leave_out_or_overlap_or_name_nobody_are_refused(runs: object) -> None:
+    with pytest.raises(DamagedCopyError, match="expected a cluster map"):
+        decode_map(msgpack.packb(["kvemb-map", 1, 1, 2, runs, 1, _runs((0, 0))]))
+
+
+def test_nodes_and_shards_of_rows_follow_from_their_slots() -> None:
+    one, ids = ClusterMap.first(3, 2), np.arange(1000, dtype=np.uint64)
+    keys = RowKeys(b"tab", ids, placement=Placement(64))
+    nodes = one.nodes_of(keys)
+    assert nodes is not None
+    np.testing.assert_array_equal(nodes, one.slot_nodes[keys.slots()])
+    np.testing.assert_array_equal(one.shards_of(keys.slots()), (keys.slots() >= N_SLOTS // 2))
+    assert ClusterMap.first(1, 2).nodes_of(keys) is None
+
+
+def test_the_newest_copy_counts_and_damaged_ones_are_passed_over() -> None:
+    first = ClusterMap.first(2, 1)
+    second = ClusterMap(2, 2, first.slot_nodes, 1, first.slot_shards)
+    assert newest_map([None, None]) is None
+    found = newest_map([first.encode(), b"junk", second.encode()])
+    assert found is not None
+    assert found.serial == 2
+    found = newest_map([first.encode()], known=second)
+    assert found is second
+    assert newest_map([b"junk"], known=first) is first
+    with pytest.raises(DamagedCopyError, match=MAP_NAME):
+        newest_map([b"junk", None])
