@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.owners import shard_of
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.slots import Placement
 
 DIM = 16
 TABLE = "ledger"
@@ -26,6 +27,7 @@ MAX_TRAINERS = 8
 ROWS_PER_GENERATION = 256
 _COLUMNS = DIM // 2
 _DIGITS = 12
+_PLACEMENT = Placement(256)  # of a table that was made without expected_rows
 SENT, ACKED, FAILED, BAD_READ = 1, 2, 3, 4
 _ENTRY = np.dtype([("kind", "u1"), ("n", "<u8"), ("at_s", "<f8")])
 Ids = NDArray[np.int64]
@@ -179,6 +181,7 @@ class Verifier:
 
     def __init__(self, plan: Plan, records: Sequence[Record], n_shards: int, pull: Callable[[Ids], NDArray[np.float32]]) -> None:
         self._plan, self._n_shards, self._pull = plan, n_shards, pull
+        self._map = ClusterMap.first(0, n_shards)
         self._sent = [set(record.numbers(SENT).tolist()) for record in records]
         self._acked = [set(record.numbers(ACKED).tolist()) for record in records]
         self._bad_reads = sum(len(record.numbers(BAD_READ)) for record in records)
@@ -196,7 +199,7 @@ class Verifier:
             verdict.torn_rows += int(broken.sum())
             for row in np.flatnonzero(broken):
                 verdict.examples.append(f"row {ids[row]} of generation {generation} is torn: {rows[row].tolist()}")
-            shards = shard_of(ids.view(np.uint64), self._n_shards)
+            shards = self._map.shards_of(_PLACEMENT.slots(ids.view(np.uint64)))
             for trainer in range(self._plan.n_trainers):
                 for n in range(generation * per, (generation + 1) * per):
                     self._judge(verdict, trainer, n, self._plan.counts(rows, trainer, n), shards)

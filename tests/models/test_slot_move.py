@@ -1,0 +1,76 @@
+"""The protocol that moves a slot between nodes, every interleaving: reads are never too old, no row is lost, nothing is stuck."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.models.search import reachable, stuck
+from tests.models.slot_move import (
+    ABORTED,
+    CLEANING,
+    DONE,
+    FLIPPED,
+    MOVING,
+    Shard,
+    State,
+    WrongReadError,
+    is_over,
+    require_sound,
+    steps,
+)
+
+Steps = Callable[[State], Iterator[tuple[str, State]]]
+
+
+def first(*, crashes: int = 0, losses: int = 0, batches: int = 1) -> State:
+    return State(shards=(Shard(crashes=crashes), Shard()), losses=losses, batches=batches)
+
+
+STARTS = {"calm": first(), "a crash": first(crashes=1), "two batches": first(crashes=1, batches=2), "a lost node": first(losses=1)}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_whatever_comes_in_between_reads_are_right_and_the_move_can_end(start: State) -> None:
+    after = reachable(start, steps, require_sound)
+    assert not stuck(after, is_over)
+    ends = {state.phase for state in after if is_over(state)}
+    assert ends == {DONE, ABORTED}
+
+
+def test_a_move_that_is_not_aborted_can_still_be_done() -> None:
+    def without_abort(state: State) -> Iterator[tuple[str, State]]:
+        return ((name, one) for name, one in steps(state) if name != "abort")
+
+    after = reachable(first(crashes=1, losses=1, batches=0), without_abort, require_sound)
+    assert not stuck(after, lambda state: state.phase == DONE and is_over(state))
+
+
+def hasty(state: State) -> Iterator[tuple[str, State]]:
+    """Ends double writes before both markers name the new map."""
+    yield from steps(state)
+    if state.phase == FLIPPED:
+        yield "clean too early", replace(state, phase=CLEANING)
+
+
+def credulous(state: State) -> Iterator[tuple[str, State]]:
+    """Takes an acknowledgement for a copy."""
+    yield from steps(state)
+    if state.phase == MOVING and all(len(shard.targets) == 2 for shard in state.shards):
+        yield "flip too early", replace(state, phase=FLIPPED)
+
+
+def forgetful(state: State) -> Iterator[tuple[str, State]]:
+    """Starts again as a shard that writes to the old node only, and counts the report of before."""
+    yield from steps(state)
+    shard = state.shards[0]
+    if shard.crashes:
+        again = Shard((0,), shard.version, frozenset((0,)), shard.confirmed, reported=shard.reported)
+        yield "start without the plan", replace(state, shards=(again, state.shards[1]))
+
+
+@pytest.mark.parametrize("wrong", [hasty, credulous, forgetful])
+def test_the_search_finds_what_is_wrong_with_lesser_protocols(wrong: Steps) -> None:
+    with pytest.raises((WrongReadError, AssertionError)) as found:
+        reachable(first(crashes=1), wrong, require_sound)
+    assert "plan" in found.value.__notes__[0]
