@@ -95,9 +95,9 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout
 def _identity(data: DataDir) -> Identity | None:
     """The cluster as this shard has seen it whole; None before that."""
     kept = data.read(CLUSTER)
-    if kept is None:
+    if kept is None or (cluster_map := _unpack(kept, "map", b"")) == b"":  # of an earlier release: the nodes' markers say which
         return None
-    return Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), decode_map(_unpack(kept, "map")))
+    return Identity(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), decode_map(cluster_map))
 
 
 def _may_provision(error: KvembError, data: DataDir) -> bool:
@@ -119,10 +119,11 @@ def _may_pass(error: KvembError, data: DataDir) -> bool:
     return not isinstance(error, (NotProvisionedError, NodeLostError)) or data.read(CLUSTER) is None
 
 
-def _unpack(data: bytes | None, key: str) -> Any:
+def _unpack(data: bytes | None, key: str, missing: Any = None) -> Any:
     if data is None:
         return None
     try:
-        return msgpack.unpackb(data, max_map_len=16)[key]
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        fields = msgpack.unpackb(data, max_map_len=16)
+        return fields[key] if missing is None else fields.get(key, missing)
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"expected a small record with {key!r}, got {data[:40]!r}") from error

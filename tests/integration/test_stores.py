@@ -247,7 +247,7 @@ def test_the_password_of_the_configuration_is_used(launch: Launcher) -> None:
     with opened(config) as store:
         write(store, keys, records_of(keys))
         require_rows(store, keys, records_of(keys))
-        assert store.stats(within())[0].n_keys == 1 + len(np.unique(keys.encode(), axis=0))
+        assert store.stats(within())[0].n_keys == 2 + len(np.unique(keys.encode(), axis=0))  # marker and cluster map
     for password in ("wrong", None):
         with pytest.raises(ConfigError, match=rf"storage\.password_env.*{address}") as failure, opened(replace(config, password=password)):
             pass

@@ -437,7 +437,7 @@ def test_a_shard_that_looks_while_another_finishes_a_repair_does_not_begin_it_ag
     running.restart(0)
     address = lost(store)[0].address
     with running.store() as other:
-        other.open(within(), Identity(CLUSTER, GENERATION))
+        other.open(within(), Identity(CLUSTER, GENERATION, store.cluster_map))
         for number, one in enumerate((store, other)):
             nonce = begun(one, address)
             one.report_repaired(address, nonce, number, within())

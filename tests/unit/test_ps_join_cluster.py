@@ -5,13 +5,14 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import msgpack
 import pytest
 from memory_store import MemoryStore, memory_node
 
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
-from kvemb.coordination.markers import Identity, Marker
+from kvemb.coordination.markers import MARKER_KEY, Identity, Marker
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import (
     DeadlineExceededError,
@@ -28,7 +29,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
-from paramserver.lifecycle.join_cluster import INTENT, join_cluster
+from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, join_cluster
 from paramserver.model.table_registry import Registry
 
 _NUMBERS = count()
@@ -142,6 +143,16 @@ def test_the_nodes_of_another_cluster_are_refused(folder: Folder, tmp_path: Path
     join(other, folder(tmp_path / "other", 0))
     with pytest.raises(WrongNodeError, match=r"belongs to cluster .* expected"):
         join(other, data)
+
+
+def test_a_folder_and_nodes_of_an_earlier_release_are_told_by_the_markers(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    cluster_id = join(nodes, data)
+    data.write(CLUSTER, [msgpack.packb({"cluster_id": cluster_id, "generation": b"lifetime"})])  # without the cluster map
+    for index, node in enumerate(nodes):
+        memory_node(node).put(MARKER_KEY, msgpack.packb(["kvemb-marker", 3, cluster_id, index, b"lifetime", 0, 0, ""]))
+    with pytest.raises(WrongNodeError, match=r"another release .* \(marker of version 3, expected 5\)"):
+        join(nodes, data)
 
 
 def test_one_process_per_data_folder(folder: Folder, tmp_path: Path) -> None:
