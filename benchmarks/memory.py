@@ -162,12 +162,12 @@ def _server(store: str, memory_mb: int) -> Iterator[tuple[StorageServer, Store]]
             server.process.stop(_TIMEOUT_S)
 
 
-def _records(definition: TableDef, start: int, stop: int) -> tuple[RowKeys, NDArray[np.uint8]]:
+def _records(definition: TableDef, start: int, stop: int, *, pages: bool) -> tuple[RowKeys, NDArray[np.uint8]]:
     ids, record = _ids(definition, start, stop), definition.record
     values = np.random.default_rng(start).standard_normal((stop - start, definition.dim + record.state_size), dtype=np.float32)
     records = record.encode(ids, make_version(1, 1), values[:, : definition.dim], values[:, definition.dim :])
     new = np.ones(len(ids), bool)
-    return definition.keys(ids, pages=True, new=new), records
+    return definition.keys(ids, pages=pages, new=new), records
 
 
 def _ids(definition: TableDef, start: int, stop: int) -> NDArray[np.uint64]:
@@ -178,14 +178,15 @@ def _ids(definition: TableDef, start: int, stop: int) -> NDArray[np.uint64]:
 
 
 def _write(writer: Store, definition: TableDef, start: int, stop: int) -> None:
-    keys, records = _records(definition, start, stop)
+    keys, records = _records(definition, start, stop, pages=writer.capabilities.pages)
     (result,) = writer.write([WritePart(keys, records, np.zeros(len(keys), np.uint64))], Deadline.after(_TIMEOUT_S))
     if not result.stored.all():
         raise KvembError(f"filling the table: {int((~result.stored).sum())} rows from {start} on were not stored")
 
 
 def _read_back(reader: Store, definition: TableDef, start: int, stop: int) -> None:
-    (keys, records), size = _records(definition, start, stop), definition.record.size_bytes
+    keys, records = _records(definition, start, stop, pages=reader.capabilities.pages)
+    size = definition.record.size_bytes
     got = reader.read([ReadPart(keys, size, size)], Deadline.after(_TIMEOUT_S))[0].in_key_order()
     if not got.found.all() or not np.array_equal(got.records, records):
         raise KvembError(f"rows {start} to {stop} are not what was written")
