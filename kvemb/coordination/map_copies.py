@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from kvemb.coordination.markers import Identity
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
+from kvemb.errors import NodeLostError
 from kvemb.schema.cluster_map import ClusterMap
 
 MAP_NAME = "kvemb:map"
@@ -38,3 +40,19 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
             raise
         found = []
     return max([*found, *([known] if known is not None else [])], key=lambda one: one.serial, default=None)
+
+
+def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:
+    """Return the map of a cluster whose nodes have markers: the newest of the copies and of the one that the identity knows.
+
+    Raises:
+        NodeLostError: there is none.
+        DamagedCopyError: as `newest_map`.
+    """
+    found = newest_map(copies, where, identity.cluster_map)
+    if found is None:
+        raise NodeLostError(
+            f"{', '.join(where)}: no cluster map, though there are markers: it was deleted, or lost with rows. Nothing was re-initialised. "
+            "Parameter servers that run, or start with their data folders, put it back."
+        )
+    return found

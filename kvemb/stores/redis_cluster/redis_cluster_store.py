@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.coordination.map_copies import MAP_NAME, newest_map
+from kvemb.coordination.map_copies import MAP_NAME, map_in_force
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
-from kvemb.errors import InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
@@ -94,22 +94,13 @@ class RedisClusterStore(Store):
         slot_map = self._topology.slot_map(deadline)
         values = self._markers.all(deadline)
         origin = known or self._identity(values)
-        self._markers.map = self._map_in_cluster(origin, deadline)
+        self._markers.map = map_in_force(self.get_meta(MAP_NAME, deadline), self.copies_on(MAP_NAME), origin)
         self._markers.pin(values, origin, self._topology.owners(slot_map), may_be_lost=known is not None)
         self._whole.check_from_now_on()
         self._whole.known = self._whole.read(deadline)
         for address in self.addresses if known is None else ():
             self._whole.require(address, redis_admin.info(address, self._access, deadline), deadline)
         return [self._markers.expected(slot) for slot in range(N_SLOTS)]
-
-    def _map_in_cluster(self, origin: Identity, deadline: Deadline) -> ClusterMap:
-        found = newest_map(self.get_meta(MAP_NAME, deadline), self.copies_on(MAP_NAME), origin.cluster_map)
-        if found is None:
-            raise NodeLostError(
-                f"{self._topology.holder_of(MAP_NAME)}: has no cluster map, though there are markers: it was deleted, or lost with "
-                "the node's rows. Nothing was re-initialised. Parameter servers that run, or start with their data folders, put it back."
-            )
-        return found
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
         cluster_map = ClusterMap.first(0, n_shards)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.coordination.map_copies import MAP_NAME, newest_map
+from kvemb.coordination.map_copies import MAP_NAME, map_in_force
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, first_identity, why_lost
 from kvemb.errors import ConfigError, InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
@@ -86,12 +86,7 @@ class NodeStore(Store):
         self._links.nodes_now = nodes_now
 
     def _map_on_nodes(self, identity: Identity, deadline: Deadline) -> ClusterMap:
-        found = newest_map(self._links.blobs(MAP_NAME.encode(), deadline), self.copies_on(MAP_NAME), identity.cluster_map)
-        if found is None:
-            raise NodeLostError(
-                f"nodes {', '.join(self.addresses)}: none holds the cluster map, though there are markers: it was deleted, or lost with "
-                "the nodes' rows. Nothing was re-initialised. Parameter servers that run, or start with their data folders, put it back."
-            )
+        found = map_in_force(self._links.blobs(MAP_NAME.encode(), deadline), self.copies_on(MAP_NAME), identity)
         if found.n_nodes != len(self.addresses):
             raise ConfigError(
                 f"storage.nodes: {len(self.addresses)} given, the cluster map (serial {found.serial}) has {found.n_nodes}. Name the nodes "
