@@ -63,6 +63,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from kvemb.commands.planning_options import add_plan
+    from kvemb.commands.verb_examples import example_text
+
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -110,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
     drop.set_defaults(run=_drop)
     _add_checkpoint_verbs(verbs)
+    add_plan(verbs).set_defaults(run=_plan)
+    for name, verb in verbs.choices.items():
+        verb.formatter_class, verb.epilog = argparse.RawDescriptionHelpFormatter, example_text(name)
     return parser
 
 
@@ -204,6 +210,12 @@ def _table_verb(args: argparse.Namespace) -> int:
     from kvemb.commands import table_commands
 
     return int(getattr(table_commands, args.command)(args))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from kvemb.commands.plan_command import plan_command
+
+    return plan_command(args)
 
 
 def _acl(args: argparse.Namespace) -> int:

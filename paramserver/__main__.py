@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvemb.atomic_file import replace_atomically
+from kvemb.commands.verb_examples import example_text
 from kvemb.config import Config, load
 from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
@@ -117,7 +118,12 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogL
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvemb shard", description="Run one parameter-server shard.")
+    parser = argparse.ArgumentParser(
+        prog="kvemb shard",
+        description="Run one parameter-server shard.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=example_text("shard"),
+    )
     parser.add_argument("--config", required=True, help="kvemb.yaml")
     parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
     parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")

@@ -41,7 +41,7 @@ ROOMS = {
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
-        {"kvemb.checkpoint.format", "kvemb.config", "kvemb.coordination", "kvemb.protocol", "kvemb.wire"},
+        {"kvemb.capacity", "kvemb.checkpoint.format", "kvemb.config", "kvemb.coordination", "kvemb.protocol", "kvemb.wire"},
         {"kvemb.net", "kvemb.wire.memcached", "kvemb.wire.resp"},
         {"kvemb.interrupts", "kvemb.stores"},
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},

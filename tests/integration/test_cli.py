@@ -1,6 +1,8 @@
 """The `kvemb` command as a person runs it: a process of its own, against real servers."""
 
+import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 import yaml
 
 import kvemb
+from kvemb import cli
+from kvemb.commands.verb_examples import EXAMPLES
 from kvemb.demo.trainer_process import TrainerError, Trainers
 from kvemb.local_cluster import LocalCluster
 
@@ -110,6 +114,25 @@ def test_wrong_options_of_the_demo_are_told_in_its_last_line(words: list[str], t
     assert done.returncode == 2
     assert told in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    (action,) = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(action.choices)
+
+
+def test_every_verb_has_an_example_in_its_help() -> None:
+    assert [verb for verb in verbs() if not EXAMPLES.get(verb)] == []
+    assert "\nexamples:\n  kvemb show user 42\n" in run("show", "--help").stdout
+    assert "\nexample:\n  kvemb shard --config kvemb.yaml --shard 0\n" in run("shard", "--help").stdout
+
+
+@pytest.mark.parametrize("example", [line for lines in EXAMPLES.values() for line in lines])
+def test_an_example_is_a_line_that_its_verb_takes(example: str) -> None:
+    program, *words = shlex.split(example.partition(" > ")[0])
+    assert program == "kvemb"
+    if words[0] != "shard":  # its options are its own program's
+        assert cli._parser().parse_args(words).verb == words[0]
 
 
 @pytest.mark.parametrize("words", [["--config", "/no/kvemb.yaml"], ["--store", "redis-cluster", "--nodes", "2"]])

@@ -1,0 +1,28 @@
+"""What each verb's help shows as an example. tests/integration/test_cli.py holds that every verb has one that its parser takes."""
+
+from collections.abc import Mapping
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "demo": ("kvemb demo --store redis --nodes 3 --shards 2 --trainers 2", "kvemb demo --config kvemb.yaml"),
+    "shard": ("kvemb shard --config kvemb.yaml --shard 0",),
+    "status": ("kvemb status", "kvemb status --watch 10", "kvemb status --json kvemb.yaml"),
+    "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml"),
+    "show": ("kvemb show user 42", "kvemb show user -5 --json"),
+    "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
+    "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
+    "acl": ("kvemb acl > users.acl", "kvemb acl --check trainer"),
+    "repair": ("kvemb repair --node 10.0.0.1:6379", "kvemb repair --all --timeout 7200"),
+    "drop": ("kvemb drop user", "kvemb drop user --yes"),
+    "save": ("kvemb save s3://bucket/run/step-1000", "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5"),
+    "load": ("kvemb load s3://bucket/run/step-1000",),
+    "verify": ("kvemb verify s3://bucket/run/step-1000", "kvemb verify /backups/monday --against-storage"),
+    "ls": ("kvemb ls s3://bucket/run",),
+    "prune": ("kvemb prune s3://bucket/run --keep 5",),
+    "plan": ("kvemb plan --ids 1e11 --dim 10 --optimizer adam --step-ids 1e6", "kvemb plan --ids 5e8 --dim 64 --optimizer sgd --json"),
+}
+
+
+def example_text(verb: str) -> str:
+    """Return what stands below a verb's options; "" for a verb without an example."""
+    lines = EXAMPLES.get(verb, ())
+    return "\n".join([f"example{'s' if len(lines) > 1 else ''}:", *(f"  {line}" for line in lines)]) if lines else ""
