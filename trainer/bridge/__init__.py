@@ -1,1 +1,1 @@
-"""What the bridge of every framework needs: ports to the cluster, shared lookups, the bound on unapplied pushes. NumPy only."""
+"""What the bridge of every framework needs: ports to the cluster, shared lookups, steps that push, batches with their rows. NumPy only."""

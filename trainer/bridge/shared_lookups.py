@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.unique import Unique, unique_ascending
 
-from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, found_of, unique_of
+from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, RowsAhead, found_of, unique_of
 from ..report.step_times import counted
 from .cluster_ports import Changed, ClusterPort, LookaheadPort, Prefetched, TablePort
 
@@ -113,15 +113,12 @@ class SharedLookups:
         return None
 
     def _pull(self, asked: Sequence[Asked], recording: bool) -> list[LookupResult]:
-        names = {table.name for table, _ in asked}
-        if len(asked) > 1 and len(names) == len(asked):
-            return self._pull_together(asked)
-        return [self._pull_one(table, ids, recording) for table, ids in asked]
-
-    def _pull_together(self, asked: Sequence[Asked]) -> list[LookupResult]:
-        wanted = {table.name: unique_of(ids) for table, ids in asked}
-        pulled = self.cluster.pull_versions({t.name: to_caller(wanted[t.name].ids, t.definition.id_dtype) for t, _ in asked})
-        return [found_of(wanted[table.name], pulled[table.name]) for table, _ in asked]
+        if len(asked) == 1:
+            return [self._pull_one(*asked[0], recording)]
+        rows = RowsAhead(asked)
+        rows.pull(self.cluster)
+        found = {name: iter(lookups) for name, lookups in rows.by_table.items()}
+        return [next(found[table.name]).found for table, _ in asked]
 
     def _pull_one(self, table: TablePort, ids: NDArray[np.uint64], recording: bool) -> LookupResult:
         if not recording:

@@ -8,16 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from kvemb.errors import InvalidInputError
-
-from ...lookahead.consistency import check_consistency
-from ...lookahead.pool_sizes import AUTO, Sizes
-from ...lookahead.prefetch import check_executor
+from ...bridge.batches_ahead import checked_ahead
+from ...lookahead.pool_sizes import AUTO
 from ...lookahead.pull_threads import Executor
 from ...report.step_report import StepReport
 from ..lookup.model_tables import modules_by_table, share_lookups
 from .feeds import Features, named_plan
-from .prepared_loader import Mode, Prepared
+from .prepared_loader import Prepared
 
 
 def prepare(
@@ -71,9 +68,8 @@ def prepare(
         looked up ahead: the model: batch['words']
     """
     cluster = share_lookups(modules_by_table(model)).cluster
-    check_consistency(consistency, k, cluster)
-    check_executor(executor, threads_num)
-    if report is not None and not isinstance(report, StepReport):
-        raise InvalidInputError(f"report is {type(report).__name__}; give a trainer.StepReport")
+    ahead = checked_ahead(
+        cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
+    )
     plan = None if features is None else named_plan(model, features)
-    return Prepared(loader, model, plan, Mode(consistency, k), Sizes(threads_num, capacity, own_threads=executor is None), executor, report)
+    return Prepared(loader, model, plan, ahead)

@@ -5,26 +5,23 @@ values of the table's optimizer under their own names (lr, beta1, …), so that 
 that wait for a step, so that GradScaler sees their gradients. Use it from one thread; it does not survive fork().
 """
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvemb.arrays.ids import to_caller
 from kvemb.errors import InvalidInputError
 
-from ...bridge.cluster_ports import AckPort, ClusterPort, Prefetched
+from ...bridge.cluster_ports import AckPort, ClusterPort
+from ...bridge.pushed_steps import TIMEOUT_S, GradientPart, PushedSteps
 from ...bridge.shared_lookups import SharedLookups
-from ...bridge.unapplied_pushes import MAX_UNAPPLIED, Unapplied, check_max_unapplied
-from ...report.step_report import current_report
+from ...bridge.unapplied_pushes import MAX_UNAPPLIED
 from ..lookup.eager import eager
 from ..lookup.model_tables import modules_by_table, share_lookups
 from ..lookup.pending_lookups import PendingLookups
 from .left_out_of_copies import HELD_BY_A_MODEL, are_left_out
-from .pushed_gradients import GradientPart, merge_gradients, unscale_factor
+from .pushed_gradients import merge_gradients, unscale_factor
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -66,15 +63,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     # the step.
     _step_supports_amp_scaling = True
 
-    def __init__(self, model: nn.Module, *, timeout_s: float = 120.0, max_unapplied: int = MAX_UNAPPLIED) -> None:
-        if not timeout_s > 0:
-            raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
-        check_max_unapplied(max_unapplied)
+    def __init__(self, model: nn.Module, *, timeout_s: float = TIMEOUT_S, max_unapplied: int = MAX_UNAPPLIED) -> None:
         self._modules_of = modules_by_table(model)
         self._pending = {name: PendingLookups(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
-        self._cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
-        self._timeout_s, self._unapplied = timeout_s, Unapplied(max_unapplied)
-        self.last_ack: AckPort | None = None
+        cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
+        id_dtypes = {name: pending.table.definition.id_dtype for name, pending in self._pending.items()}
+        self._steps = PushedSteps(cluster, id_dtypes, timeout_s=timeout_s, max_unapplied=max_unapplied)
         values = {name: dict(pending.table.hyper) for name, pending in self._pending.items()}
         common = set.intersection(*map(set, values.values()))
         defaults = {key: value for key, value in next(iter(values.values())).items() if key in common}
@@ -123,43 +117,25 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_owned()
-        sharing = self._sharing()
-        prefetched, holding = _begin_step(sharing)  # may wait for rows, which counts as that
-        began_s = time.perf_counter()
-        hyper = {group["table"]: self._hyper(group) for group in self.param_groups}
-        parts = {} if self._overflowed() else self._parts()  # no table at all: even an empty one would count a step of it
-        sync = self._cluster.mode == "sync"
-        if not sync:
-            parts = {name: part for name, part in parts.items() if len(part[0])}
-        waited_s = 0.0 if sync or not parts else self._timed(self._unapplied.wait_room)
-        if sync or parts:
-            self._push(parts, {name: hyper[name] for name in parts}, prefetched)
-            _tell(sharing, self.last_ack)
-        for pending in self._pending.values():
-            pending.use_up()
-        push_s = time.perf_counter() - began_s - waited_s
-        if sync and self.last_ack is not None:
-            waited_s = self._timed(self.last_ack.wait_released)
-        elif parts and self.last_ack is not None:
-            waited_s += self._timed(partial(self._unapplied.add, self.last_ack))
-        changed = None if prefetched is None or self.last_ack is None else self.last_ack.changed_rows
-        for shared in sharing:
-            shared.end_step(changed if shared in holding else None)
-        if (report := current_report()) is not None:
-            ack, waits = self.last_ack if sync or parts else None, {"release_s" if sync else "window_s": waited_s}
-            report.step(ack, push_s=push_s, **waits, loss=loss)
+        self._steps.take(self._sharing(), self._parts, self._hypers, use_up=self._use_up, loss=loss)
         return loss
 
-    def _timed(self, wait: Callable[[float], None]) -> float:
-        """Wait within the timeout; return the seconds that it took."""
-        began_s = time.perf_counter()
-        wait(self._timeout_s)
-        return time.perf_counter() - began_s
+    def _use_up(self) -> None:
+        for pending in self._pending.values():
+            pending.use_up()
+
+    def _hypers(self) -> dict[str, dict[str, float]]:
+        return {group["table"]: self._hyper(group) for group in self.param_groups}
+
+    @property
+    def last_ack(self) -> AckPort | None:
+        """Of the newest push; None before."""
+        return self._steps.last_ack
 
     @property
     def max_unapplied(self) -> int:
         """How many pushes of an async job may not be applied yet when step() returns."""
-        return self._unapplied.limit
+        return self._steps.max_unapplied
 
     @property
     def shared(self) -> SharedLookups:
@@ -237,35 +213,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         return bool(getattr(self, "found_inf", 0))  # set by GradScaler during its step
 
     def _parts(self) -> dict[str, GradientPart]:
+        if self._overflowed():
+            return {}  # no table at all: even an empty one would count a step of it
         return {name: merge_gradients(pending, unscale_factor(self)) for name, pending in self._pending.items()}
-
-    def _push(self, parts: dict[str, GradientPart], hyper: dict[str, dict[str, float]], prefetched: Prefetched | None) -> None:
-        id_dtype = {name: self._pending[name].table.definition.id_dtype for name in parts}
-        rows = {name: (to_caller(ids, id_dtype[name]), grads) for name, (ids, grads, _) in parts.items()}
-        versions = {name: part[2] for name, part in parts.items()}
-        more = {} if prefetched is None else {"prefetched": prefetched}  # only those that pull ahead need a cluster that knows of it
-        self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
-
-
-def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, list[SharedLookups]]:
-    """Begin a step of all of them.
-
-    Returns:
-        What to register, and for whom: of those that hold rows of one table the first; the others pull again.
-    """
-    prefetched: dict[str, Any] = {}
-    holding = []
-    for shared in sharing:
-        mine = shared.begin_step()
-        if mine is not None and not prefetched.keys() & mine.keys():
-            prefetched.update(mine)
-            holding.append(shared)
-    return prefetched if holding else None, holding
-
-
-def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
-    """Tell each of those that pull ahead of a push, once."""
-    ahead = {id(shared.lookahead): shared.lookahead for shared in sharing}
-    for lookahead in ahead.values():
-        if lookahead is not None and ack is not None:
-            lookahead.pushed(ack)

@@ -1,0 +1,156 @@
+"""A step of training, for every framework: what is pulled ahead, the push of all tables' gradients, the waits, the report.
+
+What must not live here: gradients of a framework (its bridge sums them into parts), update rules (the parameter servers').
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.ids import to_caller
+from kvemb.arrays.segment_sum import group_by_id
+from kvemb.errors import InvalidInputError
+
+from ..report.step_report import current_report
+from .cluster_ports import AckPort, ClusterPort, Prefetched
+from .shared_lookups import SharedLookups
+from .unapplied_pushes import MAX_UNAPPLIED, Unapplied, check_max_unapplied
+
+GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
+"""Unique ids [n], gradients [n, dim], versions [n] of one table."""
+TIMEOUT_S = 120.0
+
+
+class PushedSteps:
+    """Steps over the tables of one cluster. Use it from one thread; it does not survive fork().
+
+    Args:
+        cluster: of the tables.
+        id_dtypes: by table.
+        timeout_s: of the wait for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one.
+        max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
+
+    Raises:
+        InvalidInputError: an option out of range.
+    """
+
+    def __init__(
+        self, cluster: ClusterPort, id_dtypes: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, max_unapplied: int = MAX_UNAPPLIED
+    ) -> None:
+        if not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
+        check_max_unapplied(max_unapplied)
+        self._cluster, self._id_dtypes = cluster, dict(id_dtypes)
+        self._timeout_s, self._unapplied = timeout_s, Unapplied(max_unapplied)
+        self.last_ack: AckPort | None = None
+        """Of the newest push; None before."""
+
+    @property
+    def max_unapplied(self) -> int:
+        """How many pushes of an async job may not be applied yet when a step is over."""
+        return self._unapplied.limit
+
+    def take(
+        self,
+        sharing: Sequence[SharedLookups],
+        parts: Callable[[], Mapping[str, GradientPart]],
+        hyper: Callable[[], Mapping[str, dict[str, float]]],
+        *,
+        use_up: Callable[[], None],
+        loss: Any = None,
+    ) -> None:
+        """Take a step.
+
+        Args:
+            sharing: all who look rows of these tables up.
+            parts: what is pushed, by table: every table, even without a gradient; none at all where gradients overflowed.
+            hyper: the optimizers' run-time values, by table.
+            use_up: called once gradients were handed over.
+            loss: for the report.
+
+        Raises:
+            KvembError: the push or, in an async job, an earlier one failed, or it was not released or applied in time: it may be applied
+                later. Without `use_up` called, nothing was handed over.
+        """
+        prefetched, holding = _begin_step(sharing)  # may wait for rows, which counts as that
+        began_s = time.perf_counter()
+        values = hyper()
+        made = parts()
+        sync = self._cluster.mode == "sync"
+        if not sync:
+            made = {name: part for name, part in made.items() if len(part[0])}
+        waited_s = 0.0 if sync or not made else self._timed(self._unapplied.wait_room)
+        if sync or made:
+            self._push(made, {name: values[name] for name in made}, prefetched)
+            _tell(sharing, self.last_ack)
+        use_up()
+        push_s = time.perf_counter() - began_s - waited_s
+        if sync and self.last_ack is not None:
+            waited_s = self._timed(self.last_ack.wait_released)
+        elif made and self.last_ack is not None:
+            waited_s += self._timed(partial(self._unapplied.add, self.last_ack))
+        changed = None if prefetched is None or self.last_ack is None else self.last_ack.changed_rows
+        for shared in sharing:
+            shared.end_step(changed if shared in holding else None)
+        if (report := current_report()) is not None:
+            ack, waits = self.last_ack if sync or made else None, {"release_s" if sync else "window_s": waited_s}
+            report.step(ack, push_s=push_s, **waits, loss=loss)
+
+    def _timed(self, wait: Callable[[float], None]) -> float:
+        """Wait within the timeout; return the seconds that it took."""
+        began_s = time.perf_counter()
+        wait(self._timeout_s)
+        return time.perf_counter() - began_s
+
+    def _push(self, parts: Mapping[str, GradientPart], hyper: Mapping[str, dict[str, float]], prefetched: Prefetched | None) -> None:
+        rows = {name: (to_caller(ids, self._id_dtypes[name]), grads) for name, (ids, grads, _) in parts.items()}
+        versions = {name: part[2] for name, part in parts.items()}
+        more = {} if prefetched is None else {"prefetched": prefetched}  # only those that pull ahead need a cluster that knows of it
+        self.last_ack = self._cluster.push(rows, versions=versions, hyper=hyper, **more)
+
+
+def merge_parts(parts: Sequence[GradientPart], dim: int) -> GradientPart:
+    """Sum the gradients of several lookups of one table by id; of the versions seen the oldest counts.
+
+    Example:
+        >>> one = np.array([3, 7], np.uint64), np.ones((2, 1), np.float32), np.array([5, 5], np.uint64)
+        >>> [array.tolist() for array in merge_parts([one, one], 1)]
+        [[3, 7], [[2.0], [2.0]], [5, 5]]
+    """
+    if not parts:
+        return np.empty(0, np.uint64), np.empty((0, dim), np.float32), np.empty(0, np.uint64)
+    if len(parts) == 1:  # the ids of one lookup are unique
+        return parts[0]
+    ids, grads, versions = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    groups = group_by_id(ids)
+    with np.errstate(invalid="ignore"):  # infinities of both signs: the push refuses what comes of them, and says where
+        summed = groups.sum(grads)
+    return groups.ids, summed, groups.minimum(versions)
+
+
+def _begin_step(sharing: Sequence[SharedLookups]) -> tuple[Prefetched | None, list[SharedLookups]]:
+    """Begin a step of all of them.
+
+    Returns:
+        What to register, and for whom: of those that hold rows of one table the first; the others pull again.
+    """
+    prefetched: dict[str, Any] = {}
+    holding = []
+    for shared in sharing:
+        mine = shared.begin_step()
+        if mine is not None and not prefetched.keys() & mine.keys():
+            prefetched.update(mine)
+            holding.append(shared)
+    return prefetched if holding else None, holding
+
+
+def _tell(sharing: Sequence[SharedLookups], ack: AckPort | None) -> None:
+    """Tell each of those that pull ahead of a push, once."""
+    ahead = {id(shared.lookahead): shared.lookahead for shared in sharing}
+    for lookahead in ahead.values():
+        if lookahead is not None and ack is not None:
+            lookahead.pushed(ack)
