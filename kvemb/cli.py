@@ -63,7 +63,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvemb.commands.planning_options import add_plan
+    from kvemb.commands.planning_options import add_bench, add_plan
     from kvemb.commands.verb_examples import example_text
 
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     drop.set_defaults(run=_drop)
     _add_checkpoint_verbs(verbs)
     add_plan(verbs).set_defaults(run=_plan)
+    add_bench(verbs).set_defaults(run=_bench)
     for name, verb in verbs.choices.items():
         verb.formatter_class, verb.epilog = argparse.RawDescriptionHelpFormatter, example_text(name)
     return parser
@@ -216,6 +217,12 @@ def _plan(args: argparse.Namespace) -> int:
     from kvemb.commands.plan_command import plan_command
 
     return plan_command(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvemb.commands.bench_command import bench_command
+
+    return bench_command(args)
 
 
 def _acl(args: argparse.Namespace) -> int:

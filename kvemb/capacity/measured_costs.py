@@ -75,6 +75,17 @@ def bytes_per_row(layout: Layout, record_bytes: int) -> float:
     return record_bytes + interpolated({size: taken - size for size, taken in measured.items()}, record_bytes)
 
 
+def pull_rows_s(kind: str, layout: str, record_bytes: int) -> float | None:
+    """Return how many rows a second one node gave one trainer; None where that was not measured.
+
+    Example:
+        >>> pull_rows_s("redis-cluster", "fast", 76), pull_rows_s("redis", "compact", 76)
+        (1410000.0, None)
+    """
+    measured = PULL_ROWS_S.get(("redis" if kind == "redis-cluster" else kind, layout))
+    return None if measured is None else interpolated(measured, record_bytes)
+
+
 def interpolated(measured: Mapping[int, float], record_bytes: int) -> float:
     """Return a figure for another size of record: between two measured ones on a line, outside them the nearest one's.
 

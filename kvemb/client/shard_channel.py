@@ -37,7 +37,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
-_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine"})
+_REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds"})
 _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect anew"

@@ -16,6 +16,7 @@ from kvemb.protocol.messages import (
     IdsReply,
     IdsRequest,
     ProgressReply,
+    SampleIdsRequest,
     ShowRowReply,
     ShowRowRequest,
     StatusReply,
@@ -65,6 +66,12 @@ class ShardQuestions:
                 if len(page) < PAGE_IDS:
                     break
                 request = IdsRequest(table, False, int(page[-1]), PAGE_IDS)
+
+    def sample_ids(self, table: str, limit: int, timeout_s: float | None = None) -> NDArray[np.uint64]:
+        """Return some ids of rows that exist, at most `limit` of each shard, in no order."""
+        requests = [SampleIdsRequest(table, limit)] * len(self._servers)
+        replies = self._servers.call_each("SampleIds", requests, IdsReply, self._deadline(timeout_s))
+        return np.concatenate([np.frombuffer(reply.ids, "<u8") for reply in replies]).astype(np.uint64, copy=False)
 
     def status(self, timeout_s: float | None = None) -> list[StatusReply | Exception]:
         """Return each shard's state, or why it could not be asked."""

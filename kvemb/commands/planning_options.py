@@ -24,6 +24,17 @@ def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> ar
     return plan
 
 
+def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """Add `kvemb bench`."""
+    bench = verbs.add_parser("bench", help="how fast this cluster's rows are read, node by node; changes nothing, a reader may run it")
+    bench.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    bench.add_argument("--seconds", type=_positive, default=30.0, metavar="S", help="how long to pull, in all (default 30)")
+    bench.add_argument("--table", default="", help="whose rows (default: the table with the most)")
+    bench.add_argument("--batch", type=_large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
+    bench.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+    return bench
+
+
 def _positive(text: str) -> float:
     try:
         number = float(text)

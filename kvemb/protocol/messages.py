@@ -17,6 +17,8 @@ MAX_PART_BYTES = 16 << 20
 """Of the arrays in one message of a push; rows that the trainer holds may take as much again."""
 MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES + (4 << 20)
 """The longest message that a shard takes."""
+MAX_SAMPLED_IDS = 1 << 18
+"""Of one `SampleIdsRequest`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,6 +381,14 @@ class ExamineReply(Message):
     open_files: int
     most_files: int
     journal_max_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class SampleIdsRequest(Message):
+    """Some ids of a table on this shard, at most `limit`, from anywhere: costs it no look at the others."""
+
+    table: str
+    limit: int
 
 
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:

@@ -24,7 +24,9 @@ ROLES = (TRAINER, ADMIN, READER, SHARD)
 _EVERYBODY = frozenset({TRAINER, ADMIN, READER})
 _WRITERS = frozenset({TRAINER, ADMIN})
 MAY_CALL = {
-    **dict.fromkeys(("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine"), _EVERYBODY),
+    **dict.fromkeys(
+        ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds"), _EVERYBODY
+    ),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
     **dict.fromkeys(("Hello", "Push", "Bye"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),

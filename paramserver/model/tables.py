@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.index.record_cache import CacheBudget, RecordCache
-from kvemb.index.row_index import IndexLookup, RowIndex
+from kvemb.index.row_index import HASHES, IndexLookup, RowIndex
 from kvemb.schema.table_def import TableDef
 
 from ..optim import build_optimizer
@@ -84,6 +84,16 @@ class TableState:
         """Return ids in ascending order; see `RowIndex.sorted_ids`."""
         with self._lock:
             return self._index.sorted_ids(after, first, limit)
+
+    def some(self, limit: int, start: float) -> Ids:
+        """Return at most `limit` ids that lie side by side in the index, from about this share of it on, [0, 1). Any thread.
+
+        Their number is what fits a part of the table that has as many places as that many rows take.
+        """
+        with self._lock:
+            width = min(HASHES, max(1, HASHES * limit // max(1, len(self._index))))
+            low = int(start * (HASHES - width + 1))
+            return self._index.between(low, low + width)[:limit]
 
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of n rows exist: bool [n]. Any thread."""

@@ -1,6 +1,7 @@
 """What a shard says of one row, and of its own process and host. Nothing is changed, but for a small file on the journal's disk."""
 
 import os
+import random
 import resource
 import statistics
 import time
@@ -11,7 +12,7 @@ import numpy as np
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.installed_version import installed_version
-from kvemb.protocol.messages import Empty, ExamineReply, ShowRowReply, ShowRowRequest
+from kvemb.protocol.messages import MAX_SAMPLED_IDS, Empty, ExamineReply, IdsReply, SampleIdsRequest, ShowRowReply, ShowRowRequest
 
 from ..recovery.shard_parts import ShardParts
 
@@ -41,6 +42,18 @@ class InspectionHandlers:
             at = int(state.cache.peek(ids)[0])
             record = state.cache.records[at].tobytes() if at >= 0 else b""
             return ShowRowReply(int(state.versions(ids)[0]), record, bool(state.cache.is_pinned(ids)[0]), engine.k)
+
+    def sample_ids(self, request: SampleIdsRequest, deadline: Deadline) -> IdsReply:
+        """Give some ids of a table that exist on this shard.
+
+        Raises:
+            InvalidInputError: too many at once.
+            UnknownTableError: no such table.
+        """
+        if not 1 <= request.limit <= MAX_SAMPLED_IDS:
+            raise InvalidInputError(f"limit is {request.limit}; give 1 to {MAX_SAMPLED_IDS}")
+        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        return IdsReply(state.some(request.limit, random.random()).astype("<u8").tobytes())
 
     def examine(self, request: Empty, deadline: Deadline) -> ExamineReply:
         """Say what an operator wants to know of the process and its disk."""

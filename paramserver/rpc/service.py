@@ -31,6 +31,7 @@ from kvemb.protocol.messages import (
     RepairRequest,
     Reply,
     RowsRequest,
+    SampleIdsRequest,
     SaveRequest,
     SaveStatusRequest,
     ShowRowRequest,
@@ -130,6 +131,7 @@ class Server:
             "Compare": self._unary(CompareRequest, handlers.compare, waits=True),
             "Repair": self._unary(RepairRequest, handlers.repair, waits=True),
             "ShowRow": self._unary(ShowRowRequest, handlers.inspection.show_row, waits=True),
+            "SampleIds": self._unary(SampleIdsRequest, handlers.inspection.sample_ids),
             "Examine": self._unary(Empty, handlers.inspection.examine, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}

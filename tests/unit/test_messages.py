@@ -76,6 +76,7 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowRequest": m.ShowRowRequest("user", 2**63),
     "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, False, 9),
     "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
+    "SampleIdsRequest": m.SampleIdsRequest("user", 1000),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
