@@ -26,6 +26,7 @@ MAY_IMPORT = {"kvemb": {"kvemb"}, "paramserver": {"paramserver", "kvemb"}, "trai
 FACADES = {
     "kvemb.torch": "trainer.torch",
     "kvemb.columns": "trainer.columns",
+    "kvemb.jax": "trainer.jax",
     "kvemb.trainer": "trainer",
     "kvemb.commands.shard_program": "paramserver.__main__",
 }
@@ -37,7 +38,7 @@ ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
-        {"kvemb.arrays", "kvemb.columns", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
+        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
@@ -71,7 +72,7 @@ ROOMS = {
         {"trainer.report"},
         {"trainer.lookahead"},
         {"trainer", "trainer.bridge"},
-        {"trainer.columns", "trainer.torch.lookup"},
+        {"trainer.columns", "trainer.jax", "trainer.torch.lookup"},
         {"trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
         {"trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
         {"trainer.torch.export"},

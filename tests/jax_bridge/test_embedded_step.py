@@ -1,0 +1,220 @@
+"""A step of kvemb.jax: the losses of a table of JAX's own, on real storage, whatever way its rows come."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_cluster import MemoryCluster
+
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+optax = pytest.importorskip("optax")
+
+import kvemb  # noqa: E402
+import kvemb.jax as kj  # noqa: E402
+from kvemb.errors import InvalidInputError  # noqa: E402
+
+N_WORDS, N_USERS, DIM, RATE = 40, 12, 4, 0.5
+FAR = 1 << 40  # ids that 32 bits do not hold
+
+
+def loss_fn(params: Any, rows: Any, batch: Any) -> Any:
+    logits = rows["word"].mean(axis=1) @ params["w"] + rows["user"] @ params["w"] + params["b"]
+    return optax.sigmoid_binary_cross_entropy(logits, batch["label"]).mean()
+
+
+def batches(n: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "word": rng.integers(0, N_WORDS, (16, 3)) + FAR,
+            "user": rng.integers(0, N_USERS, 16),
+            "label": rng.integers(0, 2, 16).astype(np.float32),
+        }
+        for _ in range(n)
+    ]
+
+
+def first_params() -> dict[str, Any]:
+    return {"w": jnp.linspace(-1.0, 1.0, DIM), "b": jnp.zeros(())}
+
+
+def tables(cluster: Any, suffix: str = "", optimizer: Any = None) -> dict[str, Any]:
+    rule, first = optimizer or kj.sgd(RATE), kvemb.init.normal(std=0.5)
+    return {name: cluster.create_table(f"{name}{suffix}", dim=DIM, optimizer=rule, initializer=first) for name in ("word", "user")}
+
+
+class Plain:
+    """The same training with dense tables of JAX's own."""
+
+    def __init__(self, of: dict[str, Any], rule: Any) -> None:
+        self.rows = {"word": jnp.asarray(of["word"].pull(np.arange(N_WORDS) + FAR)), "user": jnp.asarray(of["user"].pull(range(N_USERS)))}
+        self.params, self.dense, self.rule = first_params(), optax.sgd(0.1), rule
+        self.state, self.row_state = self.dense.init(self.params), rule.init(self.rows)
+
+        def step(params: Any, rows: Any, state: Any, row_state: Any, batch: Any) -> Any:
+            def loss_of(params: Any, rows: Any) -> Any:
+                return loss_fn(params, {"word": rows["word"][batch["word"] - FAR], "user": rows["user"][batch["user"]]}, batch)
+
+            loss, (grads, row_grads) = jax.value_and_grad(loss_of, (0, 1))(params, rows)
+            updates, state = self.dense.update(grads, state, params)
+            row_updates, row_state = rule.update(row_grads, row_state, rows)
+            return optax.apply_updates(params, updates), optax.apply_updates(rows, row_updates), state, row_state, loss
+
+        self._step = step
+
+    def take(self, batch: Any) -> float:
+        made = self._step(self.params, self.rows, self.state, self.row_state, batch)
+        self.params, self.rows, self.state, self.row_state, loss = made
+        return float(loss)
+
+
+def trained(step: Any, loader: Any) -> list[float]:
+    params, dense = first_params(), optax.sgd(0.1)
+    state, losses = dense.init(params), []
+    for batch in loader:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("way", ["pulled by the step", "prepared exact", "prepared bounded"])
+def test_losses_are_those_of_a_table_of_jaxs_own(sync_cluster: kvemb.Cluster, way: str) -> None:
+    of = tables(sync_cluster, f".{way.replace(' ', '_')}")
+    plain, data = Plain(of, optax.sgd(RATE)), batches(40)
+    step = kj.embed(loss_fn, of, optimizer=optax.sgd(0.1))
+    loader: Any = data
+    if way == "prepared exact":
+        loader = kj.prepare(step, data, consistency="exact", threads_num=2, capacity=3)
+    elif way == "prepared bounded":
+        loader = kj.prepare(step, data, consistency="bounded", k=0, threads_num=1, capacity=1)
+    losses = trained(step, loader)
+    np.testing.assert_allclose(losses, [plain.take(batch) for batch in data], rtol=2e-6)
+    assert losses[-1] != losses[0]
+    if way == "prepared exact":
+        assert "0 of 40 batches were pulled again" in loader.report
+
+
+@pytest.fixture
+def cluster() -> MemoryCluster:
+    return MemoryCluster()
+
+
+def memory_tables(cluster: MemoryCluster, rule: Any = None) -> dict[str, Any]:
+    return {name: cluster.table(name, DIM, rule or kj.sgd(RATE)) for name in ("word", "user")}
+
+
+def test_a_step_is_compiled_a_few_times_and_then_never_again(cluster: MemoryCluster) -> None:
+    n_traced = 0
+
+    def counting(params: Any, rows: Any, batch: Any) -> Any:
+        nonlocal n_traced
+        n_traced += 1
+        return loss_fn(params, rows, batch)
+
+    step = kj.embed(counting, memory_tables(cluster))
+    for n_words in (1, 3, 9, 20, 40, 11, 2, 33):
+        for batch in batches(3, seed=n_words):
+            batch["word"] = batch["word"] % n_words
+            step(first_params(), batch)
+    assert n_traced <= 5
+
+
+def test_padding_is_zeros_and_neither_pulled_nor_trained(cluster: MemoryCluster) -> None:
+    word = cluster.table("word", DIM)
+    step = kj.embed(lambda params, rows, batch: (rows["word"] * params).sum(), {"word": word}, padding_id=-1)
+    batch = {"word": np.array([[5, -1], [-1, -1]])}
+    rows = step.rows(batch)["word"]
+    assert rows.shape == (2, 2, DIM)
+    np.testing.assert_array_equal(rows[0, 0], word.pull([5])[0])
+    assert not np.asarray(rows).reshape(4, DIM)[1:].any()
+    step(jnp.float32(1.0), batch)
+    assert [ids.tolist() for ids, _ in cluster.pushes[-1].values()] == [[5]]
+    step(jnp.float32(1.0), {"word": np.array([[-1, -1]])})
+    assert len(cluster.pushes) == 1, "nothing to push"
+
+
+def test_features_that_share_a_table_are_one_pull_and_their_gradients_add_up(cluster: MemoryCluster) -> None:
+    item = cluster.table("item", DIM)
+    step = kj.embed(lambda params, rows, batch: rows["seen"].sum() + 2 * rows["bought"].sum(), {"seen": item, "bought": item})
+    step({}, {"seen": np.array([1, 2, 2]), "bought": np.array([2, 3])})
+    ids, grads = cluster.pushes[-1]["item"]
+    assert cluster.n_pulls == 1
+    assert dict(zip(ids.tolist(), grads[:, 0].tolist(), strict=True)) == {1: 1.0, 2: 4.0, 3: 2.0}
+
+
+def test_evaluation_pushes_nothing(cluster: MemoryCluster) -> None:
+    step = kj.embed(loss_fn, memory_tables(cluster))
+    (batch,) = batches(1)
+    loss, _ = step.evaluate(first_params(), batch), step.rows(batch)
+    assert cluster.pushes == []
+    assert float(loss) == float(step(first_params(), batch)[0])
+
+
+def test_without_an_optimizer_it_is_value_and_grad_by_the_parameters(cluster: MemoryCluster) -> None:
+    step = kj.embed(lambda p, rows, batch: (loss_fn(p, rows, batch), rows["user"].shape[0]), memory_tables(cluster), has_aux=True)
+    (batch,) = batches(1)
+    rows = step.rows(batch)
+    (loss, aux), grads = step(first_params(), batch)
+    expected, expected_grads = jax.value_and_grad(loss_fn)(first_params(), rows, batch)
+    assert aux == 16
+    np.testing.assert_allclose([loss, *grads["w"]], [expected, *expected_grads["w"]], rtol=1e-6)
+
+
+def test_a_push_that_fails_leaves_parameters_and_state_as_they_were(cluster: MemoryCluster) -> None:
+    step = kj.embed(loss_fn, memory_tables(cluster), optimizer=optax.adam(0.1))
+    params, (batch,) = first_params(), batches(1)
+    state = optax.adam(0.1).init(params)
+    cluster.failure = ConnectionError("no shard answers")
+    with pytest.raises(ConnectionError):
+        step(params, state, batch)
+    cluster.failure = None
+    assert np.isfinite(step(params, state, batch)[2])
+
+
+def test_gradients_that_are_not_finite_are_refused(cluster: MemoryCluster) -> None:
+    step = kj.embed(lambda params, rows, batch: rows["word"].sum() * jnp.inf, {"word": cluster.table("word", DIM)})
+    with pytest.raises(InvalidInputError, match="NaN or Inf"):
+        step({}, {"word": np.array([1])})
+
+
+def test_run_time_values_travel_with_the_next_push(cluster: MemoryCluster) -> None:
+    step = kj.embed(loss_fn, memory_tables(cluster))
+    step.hyper["word"]["lr"] = 0.25
+    step(first_params(), batches(1)[0])
+    assert [cluster.hyper[-1][name]["lr"] for name in ("word", "user")] == [0.25, RATE]
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad"])
+def test_a_step_inside_of_a_transformation_is_refused(cluster: MemoryCluster, transform: str) -> None:
+    step = kj.embed(loss_fn, memory_tables(cluster))
+    (batch,) = batches(1)
+    with pytest.raises(InvalidInputError, match=r"inside of jax\.jit"):
+        getattr(jax, transform)(lambda b: step(first_params(), batch | {"b": b})[0])(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tables": {}}, "mapping from feature"),
+        ({"tables": {"word": "word"}}, "kvemb tables"),
+        ({"optimizer": 0.1}, "optax transformation"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"max_unapplied": -1}, "max_unapplied"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused(cluster: MemoryCluster, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        kj.embed(**({"loss_fn": loss_fn, "tables": memory_tables(cluster)} | change))
+
+
+def test_a_batch_that_does_not_fit_is_refused_by_name(cluster: MemoryCluster) -> None:
+    step = kj.embed(loss_fn, memory_tables(cluster))
+    with pytest.raises(InvalidInputError, match="no ids of user"):
+        step({}, {"word": np.array([1])})
+    with pytest.raises(InvalidInputError, match="no mapping"):
+        step({}, np.array([1]))
+    with pytest.raises(InvalidInputError, match="call step"):
+        step({}, {}, {})
+    with pytest.raises(InvalidInputError, match="expected integers"):
+        step({}, {"word": np.array([[0.5]]), "user": np.array([1])})

@@ -1,0 +1,88 @@
+"""The tables behind a step function: what its features ask for, the rows found, and the push of their gradients.
+
+For frameworks whose steps are functions of arrays: rows go in, their gradients come out. What must not live here: any framework's arrays.
+One thread per step function; it does not survive fork().
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.arrays.ids import normalize
+from kvemb.errors import InvalidInputError
+
+from .cluster_ports import AckPort, ClusterPort, TablePort
+from .pushed_steps import GradientPart, PushedSteps, merge_parts
+from .shared_lookups import Asked, LookupResult, SharedLookups
+
+Gradient = tuple[str, LookupResult, NDArray[np.float32]]
+"""A table's name, what a lookup found, and the gradient [n, dim] of its rows."""
+
+
+class StepTables:
+    """Tables of one cluster, and who looks rows up in them and pushes.
+
+    Args:
+        tables: of one cluster; one may stand there several times.
+        timeout_s, max_unapplied: see `PushedSteps`.
+
+    Raises:
+        InvalidInputError: no tables, tables of several clusters, or an option out of range.
+    """
+
+    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float, max_unapplied: int) -> None:
+        for table in tables:
+            if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
+                raise InvalidInputError(f"tables must be kvemb tables (cluster.table(…)), got {type(table).__name__}")
+        clusters = {id(table.cluster) for table in tables}
+        if len(clusters) != 1:
+            raise InvalidInputError(f"give tables of one cluster, got {len(tables)} tables of {len(clusters)}")
+        self.cluster: ClusterPort = tables[0].cluster
+        self.by_name: dict[str, TablePort] = {table.name: table for table in tables}
+        self.shared = SharedLookups(self.by_name, self.cluster)
+        id_dtypes = {name: table.definition.id_dtype for name, table in self.by_name.items()}
+        self._steps = PushedSteps(self.cluster, id_dtypes, timeout_s=timeout_s, max_unapplied=max_unapplied)
+        self.hyper: dict[str, dict[str, float]] = {name: dict(table.hyper) for name, table in self.by_name.items()}
+        """The optimizers' run-time values by table: what the next push carries. Schedules change them."""
+
+    def asked(self, table: TablePort, ids: NDArray[Any]) -> Asked:
+        """Return what a lookup of these ids asks for.
+
+        Raises:
+            InvalidInputError: ids that the table does not take.
+        """
+        of = table.definition
+        return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
+
+    def look_up(self, asked: Sequence[Asked]) -> list[LookupResult]:
+        """Look several up: from rows pulled ahead, the others in one pull."""
+        return self.shared.look_up(asked, recording=False)
+
+    def push(self, gradients: Sequence[Gradient], loss: Any = None) -> None:
+        """Take a step: push the gradients of all lookups since the last one; a sync job's trainer without any takes part, too.
+
+        Raises:
+            InvalidInputError: gradients that are not finite, or run-time values out of range; nothing was sent.
+            KvembError: as `PushedSteps.take`.
+        """
+        self._steps.take([self.shared], lambda: self._parts(gradients), self._checked_hyper, use_up=_nothing, loss=loss)
+
+    @property
+    def last_ack(self) -> AckPort | None:
+        """Of the newest push; None before."""
+        return self._steps.last_ack
+
+    def _parts(self, gradients: Sequence[Gradient]) -> dict[str, GradientPart]:
+        of: dict[str, list[GradientPart]] = {name: [] for name in self.by_name}
+        for name, found, gradient in gradients:
+            of[name].append((found.ids, gradient, found.versions))
+        return {name: merge_parts(parts, self.by_name[name].dim) for name, parts in of.items()}
+
+    def _checked_hyper(self) -> dict[str, dict[str, float]]:
+        return {name: self.by_name[name].definition.optimizer.check_hyper(dict(values)) for name, values in self.hyper.items()}
+
+
+def _nothing() -> None:
+    """Gradients are the caller's."""

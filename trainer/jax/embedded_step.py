@@ -1,0 +1,265 @@
+"""embed: from a loss over rows to a step that pulls them, differentiates by them, and pushes.
+
+What must not live here: the shapes rows are padded to (`padded_rows`), what a lookup and a push are (`trainer.bridge`).
+
+Strategy: rows are pulled outside of jit and enter it as arguments [capacity, dim]; so do positions in them. Inside, `rows[at]` is a plain
+gather, whose gradient is XLA's. The loss is differentiated by parameters and rows in one program. A second one updates parameters, once
+the rows' gradients were handed over: a push that failed has changed nothing. There is no callback inside of jit: it would hang where the
+runtime has one thread, and costs more than a pull.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+
+from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
+from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
+from ..bridge.pushed_steps import TIMEOUT_S
+from ..bridge.shared_lookups import Asked, LookupResult
+from ..bridge.step_tables import StepTables
+from ..bridge.unapplied_pushes import MAX_UNAPPLIED
+from ..lookahead.pool_sizes import AUTO
+from ..lookahead.pull_threads import Executor
+from ..report.step_report import StepReport
+from .padded_rows import capacity_of, padded, positions
+
+Loss = Callable[[Any, Mapping[str, jax.Array], Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """A feature's ids: how many are padding, and the others."""
+
+    asked: Asked
+    kept: NDArray[np.bool_] | None
+    shape: tuple[int, ...]
+
+
+class EmbeddedStep:
+    """One training step over rows of tables; made by `embed`. One thread; it does not survive fork().
+
+    Without an optimizer it is jax.value_and_grad of the loss by its parameters: `loss, grads = step(params, batch)`. With one, an optax
+    transformation, `params, opt_state, loss = step(params, opt_state, batch)`; both are donated. The rows are trained in either case.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Loss,
+        tables: Mapping[str, TablePort],
+        ids: Callable[[Any], Mapping[str, Any]] | None,
+        padding_id: int | None,
+        optimizer: Any,
+        has_aux: bool,
+        tables_of_step: StepTables,
+    ) -> None:
+        self._table_of, self._ids, self._padding_id, self._optimizer = dict(tables), ids, padding_id, optimizer
+        self._tables = tables_of_step
+        self._capacity = {feature: 0 for feature in tables}
+
+        def loss_of(params: Any, rows: Mapping[str, jax.Array], at: Mapping[str, jax.Array], batch: Any) -> Any:
+            return loss_fn(params, {feature: rows[feature][at[feature]] for feature in rows}, batch)
+
+        def update(grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return jax.tree.map(jnp.add, params, updates), opt_state
+
+        self._value_and_grad = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=has_aux))
+        self._value = jax.jit(loss_of)
+        self._update = jax.jit(update, donate_argnums=(1, 2))
+
+    @property
+    def hyper(self) -> dict[str, dict[str, float]]:
+        """The run-time values of the tables' optimizers, by table's name: what the next push carries. Schedules change them."""
+        return self._tables.hyper
+
+    @property
+    def cluster(self) -> ClusterPort:
+        """Whose tables they are."""
+        return self._tables.cluster
+
+    @property
+    def last_ack(self) -> AckPort | None:
+        """Of the newest push; None before."""
+        return self._tables.last_ack
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        """Take a step: pull, differentiate, push; with an optimizer, update the parameters.
+
+        Args:
+            params: any tree of arrays.
+            *rest: the batch; with an optimizer its state, and the batch.
+
+        Returns:
+            With an optimizer (params, opt_state, loss), without one (loss, grads); `loss` is (loss, aux) where the loss has that.
+
+        Raises:
+            InvalidInputError: arguments that do not fit, ids that a table does not take, a call inside of jax.jit, pmap or vmap, or
+                gradients that are not finite; nothing was pushed.
+            KvembError: the push or an earlier one failed: it may be applied later. Parameters and state are as they were.
+        """
+        *state, batch = self._checked(rest)
+        found, rows, at = self._look_up((params, *rest), batch)
+        loss, (grads, row_grads) = self._value_and_grad(params, rows, at, batch)
+        gradients = [(self._table_of[feature].name, one, np.asarray(row_grads[feature])[: len(one.ids)]) for feature, one in found.items()]
+        self._tables.push(gradients, loss=loss[0] if isinstance(loss, tuple) else loss)
+        if self._optimizer is None:
+            return loss, grads
+        return (*self._update(grads, state[0], params), loss)
+
+    def evaluate(self, params: Any, batch: Any) -> Any:
+        """Return the loss of a batch, with aux where there is one. Nothing is pushed; raises as a step."""
+        _, rows, at = self._look_up((params, batch), batch)
+        return self._value(params, rows, at, batch)
+
+    def rows(self, batch: Any) -> dict[str, jax.Array]:
+        """Return what the loss gets: by feature float32 [..., dim], a row for each id, zeros for padding. Nothing is pushed."""
+        _, rows, at = self._look_up(batch, batch)
+        return {feature: rows[feature][at[feature]] for feature in rows}
+
+    def asked(self, batch: Any) -> list[Asked]:
+        """Return what a batch will be asked for; in any thread, nothing is sent."""
+        return [wanted.asked for wanted in self._wanted(batch).values()]
+
+    def ahead(self, loader: Iterable[Any], ahead: Ahead) -> BatchesAhead:
+        """Stand in a loader's place, with batches whose rows are pulled; see `prepare`."""
+        shared = self._tables.shared
+        consistency = ahead.mode.of(self._tables.cluster, lambda: shared.state)
+        return BatchesAhead(loader, self.asked, lambda: [shared], consistency, ahead)
+
+    def _checked(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+        expected = 1 if self._optimizer is None else 2
+        if len(rest) != expected:
+            shape = "step(params, batch)" if self._optimizer is None else "step(params, opt_state, batch)"
+            raise InvalidInputError(f"call {shape}; got {1 + len(rest)} arguments")
+        return rest
+
+    def _look_up(self, given: Any, batch: Any) -> tuple[dict[str, LookupResult], dict[str, Any], dict[str, Any]]:
+        """Look a batch's rows up: what was found, rows [capacity, dim] and positions, by feature."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
+            raise InvalidInputError(
+                "a step over kvemb tables was called inside of jax.jit, pmap, vmap or grad, where rows cannot be pulled: call it as it is; "
+                "it compiles the loss itself. For several devices shard the batch (jax.device_put), or use shard_map inside of the loss"
+            )
+        wanted = self._wanted(batch)
+        found = dict(zip(wanted, self._tables.look_up([one.asked for one in wanted.values()]), strict=True))
+        rows, at = {}, {}
+        for feature, one in found.items():
+            capacity = self._capacity[feature] = max(self._capacity[feature], capacity_of(len(one.ids)))
+            rows[feature] = padded(one.rows, capacity)
+            at[feature] = positions(one.inverse, wanted[feature].kept, wanted[feature].shape, capacity)
+        return found, rows, at
+
+    def _wanted(self, batch: Any) -> dict[str, _Wanted]:
+        if self._ids is None and not isinstance(batch, Mapping):
+            raise InvalidInputError(
+                f"the batch is {type(batch).__name__}, no mapping from feature to ids: give embed ids=, a function of it"
+            )
+        by_feature = batch if self._ids is None else self._ids(batch)
+        missing = [feature for feature in self._table_of if feature not in by_feature]
+        if missing:
+            raise InvalidInputError(f"no ids of {', '.join(missing)}; there are {', '.join(map(str, by_feature))}")
+        return {feature: self._wanted_of(feature, table, by_feature[feature]) for feature, table in self._table_of.items()}
+
+    def _wanted_of(self, feature: str, table: TablePort, ids: Any) -> _Wanted:
+        if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+            raise InvalidInputError(
+                f"feature {feature!r}: its ids lie on devices of other processes too, and this process can only look up what it has. Give "
+                "each process its own part as a NumPy array; each is a trainer of the cluster"
+            )
+        array = np.asarray(ids)
+        if self._padding_id is None:
+            return _Wanted(self._tables.asked(table, array), None, array.shape)
+        kept = array.reshape(-1) != self._padding_id
+        return _Wanted(self._tables.asked(table, array.reshape(-1)[kept]), kept, array.shape)
+
+
+def embed(
+    loss_fn: Loss,
+    tables: Mapping[str, TablePort],
+    *,
+    ids: Callable[[Any], Mapping[str, Any]] | None = None,
+    padding_id: int | None = None,
+    optimizer: Any = None,
+    has_aux: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    max_unapplied: int = MAX_UNAPPLIED,
+) -> EmbeddedStep:
+    """Make a training step of a loss over rows.
+
+    Args:
+        loss_fn: `loss_fn(params, rows, batch)`: rows float32 [..., dim] by feature, of the shape of that feature's ids. Pure, as for
+            jax.jit, which compiles it. Ids of 64 bits come in truncated to 32 unless jax_enable_x64 is set: the rows are those of all bits.
+        tables: by feature; one table may serve several.
+        ids: from a batch to ids by feature, integers of any shape (NumPy, or arrays of this process); `batch[feature]` unless given.
+        padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
+        optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
+        has_aux: whether the loss returns (loss, aux).
+        timeout_s: how long a step waits for the other trainers' parts in a sync job, for pushes to be applied in an async one.
+        max_unapplied: in an async job, how many pushes may not be applied yet when a step is over.
+
+    Raises:
+        InvalidInputError: no tables, tables of several clusters, or an option that cannot be.
+
+    Example:
+        >>> import jax.numpy as jnp, kvemb, numpy as np
+        >>> from kvemb.jax import embed, sgd
+        >>> def loss_fn(params, rows, batch):
+        ...     return jnp.sum(params * rows["word"])
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     words = cluster.create_table("word", dim=2, optimizer=sgd(0.5), initializer=kvemb.init.zeros())
+        ...     step = embed(loss_fn, {"word": words})
+        ...     loss, grads = step(jnp.ones(2), {"word": np.array([[7, 8, 7]])})
+        ...     cluster.flush()
+        ...     words.pull([7, 8])
+        array([[-1. , -1. ],
+               [-0.5, -0.5]], dtype=float32)
+    """
+    if not isinstance(tables, Mapping) or not tables:
+        raise InvalidInputError(f"tables must be a mapping from feature to kvemb table, got {tables!r}")
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InvalidInputError(f"optimizer is {type(optimizer).__name__}; give an optax transformation, for the parameters")
+    of_step = StepTables(list(tables.values()), timeout_s=timeout_s, max_unapplied=max_unapplied)
+    return EmbeddedStep(loss_fn, tables, ids, padding_id, optimizer, has_aux, of_step)
+
+
+def prepare(
+    step: EmbeddedStep,
+    loader: Iterable[Any],
+    *,
+    consistency: str = "stale",
+    k: int | None = None,
+    threads_num: int | str = AUTO,
+    capacity: int | str = AUTO,
+    executor: Executor | None = None,
+    report: StepReport | None = None,
+) -> BatchesAhead:
+    """Pull the rows of batches before they are used; the step and the loop stay as they are.
+
+    Args:
+        step: made by `embed`.
+        loader: any iterable of batches.
+        consistency, k, threads_num, capacity, executor, report: as `kvemb.torch.prepare`.
+
+    Returns:
+        What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
+
+    Raises:
+        InvalidInputError: an option that cannot be. While iterating: what the loader or a pull raises, at the batch concerned.
+
+    Example:
+        for batch in prepare(step, loader):
+            params, opt_state, loss = step(params, opt_state, batch)
+    """
+    if not isinstance(step, EmbeddedStep):
+        raise InvalidInputError(f"step is {type(step).__name__}; give what kvemb.jax.embed returned")
+    ahead = checked_ahead(
+        step.cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
+    )
+    return step.ahead(loader, ahead)

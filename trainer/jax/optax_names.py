@@ -1,0 +1,76 @@
+"""optax's optimizers under their names and with their arguments, as a table's update rule.
+
+An optax transformation is a pair of closures, which cannot be asked what it is: so it is said once more, by these. What a parameter server
+cannot do is refused by name. Rows that are in no batch stay as they are, which optax with dense gradients moves (momentum, decay).
+
+What must not live here: optax itself, tables, steps. Pure.
+"""
+
+from kvemb import optim
+from kvemb.errors import InvalidInputError
+from kvemb.optim import OptimizerSpec
+
+_NONE = 1e-30  # the least that a parameter server takes behind the root
+
+
+def sgd(learning_rate: float, momentum: float | None = None, nesterov: bool = False) -> OptimizerSpec:
+    """optax.sgd.
+
+    Example:
+        >>> sgd(0.1, momentum=0.9).defaults()["momentum"]
+        0.9
+    """
+    return optim.sgd(_rate(learning_rate), momentum=momentum or 0.0, nesterov=nesterov)
+
+
+def adagrad(learning_rate: float, initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> OptimizerSpec:
+    """optax.adagrad, whose eps stands under the root: with an accumulator that begins at 0.1 that is the same to 5e-7.
+
+    Raises:
+        InvalidInputError: an accumulator that begins so low that it would not be.
+    """
+    if eps > 1e-5 * initial_accumulator_value:
+        raise InvalidInputError(
+            f"adagrad: optax adds eps={eps:g} under the root, a parameter server behind it; with initial_accumulator_value="
+            f"{initial_accumulator_value:g} these differ. Give at least {1e5 * eps:g}, or kvemb.optim.adagrad, which says what it does"
+        )
+    return optim.adagrad(_rate(learning_rate), eps=_NONE, initial_accumulator_value=initial_accumulator_value)
+
+
+def adam(learning_rate: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0) -> OptimizerSpec:
+    """optax.adam."""
+    return adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=0.0)
+
+
+def adamw(
+    learning_rate: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0, *, weight_decay: float = 1e-4
+) -> OptimizerSpec:
+    """optax.adamw."""
+    if eps_root:
+        raise InvalidInputError(f"adam: eps_root={eps_root:g} has no counterpart in the parameter servers; leave it 0")
+    return optim.adamw(_rate(learning_rate), betas=(b1, b2), eps=eps, weight_decay=weight_decay)
+
+
+def rmsprop(
+    learning_rate: float,
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    *,
+    eps_in_sqrt: bool = True,
+    centered: bool = False,
+    momentum: float | None = None,
+) -> OptimizerSpec:
+    """optax.rmsprop with eps_in_sqrt=False.
+
+    Raises:
+        InvalidInputError: with optax's default, True: a parameter server adds eps behind the root.
+    """
+    if eps_in_sqrt:
+        raise InvalidInputError("rmsprop: a parameter server adds eps behind the root; give eps_in_sqrt=False here and to optax")
+    return optim.rmsprop(_rate(learning_rate), alpha=decay, eps=eps, momentum=momentum or 0.0, centered=centered)
+
+
+def _rate(learning_rate: object) -> float:
+    if callable(learning_rate):
+        raise InvalidInputError("learning_rate is a schedule; give its first value here, and set step.hyper[table]['lr'] before each step")
+    return float(learning_rate)  # type: ignore[arg-type]
