@@ -3,8 +3,8 @@
 #   PYTHON=python3.12    interpreter for .venv (default: the first python3* that is new enough)
 #   TORCH_SPEC=          the torch to install for the tests; empty: none, its tests are skipped
 #   PEER_PYTHON=python3.11    interpreter for TFRA, a peer of the benchmarks (Python 3.9 to 3.11)
-#   ARGS="--store redis" handed to `kvemb demo`, pytest, the benchmarks, or chaos
-#   SECONDS=180 SEED= STORE=redis    of chaos: how long, which schedule (drawn unless given), which storage kind
+#   ARGS="--store redis" handed to `kvemb demo`, pytest, the benchmarks, chaos, or fuzz
+#   SECONDS=180 SEED= STORE=redis    of chaos: how long, which schedule (drawn unless given), which storage kind; the first two of fuzz, too
 
 # One version rather than a range: on Linux a newer default wheel may bring gigabytes of CUDA.
 TORCH_SPEC ?= torch==2.13.0
@@ -20,13 +20,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help demo test test-all test-matrix chaos libraries compose-test lint format types bench bench-peers setup clean
+.PHONY: help demo test test-all test-matrix chaos fuzz libraries compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
 	@echo 'make test     the test suite against real Valkey, Redis, Redis Cluster and memcached, in several processes'
 	@echo 'make test-all the same and then make test-matrix: whole clusters on every other storage kind'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
+	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
@@ -54,6 +55,10 @@ test-all: test test-matrix
 chaos: setup
 	@sh scripts/servers.sh
 	@PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: setup
+	@sh scripts/servers.sh
+	@$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 libraries: setup
 	@bash scripts/libraries.sh $(ARGS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvemb.errors import MessageError
 from kvemb.protocol.message_format import ChangedRowsBlock, Message, TableRows
 
 SERVICE = "kvemb.ParameterServer"
@@ -19,6 +20,7 @@ MAX_REQUEST_BYTES = 2 * MAX_PART_BYTES + (4 << 20)
 """The longest message that a shard takes."""
 MAX_SAMPLED_IDS = 1 << 18
 """Of one `SampleIdsRequest`."""
+_MOST_ROWS = 1 << 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +206,10 @@ class CountReply(Message):
     """How many rows: the answer to Count, Erase and Compare."""
 
     n_rows: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.n_rows <= _MOST_ROWS:
+            raise MessageError(f"malformed message: CountReply.n_rows: got {self.n_rows}, expected 0 to {_MOST_ROWS}")
 
 
 @dataclass(frozen=True, eq=False)

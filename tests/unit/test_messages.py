@@ -316,3 +316,11 @@ def test_decoded_arrays_are_views_nobody_can_write_through() -> None:
     decoded = m.PushPart.decode(part([rows()]).encode())
     assert not decoded.tables[0].rows.flags.writeable
     assert decoded.tables[0].size_bytes == 2 * 8 + 2 * 3 * 4 + 2 * 8
+
+
+@pytest.mark.parametrize("n_rows", [-1, 2**63, 2**64 - 1])
+def test_a_number_of_rows_that_cannot_be_is_refused(n_rows: int) -> None:
+    """len(table) would raise what is no error of ours."""
+    packed = msgpack.unpackb(m.CountReply(3).encode())
+    with pytest.raises(MessageError, match="n_rows"):
+        m.CountReply.decode(msgpack.packb([*packed[:-1], n_rows]))
