@@ -135,6 +135,10 @@ class PushRejectedError(ParameterServerError):
     """A shard refused a push part as a whole (unknown table, wrong dim, NaN, sequence gap, other data under a used sequence)."""
 
 
+class SlotsMovedError(ParameterServerError):
+    """Rows came to a shard by another cluster map than the one in force: nothing of them was taken. They are sent again."""
+
+
 class AccessDeniedError(ParameterServerError):
     """A shard does not let this process do this: its certificate or token is not good for it. Nothing was changed."""
 

@@ -196,6 +196,12 @@ class Ack:
         with self._changed:
             return self._error is not None and self._seen
 
+    def replace_parts(self, moved: Sequence[PartAck], by: Sequence[PartAck]) -> None:
+        """Let other parts take the place of those that were refused because slots have moved. Called by the session."""
+        gone = {id(part) for part in moved}
+        with self._changed:
+            self._parts = [part for part in self._parts if id(part) not in gone] + list(by)
+
     def part_accepted(self, part: PartAck) -> None:
         """A shard has accepted a part. Called by its push stream."""
         with self._changed:

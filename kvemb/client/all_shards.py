@@ -6,7 +6,7 @@ Not fork-safe, and it says so: gRPC's threads and sockets do not exist in a fork
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, ServersConfig
@@ -24,6 +24,13 @@ from kvemb.tls_config import TlsConfig
 M = TypeVar("M", bound=Message)
 
 
+class MapReader(MapSource, Protocol):
+    """Who can read the cluster map again: a store."""
+
+    def refresh_map(self, deadline: Deadline) -> bool:
+        """Read it from the nodes; return whether it is another."""
+
+
 class AllShards:
     """The channels to all shards of a cluster, in order, for requests that go to each. Thread-safe.
 
@@ -39,7 +46,7 @@ class AllShards:
         addresses: Sequence[str],
         last_words: Callable[[int], Path] | None = None,
         tls: TlsConfig | None = None,
-        maps: MapSource | None = None,
+        maps: MapReader | None = None,
     ) -> None:
         self._maps, self.tls = maps, tls
         files = None if tls is None else TlsFiles(tls, "parameter_servers.tls")
@@ -51,7 +58,7 @@ class AllShards:
         self._closed = False
 
     @staticmethod
-    def of(servers: ServersConfig, maps: MapSource | None = None) -> "AllShards":
+    def of(servers: ServersConfig, maps: MapReader | None = None) -> "AllShards":
         """Return the shards of a kvemb.yaml."""
         return AllShards(servers.shards, servers.last_words, servers.tls, maps)
 
@@ -62,6 +69,11 @@ class AllShards:
     def cluster_map(self) -> ClusterMap:
         """The map in force; ask anew for every push."""
         return ClusterMap.first(0, len(self)) if self._maps is None else self._maps.cluster_map
+
+    def refresh_map(self, deadline: Deadline) -> None:
+        """Read the cluster map again, where there is storage to read it from."""
+        if self._maps is not None:
+            self._maps.refresh_map(deadline)
 
     def describe(self, config: Config, deadline: Deadline) -> DescribeReply:
         """Ask every shard who it is; return shard 0's answer.

@@ -6,10 +6,12 @@ journal. A part that is refused leaves its sequence free. What was sent behind i
 last accepted part.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvemb.client.ack import Ack, PartAck
 from kvemb.errors import PushRejectedError, ShardFailedError
+from kvemb.schema.slots import Placement
 
 WINDOW_PARTS = 8
 """Parts on their way without an acceptance; a push waits while there are this many."""
@@ -19,11 +21,12 @@ MAX_UNAPPLIED_PARTS = 64
 
 @dataclass(eq=False)
 class Sent:
-    """A part that is not applied yet."""
+    """A part that is not applied yet; `placements` of its tables, by name, for the case that it must be routed again."""
 
     data: bytes
     part: PartAck
     ack: Ack
+    placements: Mapping[str, Placement] = field(default_factory=dict)
     accepted: bool = False
 
 

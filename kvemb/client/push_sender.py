@@ -6,12 +6,12 @@ process that made it.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import grpc
 
-from kvemb.client.ack import Ack, PartAck, copied
+from kvemb.client.ack import Ack, copied
 from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.datapath.prefetched_rows import check_changed_rows
@@ -23,6 +23,7 @@ from kvemb.errors import (
     PushRejectedError,
     ShardFailedError,
     ShardUnavailableError,
+    SlotsMovedError,
     from_wire,
 )
 from kvemb.net.backoff import pauses
@@ -43,14 +44,25 @@ _PASSING = (
 class PushSender:
     """Sends parts to one shard, in order, over one stream that is opened again when it breaks.
 
+    One class, because callers, the thread that reads answers and gRPC's own look at the same outbox under one lock.
+
     Args:
         channel: of the shard.
         hello: introduces the trainer to the shard, before the first part and after every reconnect.
         row_cache: takes the rows that come back, if the trainer keeps rows.
+        on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
+            applied until `resent` says that other parts have taken their place.
     """
 
-    def __init__(self, channel: ShardChannel, hello: Callable[[Deadline], HelloReply], row_cache: RowCache | None = None) -> None:
-        self._channel, self._hello, self._row_cache = channel, hello, row_cache
+    def __init__(
+        self,
+        channel: ShardChannel,
+        hello: Callable[[Deadline], HelloReply],
+        row_cache: RowCache | None = None,
+        on_moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._channel, self._hello, self._row_cache, self._on_moved = channel, hello, row_cache, on_moved
+        self._moved: list[Sent] = []
         self._changed = threading.Condition()
         self._outbox = Outbox(str(channel))
         self._generation = 0  # of the connection; an outgoing iterator of an older one ends
@@ -72,34 +84,55 @@ class PushSender:
 
     def wait_accepted(self, deadline: Deadline) -> None:
         """Wait until the shard has accepted (or refused) everything sent; raises as `wait_room` does."""
-        self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not accepted everything sent to it")
+        done = "it has not accepted everything sent to it"
+        self._wait(lambda: self._outbox.n_unaccepted == 0 and not self._moved, deadline, done)
 
     def wait_applied(self, deadline: Deadline) -> None:
         """Wait until the shard has applied (or refused) everything sent; raises as `wait_room` does."""
-        self._wait(lambda: len(self._outbox) == 0, deadline, "it has not applied everything sent to it")
+        self._wait(lambda: len(self._outbox) == 0 and not self._moved, deadline, "it has not applied everything sent to it")
+
+    def wait_answered(self, deadline: Deadline) -> None:
+        """Wait until the shard has accepted or refused everything sent, parts of slots that moved included; raises as `wait_room` does."""
+        self._wait(lambda: self._outbox.n_unaccepted == 0, deadline, "it has not answered everything sent to it")
 
     def next_sequence(self) -> int:
         """The sequence of the next part. The caller makes sure that only one thread sends."""
         return self._outbox.next_sequence
 
-    def send(self, sequence: int, data: bytes, part: PartAck, ack: Ack) -> None:
+    def send(self, sequence: int, sent: Sent) -> None:
         """Queue the part that was numbered with `next_sequence`; a failure since then is its ack's to tell."""
         with self._changed:
             failure = self._failure
             if failure is None:
                 try:
-                    self._outbox.add(sequence, Sent(data, part, ack))
+                    self._outbox.add(sequence, sent)
                     self._start()
                 except PushRejectedError as error:
-                    failure = error
+                    if self._moved:  # a part before it was refused for that since this one was numbered: it goes with it
+                        self._moved.append(sent)
+                    else:
+                        failure = error
             self._changed.notify_all()
         if failure is not None:
-            ack.part_failed(failure)
+            sent.ack.part_failed(failure)
+
+    @property
+    def moved(self) -> list[Sent]:
+        """The parts that the shard refused because slots have moved, in the order of their sequences."""
+        with self._changed:
+            return list(self._moved)
+
+    def resent(self, parts: Collection[Sent]) -> None:
+        """Forget parts among `moved`: others have taken their place."""
+        gone = {id(sent) for sent in parts}
+        with self._changed:
+            self._moved = [sent for sent in self._moved if id(sent) not in gone]
+            self._changed.notify_all()
 
     def unaccepted(self) -> list[Ack]:
         """The pushes of which the shard has not accepted a part yet."""
         with self._changed:
-            return self._outbox.unaccepted()
+            return [*(sent.ack for sent in self._moved), *self._outbox.unaccepted()]
 
     def trouble(self) -> str:
         """Why the shard cannot be reached at the moment, or ""."""
@@ -226,8 +259,12 @@ class PushSender:
                 raise error  # to be sent again: to the shard after its restart, or to the process that took it over
             else:
                 self._outbox.refused(reply.sequence)
+                if isinstance(error, SlotsMovedError):
+                    self._moved.append(sent)
             self._changed.notify_all()
-        if error is not None:
+        if isinstance(error, SlotsMovedError):
+            self._on_moved()
+        elif error is not None:
             sent.ack.part_failed(error)
             if isinstance(error, _FINAL):
                 raise error
@@ -253,7 +290,8 @@ class PushSender:
         """Nothing can be sent any more: tell every waiting ack."""
         with self._changed:
             self._failure = error
-            waiting = self._outbox.clear()
+            waiting = [*self._moved, *self._outbox.clear()]
+            self._moved = []
             self._changed.notify_all()
         for sent in waiting:
             sent.ack.part_failed(error)

@@ -11,24 +11,41 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 from kvemb.client.ack import Ack, PartAck, copied
 from kvemb.client.all_shards import AllShards
+from kvemb.client.moved_pushes import put_together
+from kvemb.client.outbox import Sent
 from kvemb.client.push_sender import PushSender
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
 from kvemb.datapath.row_cache import RowCache
-from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError
+from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError
+from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
 from kvemb.protocol.shard_routing import route, split
+from kvemb.schema.cluster_map import ClusterMap
 
 BYE_TIMEOUT_S = 2.0
 _STATUS_TIMEOUT_S = 1.0
+_REROUTE_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class _Numbered(NamedTuple):
+    """A part that has its sequence at a shard."""
+
+    stream: PushSender
+    body: PushPart
+    part: PartAck
 
 
 class PushSession:
     """Sends one trainer's pushes to all shards, each under the next sequence.
+
+    One class, because pushes and those that are routed again take their sequences under the same lock.
 
     Args:
         servers: the shards.
@@ -42,7 +59,14 @@ class PushSession:
         self.row_cache = row_cache
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
-        self._streams = [PushSender(channel, self._hello_of(channel.shard), row_cache) for channel in servers.channels]
+        self._streams = [
+            PushSender(channel, self._hello_of(channel.shard), row_cache, self._route_again_soon) for channel in servers.channels
+        ]
+        self._rerouting: threading.Thread | None = None
+        self._rerouting_lock = threading.Lock()
+        self._n_rerouted = 0
+        self._map_serial = 0  # of the map that the last push was routed by
+        self._closed = threading.Event()
         self._incarnation = 0
         self._introduced = False
         self._step = 0
@@ -76,17 +100,17 @@ class PushSession:
             self.raise_unseen()
             self._introduce(deadline)
             self._catch_up(deadline)
-            cluster_map = self._servers.cluster_map
-            routed = [route(rows, cluster_map) for rows in tables]
-            shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
+            cluster_map = self._follow_map(deadline)
+            wanted = self._shares(tables, cluster_map)
             prefetched_of = route_prefetched(prefetched, cluster_map)
-            # In sync mode every shard hears of every step, also of one that has nothing for it.
-            wanted = {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
             began_s = time.monotonic()
             for shard in wanted:
                 self._streams[shard].wait_room(deadline)
             window_s = time.monotonic() - began_s
-            ack = self._send(wanted, prefetched_of)
+            self._step += 1
+            numbered = self._number(wanted, prefetched_of, self._step, cluster_map.serial)
+            ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure)
+            _send(numbered, ack)
             ack.window_s = window_s
             return ack
         finally:
@@ -143,6 +167,7 @@ class PushSession:
             if deadline is not None:
                 self.raise_unseen()
         finally:
+            self._closed.set()
             self._say_bye()
             for stream in self._streams:
                 stream.close()
@@ -158,8 +183,11 @@ class PushSession:
     def _wait_streams(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
         self._servers.check_usable()
         try:
-            for stream in self._streams:
-                wait(stream, deadline)
+            before = -1
+            while before != self._n_rerouted:  # parts that were routed again may be with a stream that was waited for before
+                before = self._n_rerouted
+                for stream in self._streams:
+                    wait(stream, deadline)
         except ShardUnavailableError as error:
             causes = {str(channel): self._trouble(channel.shard) for channel in self._servers.channels}
             known = "; ".join(f"{where} says: {cause}" for where, cause in causes.items() if cause)
@@ -182,9 +210,10 @@ class PushSession:
             stream, where = self._streams[shard], str(self._servers.channels[shard])
             while (step := self._behind[shard]) <= self._step:
                 stream.wait_room(deadline)
-                body, part = self._part(stream.next_sequence(), [], False, step), PartAck(where, 0, partial(self._trouble, shard))
+                serial = self._servers.cluster_map.serial
+                body, part = self._part(stream.next_sequence(), [], False, step, serial), PartAck(where, 0, partial(self._trouble, shard))
                 ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure)
-                stream.send(body.sequence, body.encode(), part, ack)
+                stream.send(body.sequence, Sent(body.encode(), part, ack))
                 self._behind[shard] += 1
             del self._behind[shard]
 
@@ -206,25 +235,33 @@ class PushSession:
 
         return hello
 
-    def _send(self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]]) -> Ack:
-        self._step += 1
-        parts: list[tuple[PushSender, PushPart, PartAck]] = []
+    def _shares(self, tables: Sequence[TableRows], cluster_map: ClusterMap) -> dict[int, list[TableRows]]:
+        """What each shard gets of a push; in sync mode every shard hears of every step, also of one that has nothing for it."""
+        routed = [route(rows, cluster_map) for rows in tables]
+        shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
+        return {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
+
+    def _number(
+        self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serial: int
+    ) -> list[_Numbered]:
+        """Give each shard's share of a push the next sequences there."""
+        numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
             stream, channel = self._streams[shard], self._servers.channels[shard]
             messages = _with_prefetched(split(tables), prefetched_of[shard])
             first = stream.next_sequence()
             for index, (message, prefetched) in enumerate(messages):
                 more = index + 1 < len(messages)
-                body = self._part(first + index, message, more, self._step, prefetched)
+                body = self._part(first + index, message, more, step, serial, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
                 to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                parts.append((stream, body, PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, prefetched)))
-        ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [part for _, _, part in parts], self._note_failure)
-        for stream, body, part in parts:
-            stream.send(body.sequence, body.encode(), part, ack)
-        return ack
+                part = PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, prefetched)
+                numbered.append(_Numbered(stream, body, part))
+        return numbered
 
-    def _part(self, sequence: int, tables: list[TableRows], more: bool, step: int, prefetched: Sequence[PrefetchedRows] = ()) -> PushPart:
+    def _part(
+        self, sequence: int, tables: list[TableRows], more: bool, step: int, serial: int, prefetched: Sequence[PrefetchedRows] = ()
+    ) -> PushPart:
         questions = [rows.to_message() for rows in prefetched]
         return PushPart(
             trainer=self._trainer,
@@ -236,7 +273,77 @@ class PushSession:
             digest=digest_tables(tables, questions),
             return_rows=self.row_cache is not None,
             prefetched=questions,
+            map_serial=serial,
         )
+
+    # --- slots that moved ---------------------------------------------------------------------------------------------------------
+
+    def _follow_map(self, deadline: Deadline) -> ClusterMap:
+        """Return the map to route by; what was sent by an older one is with its shards, or routed again, before anything by this one is."""
+        cluster_map = self._servers.cluster_map
+        if cluster_map.serial != self._map_serial or any(stream.moved for stream in self._streams):
+            for stream in self._streams:
+                stream.wait_answered(deadline)
+            self._route_again(deadline)
+            cluster_map = self._servers.cluster_map
+            self._map_serial = cluster_map.serial
+        return cluster_map
+
+    def _route_again(self, deadline: Deadline) -> None:
+        """Send what shards refused because slots have moved to those that have them now, under new sequences.
+
+        Raises:
+            ShardUnavailableError: the nodes have no newer map within the deadline; call again.
+        """
+        refused = {stream: stream.moved for stream in self._streams}
+        pushes = put_together(sent for parts in refused.values() for sent in parts)
+        if not pushes:
+            return
+        cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
+        if self.row_cache is not None:
+            self.row_cache.invalidate()
+        for push in pushes:
+            wanted, prefetched_of = self._shares(push.tables, cluster_map), route_prefetched(push.prefetched, cluster_map)
+            numbered = self._number(wanted, prefetched_of, push.step, cluster_map.serial)
+            push.ack.replace_parts(push.parts, [one.part for one in numbered])
+            _send(numbered, push.ack)
+        self._n_rerouted += 1
+        for stream, parts in refused.items():
+            stream.resent(parts)
+
+    def _newer_map(self, serial: int, deadline: Deadline) -> ClusterMap:
+        if self._servers.cluster_map.serial > serial:
+            return self._servers.cluster_map
+        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+            with suppress(StorageError):
+                self._servers.refresh_map(deadline)
+            if (cluster_map := self._servers.cluster_map).serial > serial:
+                return cluster_map
+            if deadline.expired or self._closed.wait(pause_s):
+                break
+        raise ShardUnavailableError(
+            f"shards refused rows that were routed by the cluster map of serial {serial}, and the nodes have no newer one yet; nothing of "
+            "them was taken"
+        )
+
+    def _route_again_soon(self) -> None:
+        """Have a thread do it, unless one is at it: nobody may be pushing now, and acks are waited for."""
+        with self._rerouting_lock:
+            if self._rerouting is None:
+                self._rerouting = threading.Thread(target=self._keep_routing, name="kvemb-reroute", daemon=True)
+                self._rerouting.start()
+
+    def _keep_routing(self) -> None:
+        while not self._closed.is_set():
+            with self._rerouting_lock:
+                if not any(stream.moved for stream in self._streams):
+                    self._rerouting = None
+                    return
+            try:
+                with self._sending:
+                    self._follow_map(Deadline.after(_REROUTE_TIMEOUT_S))
+            except KvembError:  # tried again; whoever waits for an ack asks the shards why
+                self._closed.wait(_LONGEST_PAUSE_S)
 
     def _trouble(self, shard: int) -> str:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is up."""
@@ -260,6 +367,12 @@ class PushSession:
                 self._servers.try_each("Bye", requests, Empty, Deadline.after(BYE_TIMEOUT_S))
             except KvembError:
                 return
+
+
+def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:
+    for stream, body, part in numbered:
+        placements = {rows.table: rows.placement for rows in body.tables}
+        stream.send(body.sequence, Sent(body.encode(), part, ack, placements))
 
 
 def _with_prefetched(

@@ -4,7 +4,9 @@ It deals in definitions and validated rows; what callers see is kvemb.table and 
 shards are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
@@ -14,6 +16,7 @@ from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.row_cache import RowCache
+from kvemb.errors import SlotsMovedError
 from kvemb.interrupts import exit_delivery
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message, TableRows
@@ -36,6 +39,7 @@ M = TypeVar("M", bound=Message)
 
 _ERASE_BYTES = MAX_PART_BYTES // 4  # a row without weights is small in a message, and as much work as any
 _ANSWER_MARGIN_S = 1.0
+_MOVED_PAUSE_S = 0.02
 
 
 class ShardClient:
@@ -167,7 +171,7 @@ class ShardClient:
         deadline = self._deadline(timeout_s)
         self._session.wait_accepted(deadline)
         limit = MAX_PART_BYTES if rows.rows.size else _ERASE_BYTES
-        queues = [iter(pieces(share, limit) if len(share.ids) else ()) for share in route(rows, self._servers.cluster_map)]
+        queues = self._queues([rows], limit)
         replies: list[M] = []
         while True:
             heads = [next(queue, None) for queue in queues]
@@ -175,7 +179,23 @@ class ShardClient:
                 return replies
             deadline = deadline if timeout_s is not None else self._deadline(None)
             requests = [None if head is None else RowsRequest(head, _wait_s(deadline)) for head in heads]
-            replies += self._servers.call_each(method, requests, reply_type, deadline)
+            sent = [head for head in heads if head is not None]
+            answers = self._servers.try_each(method, requests, reply_type, deadline)
+            moved = [head for head, answer in zip(sent, answers, strict=True) if isinstance(answer, SlotsMovedError)]
+            for answer in answers:
+                if isinstance(answer, Exception) and (not isinstance(answer, SlotsMovedError) or deadline.expired):
+                    raise answer
+            replies += [answer for answer in answers if not isinstance(answer, Exception)]
+            if moved:  # nothing of these was taken: they, and what is left, are routed by the map as it is now
+                time.sleep(min(_MOVED_PAUSE_S, deadline.remaining_s()))
+                self._servers.refresh_map(deadline)
+                queues = self._queues([*moved, *(piece for queue in queues for piece in queue)], limit)
+
+    def _queues(self, rows: Sequence[TableRows], limit_bytes: int) -> list[Iterator[TableRows]]:
+        """Distribute rows over shards, and each shard's over messages."""
+        routed = [route(one, self._servers.cluster_map) for one in rows]
+        shares = [[share[shard] for share in routed] for shard in range(len(self._servers))]
+        return [chain.from_iterable(pieces(one, limit_bytes) for one in share if len(one.ids)) for share in shares]
 
     def _forget_rows(self) -> None:
         if self.row_cache is not None:

@@ -64,6 +64,7 @@ class PushPart(Message):
         return_rows: whether the reply is to carry the updated rows.
         prefetched: sync mode only: ids of rows that the trainer has pulled for later steps (dim 0), with their versions. The reply says
             which of them changed with this step.
+        map_serial: of the cluster map by which all of it was routed; a shard takes parts of the one in force only.
     """
 
     trainer: str
@@ -75,6 +76,7 @@ class PushPart(Message):
     digest: int
     return_rows: bool = False
     prefetched: list[TableRows] = field(default_factory=list)
+    map_serial: int = 1
 
 
 @dataclass(frozen=True, eq=False)

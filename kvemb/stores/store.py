@@ -114,6 +114,10 @@ class Store(Repairable, ABC):
             nodes_now: returns as many addresses as there are, in the order of the cluster map; ConfigError where it cannot say.
         """
 
+    def refresh_map(self, deadline: Deadline) -> bool:
+        """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another."""
+        return False
+
     @abstractmethod
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
         """Write the first cluster map and markers on nodes that are all empty; the same arguments again complete a broken-off run.

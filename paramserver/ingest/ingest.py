@@ -20,6 +20,7 @@ from .attendance import Attendance, Record
 from .backlog import Backlog
 from .barrier import Barrier
 from .ingest_state import POLL_S, IngestState
+from .map_gate import MapGate
 from .outcomes import Outcomes
 from .sessions import Session, Sessions
 from .unapplied_parts import Limits, UnappliedParts
@@ -36,6 +37,7 @@ class Ingest:
         record: keeps hellos and goodbyes.
         behind: what holds applied rows back from storage; None where nothing does.
         clock: monotonic.
+        gate: says by which cluster map rows are taken.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Ingest:
         record: Record = lambda trainer, incarnation: None,
         behind: WriteBehind | None = None,
         clock: Callable[[], float] = time.monotonic,
+        gate: MapGate | None = None,
     ) -> None:
         self.sessions, self._barrier = sessions, barrier
+        self._gate = gate or MapGate()
         self._queue, self._pending = WorkQueue(barrier), UnappliedParts(limits or Limits(), sync=barrier is not None)
         self.state = IngestState(barrier, clock)
         self.outcomes = Outcomes(self.state, sessions, barrier, self._pending, self._queue)
@@ -69,7 +73,7 @@ class Ingest:
         """Take a checked part, waiting for room; the sink hears "accepted" when its push is in the journal, and the outcome later.
 
         Raises:
-            PushRejectedError, TableDroppedError, FencedError: nothing was taken; the sequence may be used again.
+            PushRejectedError, TableDroppedError, SlotsMovedError, FencedError: nothing was taken; the sequence may be used again.
             ShardUnavailableError, ShardFailedError: the shard takes no pushes.
         """
         size = sum(rows.size_bytes for rows in (*tables, *prefetched))
@@ -91,15 +95,21 @@ class Ingest:
             if not part.more:
                 self._enqueue(session.complete(part.step, self.state.clock()))
 
-    def answer_known(self, part: PushPart, sink: Sink) -> bool:
-        """Answer a part that was taken before its table was dropped, and is sent again; return whether it is one."""
+    def admit(self, part: PushPart, sink: Sink, cancelled: Callable[[], bool]) -> bool:
+        """Look at a part before its rows are: wait while parts of its map are held, and answer one that was taken before.
+
+        Returns:
+            Whether it is new: to be checked, by the map in force, and submitted.
+
+        Raises:
+            KvembError: as `submit`.
+        """
         with self.state.changed:
-            if not self.sessions.is_live(part.trainer, part.incarnation):
-                return False
-            ticket = self.sessions.find(part.trainer, part.incarnation).known(part.sequence, part.digest)
+            session = self._wait_for_room(part, cancelled)
+            ticket = session.known(part.sequence, part.digest)
             if ticket is not None:
                 ticket.answer(sink)
-            return ticket is not None
+            return ticket is None
 
     def give_up(self, part: PushPart, error: KvembError) -> None:
         """Give up the push of a part that was refused: the parts of it taken before fail too, and leave their sequences free."""
@@ -109,17 +119,24 @@ class Ingest:
                 if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
-    def submit_rows(self, work: RowsWork, deadline: Deadline) -> int:
+    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int = 1) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
+        Args:
+            work: its rows, which belong to this shard by a cluster map.
+            deadline: of the wait.
+            map_serial: of that map.
+
         Raises:
+            SlotsMovedError: another map is in force; nothing was taken.
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:
-            while not self._pending.has_room():
+            while not self._pending.has_room() or self._gate.holds(map_serial):
                 self.state.refuse_if_closed()
-                self.state.wait(deadline, "room in the shard's queue")
+                self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
             self.state.refuse_if_closed()
+            self._gate.require(map_serial)
             if work.kind != ERASE:
                 self._refuse_dropped([work.rows])
             number = self._enqueue(work)
@@ -134,6 +151,17 @@ class Ingest:
         with self.state.changed:
             self._tables_gone.add(key)
 
+    def hold(self) -> None:
+        """Let whatever comes wait, until `release` or a newer map: slots are handed over. What was taken is applied."""
+        with self.state.changed:
+            self._gate.hold()
+
+    def release(self) -> None:
+        """Take rows again; those that came by an older map are refused."""
+        with self.state.changed:
+            self._gate.release()
+            self.state.changed.notify_all()
+
     def wake(self) -> None:
         """Let waiting submitters look at their `cancelled` again."""
         with self.state.changed:
@@ -143,7 +171,11 @@ class Ingest:
         while True:
             self.state.refuse_if_closed()
             session = self.sessions.find(part.trainer, part.incarnation)
-            if session.known(part.sequence, part.digest) is not None or self._pending.has_room(session):
+            if part.sequence > session.last_sequence:
+                self._gate.require(part.map_serial)
+            if session.known(part.sequence, part.digest) is not None:
+                return session
+            if self._pending.has_room(session) and not self._gate.holds(part.map_serial):
                 return session
             if cancelled():
                 raise ShardUnavailableError("the stream was closed while its part waited for room; nothing of the part was taken")

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvemb.arrays.ids import first_outside
 from kvemb.arrays.rounding import to_float32
-from kvemb.errors import InvalidInputError, PushRejectedError, TableDroppedError, UnknownTableError
+from kvemb.errors import InvalidInputError, PushRejectedError, SlotsMovedError, TableDroppedError, UnknownTableError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart, digest_tables
 from kvemb.schema.cluster_map import ClusterMap
@@ -115,7 +115,10 @@ def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, clust
         if (owners != shard).any():
             wrong = int(np.argmax(owners != shard))
             row_id = definition.shown_id(int(rows.ids[wrong]))
-            raise PushRejectedError(f"{at}: id {row_id} belongs to shard {owners[wrong]}, this is shard {shard} of {cluster_map.n_shards}")
+            raise SlotsMovedError(
+                f"{at}: id {row_id} belongs to shard {owners[wrong]} by the cluster map of serial {cluster_map.serial}, this is shard "
+                f"{shard} of {cluster_map.n_shards}; nothing was accepted"
+            )
     if (rows.ids[1:] > rows.ids[:-1]).all():
         return  # ascending, as clients send them: none stands twice
     ordered = np.sort(rows.ids)

@@ -27,6 +27,7 @@ from ..engine.repair_port import Pause
 from ..engine.write_behind import Bound, WriteBehind
 from ..ingest.barrier import Barrier, Membership
 from ..ingest.ingest import Ingest
+from ..ingest.map_gate import MapGate
 from ..ingest.sessions import Sessions
 from ..journal import Journal, Position
 from ..journal.fenced_log import FencedLog
@@ -182,7 +183,8 @@ class _Start:
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
-            ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind)
+            gate = MapGate(shard, lambda: self._store.cluster_map.serial)
+            ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind, gate=gate)
             parts = ShardParts(
                 self._config,
                 shard,

@@ -8,7 +8,6 @@ import numpy as np
 
 from kvemb.errors import (
     InvalidInputError,
-    MapChangedError,
     ShardFailedError,
     WrongNodeError,
 )
@@ -68,12 +67,6 @@ class Handlers:
             raise WrongNodeError(
                 f"trainer {request.trainer!r} reads nodes of cluster {request.cluster_id.hex() or '-'}, this shard writes to cluster "
                 f"{ours.hex()}; use the same kvemb.yaml"
-            )
-        serial = self._parts.maps.cluster_map.serial
-        if request.map_serial != serial:
-            raise MapChangedError(
-                f"trainer {request.trainer!r} routes by the cluster map of serial {request.map_serial}, this shard by that of "
-                f"serial {serial}: slots have moved between nodes or shards. Connect again."
             )
         incarnation, last = self._parts.ingest.attendance.hello(request.trainer, request.incarnation)
         log.info("trainer %s joined: incarnation %d, last part %d", request.trainer, incarnation, last)
@@ -222,5 +215,6 @@ class Handlers:
         return check_part(part, find, shard, cluster_map), check_prefetched(part, find, shard, cluster_map, sync=sync)
 
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
-        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, self._parts.maps.cluster_map, kind)
-        return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s))
+        cluster_map = self._parts.maps.cluster_map
+        rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, cluster_map, kind)
+        return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.serial)

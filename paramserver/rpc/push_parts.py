@@ -15,7 +15,6 @@ from kvemb.errors import (
     MessageError,
     NodeUnavailableError,
     ShardUnavailableError,
-    TableDroppedError,
     to_wire,
 )
 from kvemb.protocol.messages import PushPart, PushReply
@@ -98,13 +97,9 @@ class PushReceiver:
             self.answers.refuse(PushReply(0, "failed", error=to_wire(error)))
             return False
         try:
-            try:
+            if self._ingest.admit(part, self.answers.put, lambda: self.answers.closed):
                 tables, prefetched = self._check(part)
-            except TableDroppedError:
-                if self._ingest.answer_known(part, self.answers.put):
-                    return True
-                raise
-            self._ingest.submit(part, tables, self.answers.put, lambda: self.answers.closed, prefetched)
+                self._ingest.submit(part, tables, self.answers.put, lambda: self.answers.closed, prefetched)
         except (ShardUnavailableError, NodeUnavailableError, DeadlineExceededError) as error:
             # (Storage errors: of the look-up of a table that this shard has not met.) Not the part's fault. The call ends as UNAVAILABLE,
             # and the trainer sends the part again over a new one.

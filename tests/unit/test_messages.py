@@ -166,12 +166,12 @@ def test_another_protocol_magic_or_type_is_refused_by_name() -> None:
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, [1]]),
         (m.DescribeReply, ["c", b"", 0, 1, "async", 0, {}]),
         (m.TableReply, ["user"]),
-        (m.PushPart, ["t", 1, 1, 1, 0, [], 0, False, []]),
-        (m.PushPart, ["t", 1, 1, 1, False, {}, 0, False, []]),
-        (m.PushPart, ["t", 1, 1, 1, False, [None], 0, False, []]),
-        (m.PushPart, ["t", 1, 1, 1, False, [], 0, 1, []]),
-        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, {}]),
-        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, [None]]),
+        (m.PushPart, ["t", 1, 1, 1, 0, [], 0, False, [], 1]),
+        (m.PushPart, ["t", 1, 1, 1, False, {}, 0, False, [], 1]),
+        (m.PushPart, ["t", 1, 1, 1, False, [None], 0, False, [], 1]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, 1, [], 1]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, {}, 1]),
+        (m.PushPart, ["t", 1, 1, 1, False, [], 0, False, [None], 1]),
     ],
 )
 def test_a_field_of_another_type_is_refused(kind: type[Message], values: list[Any]) -> None:

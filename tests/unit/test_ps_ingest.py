@@ -88,9 +88,9 @@ def test_rows_of_a_dropped_table_are_refused_although_they_were_checked_before_a
         with pytest.raises(TableDroppedError, match="'t'"):
             refused()
     again, new = Outcome(), Outcome()
-    assert rig.ingest.answer_known(PushPart("a", a, 1, 1, False, [], 1), again)
+    assert not rig.ingest.admit(PushPart("a", a, 1, 1, False, [], 1), again, lambda: False)
     assert again.wait().k == 1
-    assert not rig.ingest.answer_known(PushPart("a", a, 2, 2, False, [], 2), new)
+    assert rig.ingest.admit(PushPart("a", a, 2, 2, False, [], 2), new, lambda: False)
     assert rig.push(a, {3: 1.0}, table=MEAN).wait().state == "applied"
     assert rig.change(ERASE, {1: 0.0, 2: 0.0, 3: 0.0}) == 1  # which is how its rows go
 

@@ -7,7 +7,7 @@ import pytest
 
 import kvemb.init
 import kvemb.optim
-from kvemb.errors import PushRejectedError
+from kvemb.errors import PushRejectedError, SlotsMovedError
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import PushPart
 from kvemb.schema.cluster_map import ClusterMap
@@ -69,7 +69,6 @@ def test_a_negative_id_is_named_as_its_caller_wrote_it() -> None:
         (part(rows(rows=np.ones((len(OWNED), 3), np.float32))), "dim 3, expected 2"),
         (part(rows(ids=OWNED[[0, 1, 1, 2]])), f"id {OWNED[1]} stands twice"),
         (part(rows(ids=OWNED[[3, 0, 1, 3]])), f"id {OWNED[3]} stands twice"),
-        (part(rows(ids=np.arange(4, dtype=np.uint64))), "belongs to shard"),
         (part(rows(hyper={"lr": float("nan")})), "lr"),
         (part(rows(hyper={"speed": 1.0})), "speed"),
     ],
@@ -77,6 +76,13 @@ def test_a_negative_id_is_named_as_its_caller_wrote_it() -> None:
 def test_a_bad_part_is_refused(bad: PushPart, says: str) -> None:
     with pytest.raises(PushRejectedError, match=says):
         check(bad)
+
+
+def test_rows_of_another_shard_are_refused_as_moved() -> None:
+    with pytest.raises(
+        SlotsMovedError, match="id 0 belongs to shard 0 by the cluster map of serial 1, this is shard 1 of 3; nothing was acc"
+    ):
+        check(part(rows(ids=np.arange(4, dtype=np.uint64))))
 
 
 def test_erase_carries_no_rows() -> None:
