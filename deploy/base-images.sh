@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build stand-ins for the images that docker-compose.yml takes from a registry, where no registry can be reached: a Python, a Redis, a
-# memcached and a Valkey on Debian 12, from Debian's packages. It takes about a minute, root, a Docker engine and a Debian mirror.
+# memcached, a Valkey and a Prometheus on Debian 12, from Debian's packages. It takes two minutes, root, a Docker engine and a Debian
+# mirror. Debian has no Grafana, so there is no stand-in for it.
 #
 #   sudo deploy/base-images.sh            # those that are missing
 #   sudo deploy/base-images.sh --force    # all of them anew
@@ -116,6 +117,12 @@ build_valkey() {
     import "$VALKEY_IMAGE" 'WORKDIR /data' 'EXPOSE 6379' 'CMD ["valkey-server"]'
 }
 
+build_prometheus() {
+    with_packages prometheus prometheus wget # wget: the official image has one, and the health check uses it
+    install -d -o "$(user_of prometheus)" "$root/prometheus"
+    import "$PROMETHEUS_IMAGE" 'USER prometheus' 'WORKDIR /prometheus' 'EXPOSE 9090' 'ENTRYPOINT ["/usr/bin/prometheus"]'
+}
+
 # The number of a user of the image.
 user_of() { awk -F: -v name="$1" '$1 == name {print $3}' "$root/etc/passwd"; }
 
@@ -123,7 +130,7 @@ user_of() { awk -F: -v name="$1" '$1 == name {print $3}' "$root/etc/passwd"; }
 docker version >/dev/null 2>&1 || die 'no Docker engine answers; start one (Debian: apt-get install docker.io)'
 
 missing=()
-for name in python redis memcached valkey; do
+for name in python redis memcached valkey prometheus; do
     variable=${name^^}_IMAGE
     ! wanted "${!variable}" || missing+=("$name")
 done

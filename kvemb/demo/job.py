@@ -34,6 +34,7 @@ class DemoOptions:
         trainers: trainer processes.
         seed: of corpus sampling, initial rows and negatives.
         config: kvemb.yaml of a running cluster, "" to start a local one.
+        metrics_port: where the first trainer serves its figures, the next ones on the ports behind it; 0: nowhere.
     """
 
     store: str = "valkey"
@@ -42,6 +43,7 @@ class DemoOptions:
     trainers: int = 2
     seed: int = 0
     config: str = ""
+    metrics_port: int = 0
 
 
 @dataclass
@@ -104,7 +106,7 @@ def _cluster(options: DemoOptions, line: ProgressLine) -> Iterator[str]:
 def _train(cluster: kvemb.Cluster, url: str, rows: Rows, held_out: PassText, options: DemoOptions, line: ProgressLine) -> _Learnt:
     """Run all passes on the cluster."""
     learnt = _Learnt([held_out_loss(rows, held_out)])
-    with Trainers(url, options.trainers, options.seed) as trainers:
+    with Trainers(url, options.trainers, options.seed, options.metrics_port) as trainers:
         for _ in trainers.until_idle():
             pass
         for pass_index in range(N_PASSES):

@@ -1,8 +1,8 @@
 """One trainer of the demo, a process of its own, and how the job deals with several.
 
-Its arguments are kvemb.yaml, its index, the number of trainers, and the seed. The job writes a line before each pass, so that the held-out
-loss of a pass is measured when every trainer has finished it. A trainer writes marked lines of JSON: null when it waits for a pass, its
-progress otherwise. What else it writes are its last words. It ends when its standard input does.
+Its arguments are kvemb.yaml, its index, the number of trainers, the seed, and the port of its metrics (0: none). The job writes a line
+before each pass, so that the held-out loss of a pass is measured when every trainer has finished it. A trainer writes marked lines of JSON:
+null when it waits for a pass, its progress otherwise. What else it writes are its last words. It ends when its standard input does.
 """
 
 import json
@@ -35,16 +35,17 @@ class Trainers:
         config: kvemb.yaml or its URL.
         n_trainers: how many.
         seed: of the run.
+        metrics_port: of the first; each of the others has the next one. 0: none.
     """
 
-    def __init__(self, config: str, n_trainers: int, seed: int) -> None:
+    def __init__(self, config: str, n_trainers: int, seed: int, metrics_port: int = 0) -> None:
         self._heard: queue.Queue[tuple[int, TrainingProgress | TrainerError | None]] = queue.Queue(maxsize=10_000)
         self._children: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
-        self._config, self._n, self._seed = config, n_trainers, seed
+        self._config, self._n, self._seed, self._port = config, n_trainers, seed, metrics_port
 
     def __enter__(self) -> "Trainers":
         for index in range(self._n):
-            words = (self._config, str(index), str(self._n), str(self._seed))
+            words = (self._config, str(index), str(self._n), str(self._seed), str(self._port + index if self._port else 0))
             command = [sys.executable, "-m", "kvemb.demo.trainer_process", *words]
             child = launch(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, extra_env=python_env())
             thread = threading.Thread(target=self._listen, args=(index, child), name=f"kvemb-demo-trainer-{index}", daemon=True)
@@ -107,17 +108,17 @@ class Trainers:
 
 def main() -> int:
     """Run one trainer; see the module."""
-    config, trainer, n_trainers, seed = sys.argv[1], *map(int, sys.argv[2:5])
+    config, trainer, n_trainers, seed, port = sys.argv[1], *map(int, sys.argv[2:6])
     try:
-        _train(config, trainer, n_trainers, seed)
+        _train(config, trainer, n_trainers, seed, port)
     except KvembError as error:
         print(f"trainer {trainer}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _train(config: str, trainer: int, n_trainers: int, seed: int) -> None:
-    with connect(config) as cluster:
+def _train(config: str, trainer: int, n_trainers: int, seed: int, port: int) -> None:
+    with connect(config, metrics_port=port or None) as cluster:
         corpus, rows = load(), ClusterRows(cluster, seed)
         _say(None)
         for pass_index, _ in enumerate(sys.stdin):

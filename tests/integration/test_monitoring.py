@@ -46,6 +46,54 @@ def test_the_dashboard_is_what_its_program_writes() -> None:
     assert written == (MONITORING / "dashboard.json").read_text()
 
 
+def test_promtool_finds_the_configuration_of_the_composed_prometheus_right_and_it_names_the_composed_shards() -> None:
+    done = subprocess.run(
+        [program("promtool"), "check", "config", MONITORING / "prometheus.yml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = {job["job_name"]: job for job in yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]}
+    (static,) = jobs["kvemb"]["static_configs"]
+    for file in (ROOT / "deploy").glob("kvemb*.yaml"):
+        servers = yaml.safe_load(file.read_text())["parameter_servers"]
+        hosts = [address.rpartition(":")[0] for address in servers["shards"]]
+        assert static["targets"] == [f"{host}:{servers['metrics_port']}" for host in hosts], file
+
+
+# Of Grafana's documentation of its provisioning files: which keys there are, and which of them must be. No Grafana runs here.
+SOURCE_KEYS = {"name", "type", "access", "url", "uid", "isDefault", "editable", "orgId", "jsonData", "version"}
+PROVIDER_KEYS = {"name", "type", "options", "orgId", "folder", "folderUid", "disableDeletion", "updateIntervalSeconds", "allowUiUpdates"}
+
+
+def test_grafana_is_given_a_default_source_and_a_provider_whose_folder_compose_fills() -> None:
+    files = {path.parent.name: yaml.safe_load(path.read_text()) for path in (MONITORING / "grafana").rglob("*.yml")}
+    assert set(files) == {"datasources", "dashboards"}
+    assert {file["apiVersion"] for file in files.values()} == {1}
+    (source,), (provider,) = files["datasources"]["datasources"], files["dashboards"]["providers"]
+    assert {"name", "type", "access", "url"} <= set(source) <= SOURCE_KEYS
+    assert {"name", "type", "options"} <= set(provider) <= PROVIDER_KEYS
+    assert (source["type"], source["access"], source["isDefault"]) == ("prometheus", "proxy", True)
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    host, _, port = source["url"].removeprefix("http://").partition(":")
+    assert services[host]["ports"][0].endswith(f":{port}")
+    mounts = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    assert mounts["./deploy/monitoring/grafana"] == "/etc/grafana/provisioning"
+    assert mounts["./deploy/monitoring/dashboard.json"].startswith(provider["options"]["path"] + "/")
+    assert services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == mounts["./deploy/monitoring/dashboard.json"]
+
+
+def test_a_panel_has_what_grafana_needs_of_it() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert sorted(set(ids)) == sorted(ids)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in DASHBOARD["panels"]}
+    assert len(places) == len(ids)
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    for panel in DASHBOARD["panels"]:
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for target in panel["targets"]:
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables | {"__rate_interval"}
+
+
 class Prometheus:
     """Debian's Prometheus, scraping every second; rules fire without delay."""
 
