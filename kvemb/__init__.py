@@ -68,10 +68,11 @@ if TYPE_CHECKING:
     from kvemb.arrays.hashing import hash_ids
     from kvemb.cluster import Cluster, connect
     from kvemb.errors import KvembError
+    from kvemb.json_logs import json_log_formatter
     from kvemb.local_cluster import local
     from kvemb.table import Table
 
-__all__ = ["Cluster", "KvembError", "Table", "connect", "errors", "hash_ids", "init", "local", "optim", "torch"]
+__all__ = ["Cluster", "KvembError", "Table", "connect", "errors", "hash_ids", "init", "json_log_formatter", "local", "optim", "torch"]
 
 _MODULES = ("errors", "init", "optim", "torch")
 _HOMES = {
@@ -80,6 +81,7 @@ _HOMES = {
     "Table": "kvemb.table",
     "connect": "kvemb.cluster",
     "hash_ids": "kvemb.arrays.hashing",
+    "json_log_formatter": "kvemb.json_logs",
     "local": "kvemb.local_cluster",
 }
 

@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--trainers", type=_count, default=2, help="trainer processes (default 2)")
     demo.add_argument("--seed", type=_seed, default=0, help="seed of the run (default 0)")
     demo.add_argument("--config", default="", help="kvemb.yaml of a running cluster, instead of starting one")
+    demo.add_argument(
+        "--metrics-port", type=_count, default=0, help="trainers serve their figures on ports from here on (default: nowhere)"
+    )
     demo.set_defaults(run=_demo, refuse=demo.error)
     verbs.add_parser("shard", help="run one parameter-server shard; `kvemb shard --help` shows its options")
     status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
@@ -115,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint_verbs(verbs)
     add_plan(verbs).set_defaults(run=_plan)
     add_bench(verbs).set_defaults(run=_bench)
+    completion = verbs.add_parser("completion", help="print a script that lets a shell complete this command's words")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which")
+    completion.set_defaults(run=_completion)
     for name, verb in verbs.choices.items():
         verb.formatter_class, verb.epilog = argparse.RawDescriptionHelpFormatter, example_text(name)
     return parser
@@ -179,7 +185,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     store = args.store or DEFAULT_KIND
     nodes = args.nodes or max(2, KINDS[store].least_nodes)
-    options = DemoOptions(store, nodes, args.shards or 2, args.trainers, args.seed, args.config)
+    options = DemoOptions(store, nodes, args.shards or 2, args.trainers, args.seed, args.config, args.metrics_port)
     return 0 if run_demo(options, ProgressLine(sys.stdout, plain_every_s=5.0)) else 1
 
 
@@ -223,6 +229,12 @@ def _bench(args: argparse.Namespace) -> int:
     from kvemb.commands.bench_command import bench_command
 
     return bench_command(args)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from kvemb.commands.completion_command import completion_command
+
+    return completion_command(_parser(), args.shell)
 
 
 def _acl(args: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 import logging
 import sys
 
+from kvemb.json_logs import formatter_of
+
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -53,8 +55,4 @@ class LogLines(logging.Filter):
     def _formatter(self) -> logging.Formatter:
         if not self._json:
             return logging.Formatter("%(asctime)s %(levelname)s shard %(shard)s: %(message)s")
-        from pythonjsonlogger.json import JsonFormatter
-
-        names = {"levelname": "level", "threadName": "thread"}
-        fields = ("levelname", "cluster", "shard", "epoch", "message", "threadName")
-        return JsonFormatter(fields, timestamp="time", rename_fields=names)
+        return formatter_of(("cluster", "shard", "epoch"), {})

@@ -36,7 +36,7 @@ FACADES = {
 # docs/architecture.md has a line for each.
 ROOMS = {
     "kvemb": (
-        {"kvemb.atomic_file", "kvemb.errors", "kvemb.own", "kvemb.progress_line"},
+        {"kvemb.atomic_file", "kvemb.errors", "kvemb.json_logs", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
         {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
@@ -62,7 +62,6 @@ ROOMS = {
         {"paramserver.journal", "paramserver.engine"},
         {"paramserver.ingest", "paramserver.snapshot"},
         {"paramserver.repair"},
-        {"paramserver.moves"},
         {"paramserver.apply", "paramserver.recovery"},
         {"paramserver.checkpoint"},
         {"paramserver.figures", "paramserver.rpc"},

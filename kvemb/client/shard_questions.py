@@ -55,6 +55,11 @@ class ShardQuestions:
         requests = [TableRequest(table)] * len(self._servers)
         return max(reply.step for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
 
+    def rows_applied(self, table: str, timeout_s: float | None = None) -> int:
+        """Return how many rows of a table were applied, by all shards since each of them was started."""
+        requests = [TableRequest(table)] * len(self._servers)
+        return sum(reply.rows_applied for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
+
     def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
         """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
         for shard in range(len(self._servers)):

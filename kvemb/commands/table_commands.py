@@ -20,20 +20,22 @@ _SHOWN = 8  # of a row's weights
 
 
 def tables_command(args: argparse.Namespace) -> int:
-    """List the tables."""
+    """List the tables, those first that the shards have had the most work with since they were started."""
     with connect(args.config) as cluster:
         found = [_table(cluster, name) for name in cluster.tables()]
+    found.sort(key=lambda table: -table["rows_applied"])
     if args.json:
         print(json.dumps(found))
         return 0
-    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ROWS", "STEPS", "RECORD", "MB")
-    words = ("name", "dim", "dtype", "optimizer", "reduce", "layout")
-    rows = [
-        (*map(t.get, words), f"{t['rows']:,}", f"{t['steps']:,}", f"{t['record_bytes']} B", f"{t['rows'] * t['record_bytes'] / 1e6:,.1f}")
-        for t in found
-    ]
-    print(text_table([head, *rows]))
+    head = ("TABLE", "DIM", "DTYPE", "OPTIMIZER", "REDUCE", "LAYOUT", "ROWS", "STEPS", "APPLIED", "RECORD", "MB")
+    print(text_table([head, *map(_cells, found)]))
     return 0
+
+
+def _cells(table: dict[str, Any]) -> tuple[object, ...]:
+    words = (table[word] for word in ("name", "dim", "dtype", "optimizer", "reduce", "layout"))
+    counts = (f"{table[word]:,}" for word in ("rows", "steps", "rows_applied"))
+    return (*words, *counts, f"{table['record_bytes']} B", f"{table['rows'] * table['record_bytes'] / 1e6:,.1f}")
 
 
 def _table(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def _table(cluster: Cluster, name: str) -> dict[str, Any]:
         "layout": _layout(definition, pages=cluster.store.capabilities.pages),
         "rows": len(table),
         "steps": cluster.questions.step(name),
+        "rows_applied": cluster.questions.rows_applied(name),
         "record_bytes": definition.record.size_bytes,
     }
 
@@ -93,6 +96,7 @@ def _row(cluster: Cluster, name: str, given: int) -> dict[str, Any]:
         "exists": known.version != 0,
         "versions": {place: list(split_version(version)) if version else None for place, version in versions.items()},
         "shard_batch": known.k,
+        "trainers": known.trainers,
         "agrees": agrees,
         "verdict": said,
         **_values(definition, ids, stored or known.cached),
@@ -140,6 +144,7 @@ def _text(row: dict[str, Any]) -> str:
         f"  where    slot {row['slot']}, node {row['node']}, shard {row['shard']} ({row['address']})",
         f"           {row['key']}",
         f"  version  {', '.join(versions)}; the shard is at batch {row['shard_batch']}",
+        *([f"  batch    holds pushes of {', '.join(row['trainers'])}"] if row["trainers"] else []),
         f"  {'weights' if row['exists'] else 'first   '}  {_numbers(row['weights'])}",
     ]
     return "\n".join([*lines, *(f"  state    {name} {_numbers(values)}" for name, values in row["state"].items())])

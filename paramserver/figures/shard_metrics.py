@@ -77,6 +77,8 @@ class ShardMetrics:
         by_table = [({"table": state.definition.name}, state) for state in tables]
         to.gauge("kvemb_shard_rows", "Rows that exist.", [(labels, state.n_rows) for labels, state in by_table])
         to.gauge("kvemb_shard_steps", "Applies of the table's optimizer.", [(labels, state.step) for labels, state in by_table])
+        text = "Rows of the table applied, since the shard's process was started."
+        to.counter("kvemb_shard_table_rows_applied_total", text, [(labels, state.n_applied) for labels, state in by_table])
         to.counter("kvemb_shard_cache_lookups_total", "Rows that were looked for in the shard's cache.", cache.n_lookups)
         to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
         to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)

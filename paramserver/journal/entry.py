@@ -126,14 +126,21 @@ def decode_entry(payload: bytes | memoryview, find_table: Find) -> Entry:
 
 def version_of(payload: bytes | memoryview) -> int:
     """Return the version of a batch's entry, without its rows; 0 for any other entry, and for bytes that are none: see `decode_entry`."""
+    return batch_head(payload)[0]
+
+
+def batch_head(payload: bytes | memoryview) -> tuple[int, list[str]]:
+    """Return the version of a batch's entry and whose pushes it holds; (0, []) for any other entry, and for bytes that are none."""
     view = memoryview(payload).toreadonly()
     size = _SIZE.unpack_from(view)[0] if len(view) >= _SIZE.size else 0
     try:
         items = _unpack(view[_SIZE.size : _SIZE.size + min(size, MAX_HEADER_BYTES)])
     except JournalDamagedError:
-        return 0
-    batch = type(items) is list and len(items) == 7 and items[1] == "batch" and type(items[2]) is int
-    return int(items[2]) if batch else 0
+        return 0, []
+    if not (type(items) is list and len(items) == 7 and items[1] == "batch" and type(items[2]) is int):
+        return 0, []
+    marks = items[5] if type(items[5]) is list else []
+    return items[2], [mark[0] for mark in marks if type(mark) is list and mark and type(mark[0]) is str]
 
 
 def _header(entry: Entry) -> list[Any]:

@@ -34,7 +34,7 @@ class TableState:
     def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
-        self.step = step
+        self.step, self.n_applied = step, 0  # rows written by batches since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
         self._kept: IndexLookup | None = None  # of the batch under way
@@ -71,6 +71,7 @@ class TableState:
     def applied(self, ids: Ids, version: int) -> None:
         """Record that n unique rows now have this version. Apply thread only."""
         found, self._kept = self._find(ids), None
+        self.n_applied += len(ids)
         with self._lock:
             self._index.set_at(found, version)
 

@@ -42,7 +42,6 @@ from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
 from .inspection_handlers import InspectionHandlers
-from .move_handlers import MoveHandlers
 from .push_parts import PushReceiver
 from .stream_limits import BytesInHand
 
@@ -54,8 +53,8 @@ log = logging.getLogger("paramserver")
 class Handlers:
     """The verbs of one shard, but for checkpoints, drops, inspection. Thread-safe. Each takes its request and how long the caller waits."""
 
-    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers) -> None:
-        self._parts, self._background, self.moves = parts, background, moves
+    def __init__(self, parts: ShardParts, background: BackgroundWork) -> None:
+        self._parts, self._background = parts, background
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
         self.inspection = InspectionHandlers(parts)
@@ -128,7 +127,8 @@ class Handlers:
 
     def step(self, request: TableRequest, deadline: Deadline) -> StepReply:
         """Say how often the optimizer was applied to a table on this shard."""
-        return StepReply(self._parts.tables.state(self._parts.registry.find(request.table)).step)
+        state = self._parts.tables.state(self._parts.registry.find(request.table))
+        return StepReply(state.step, state.n_applied)
 
     def ids(self, request: IdsRequest, deadline: Deadline) -> IdsReply:
         """List ids of a table on this shard in ascending order."""

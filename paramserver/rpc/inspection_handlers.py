@@ -5,17 +5,20 @@ import random
 import resource
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.installed_version import installed_version
 from kvemb.protocol.messages import MAX_SAMPLED_IDS, Empty, ExamineReply, IdsReply, SampleIdsRequest, ShowRowReply, ShowRowRequest
 
+from ..journal.batch_search import trainers_of
 from ..recovery.shard_parts import ShardParts
 
+_SEARCH_S = 2.0
 _TRIES, _TRY_BYTES = 5, 4096
 _TRY_NAME = "doctor.tmp"
 
@@ -27,7 +30,7 @@ class InspectionHandlers:
         self._parts = parts
 
     def show_row(self, request: ShowRowRequest, deadline: Deadline) -> ShowRowReply:
-        """Say what index and cache have of a row, between two batches.
+        """Say what index and cache have of a row, between two batches; and whose batch wrote it last, as far as the journal has it.
 
         Raises:
             InvalidInputError: no such id.
@@ -41,7 +44,14 @@ class InspectionHandlers:
         with engine.batch_boundary.between(deadline):
             at = int(state.cache.peek(ids)[0])
             record = state.cache.records[at].tobytes() if at >= 0 else b""
-            return ShowRowReply(int(state.versions(ids)[0]), record, bool(state.cache.is_pinned(ids)[0]), engine.k)
+            reply = ShowRowReply(int(state.versions(ids)[0]), record, bool(state.cache.is_pinned(ids)[0]), engine.k)
+        return replace(reply, trainers=self._trainers_of(reply.version, deadline))
+
+    def _trainers_of(self, version: int, deadline: Deadline) -> list[str]:
+        try:
+            return trainers_of(self._parts.fenced_log.journal, version, deadline.within(_SEARCH_S)) if version else []
+        except ParameterServerError:  # a segment that was just let go
+            return []
 
     def sample_ids(self, request: SampleIdsRequest, deadline: Deadline) -> IdsReply:
         """Give some ids of a table that exist on this shard.

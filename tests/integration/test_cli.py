@@ -135,6 +135,24 @@ def test_an_example_is_a_line_that_its_verb_takes(example: str) -> None:
         assert cli._parser().parse_args(words).verb == words[0]
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_is_a_script_that_knows_every_verb(shell: str) -> None:
+    pytest.importorskip("shtab")
+    done = run("completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert [verb for verb in verbs() if verb not in done.stdout] == []
+    if shell == "bash":
+        asked = "COMP_WORDS=(kvemb do); COMP_CWORD=1; COMP_LINE='kvemb do'; COMP_POINT=8; _shtab_kvemb; echo ${COMPREPLY[@]}"
+        completed = subprocess.run(["bash", "-c", f"{done.stdout}\n{asked}"], capture_output=True, text=True, timeout=60, check=False)
+        assert completed.stdout.split() == ["doctor"], completed.stderr
+
+
+def test_completion_without_what_makes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install 'kvemb[completion]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--config", "/no/kvemb.yaml"], ["--store", "redis-cluster", "--nodes", "2"]])
 def test_the_demo_refuses_a_cluster_before_it_reads_text(words: list[str]) -> None:
     done = run("demo", *words)

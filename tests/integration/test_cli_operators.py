@@ -68,10 +68,22 @@ def test_tables_are_listed_with_rows_and_bytes(cluster: LocalCluster) -> None:
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
     assert lines["user"][1:5] == ["2", "float32", "adam", "sum"]
-    assert lines["user"][-5:] == ["100", "1", "36", "B", "0.0"]
+    assert lines["user"][-6:] == ["100", "1", "100", "36", "B", "0.0"]
     assert "pages" in lines["word"]
     found = json.loads(run("tables", "--json", "--config", str(cluster.config_path)).stdout)
     assert [(table["name"], table["rows"], table["record_bytes"]) for table in found] == [("user", 100, 36), ("word", 0, 76)]
+
+
+def test_the_tables_that_shards_have_had_most_work_with_come_first(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2) as running:
+        with kvemb.connect(running.url) as client:
+            tables = [client.create_table(name, dim=2, optimizer=kvemb.optim.sgd()) for name in ("a", "b", "c")]
+            for table, n_times in zip(tables, (1, 3, 2), strict=True):
+                for _ in range(n_times):
+                    table.push(np.arange(50), np.ones((50, 2))).wait_applied()
+        found = json.loads(run("tables", "--json", "--config", str(running.config_path)).stdout)
+        assert [(table["name"], table["rows_applied"]) for table in found] == [("b", 150), ("c", 100), ("a", 50)]
 
 
 def test_show_says_where_a_row_is_what_it_holds_and_that_all_agree(cluster: LocalCluster) -> None:
@@ -88,6 +100,17 @@ def test_show_says_where_a_row_is_what_it_holds_and_that_all_agree(cluster: Loca
     assert text.startswith("table 'user', id 7: index, cache, storage agree\n")
     assert f"shard {row['shard']} ({row['address']})" in text
     assert "epoch 1 batch 1" in text
+
+
+def test_show_names_the_trainers_of_the_batch_that_wrote_a_row_last(cluster: LocalCluster) -> None:
+    with kvemb.connect(cluster.url, trainer="anna") as client:
+        client.table("user").push([3, 4], np.ones((2, 2))).wait_applied()
+    with kvemb.connect(cluster.url, trainer="berta") as client:
+        client.table("user").push([4], np.ones((1, 2))).wait_applied()
+    assert shown(cluster, "user", "3")["trainers"] == ["anna"]
+    assert shown(cluster, "user", "4")["trainers"] == ["berta"]
+    assert shown(cluster, "user", "999")["trainers"] == []
+    assert "batch    holds pushes of berta\n" in run("show", "user", "4", "--config", str(cluster.config_path)).stdout
 
 
 def test_show_of_a_row_that_does_not_exist_says_what_it_would_begin_with(cluster: LocalCluster) -> None:
