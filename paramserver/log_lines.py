@@ -29,8 +29,10 @@ class LogLines(logging.Filter):
         handler.setFormatter(self._formatter())
         handler.addFilter(self)
         logging.basicConfig(level=self._level.upper(), handlers=[handler])
-        # It logs a traceback for every header that is no text: strangers could fill the disk with them.
-        logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+        # They log a traceback for every header that is no text, and every call of the health service that is none: strangers could fill
+        # the disk with them.
+        for name in ("grpc._cython.cygrpc", "grpc._common"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def named(self, cluster: str) -> None:
         """Say the cluster's name in later lines."""

@@ -83,5 +83,6 @@ def _valid(builder: x509.CertificateBuilder, *, expired: bool) -> x509.Certifica
 
 def _replace(path: Path, data: bytes) -> None:
     new = path.with_suffix(path.suffix + ".new")
+    new.touch(0o600 if path.suffix == ".key" else 0o644)
     new.write_bytes(data)
     new.replace(path)

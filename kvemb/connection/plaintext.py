@@ -3,11 +3,11 @@
 Called where a process starts to use a cluster. What must not live here: connections.
 """
 
-import ipaddress
 import logging
 
 from kvemb.config import Config
 from kvemb.errors import ConfigError
+from kvemb.net.name_lookup import is_loopback
 
 log = logging.getLogger("kvemb")
 _WHAT = {"storage": "rows and passwords", "parameter_servers": "gradients, and orders to erase or load,"}
@@ -38,19 +38,3 @@ def require_encrypted(config: Config, listen: str = "") -> None:
         log.warning(
             "INSECURE: %s.insecure is true: %s go to %s unencrypted, and whoever reaches it may do anything", at, _WHAT[at], beyond[0]
         )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether "host:port" cannot be reached from other machines.
-
-    Example:
-        >>> is_loopback("127.0.0.1:7070"), is_loopback("[::1]:7070"), is_loopback("0.0.0.0:7070"), is_loopback("ps-0:7070")
-        (True, True, False, False)
-    """
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

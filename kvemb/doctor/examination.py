@@ -2,15 +2,26 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
-from kvemb.doctor.finding import Finding, error
+from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
+from kvemb.doctor.finding import ERROR, Finding, error
 from kvemb.doctor.node_findings import judge_node
 from kvemb.doctor.shard_findings import ShardFacts, judge_shard
-from kvemb.errors import KvembError, NodeLostError, NodeSuspectError, NotProvisionedError, StorageError, UnsafeNodeError, WrongNodeError
+from kvemb.errors import (
+    ConfigError,
+    KvembError,
+    NodeLostError,
+    NodeSuspectError,
+    NotProvisionedError,
+    StorageError,
+    UnsafeNodeError,
+    WrongNodeError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
@@ -18,6 +29,7 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
 M = TypeVar("M", bound=Message)
+_UNREACHED = ("node-unreachable", "shard-unreachable", "shard-refuses", "storage")
 _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
     (
         WrongNodeError,
@@ -36,21 +48,28 @@ _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
 
 def examine(config: Config, our_version: str) -> list[Finding]:
     """Return what is wrong with a cluster, worst first within each part."""
-    store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers = AllShards.of(config.servers)
-    try:
-        found = [*_nodes(store, config), *_shards(servers, config, our_version)]
-    finally:
-        servers.close()
-        store.close()
-    return sorted(found, key=lambda finding: finding.level)
+    certificates = list(judge_certificates(config, config.storage.timeout_s))
+    told = {finding.where for finding in certificates if finding.level == ERROR}
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(replace(config.storage, on_lost_node="fail"), role="trainer"))
+        found = [*certificates, *_nodes(store, config)]
+        try:
+            servers = AllShards.of(config.servers)
+        except ConfigError as problem:  # no channel can be opened with our certificate, or token
+            if not told:
+                found.append(error(UNUSABLE, "parameter_servers.tls", str(problem), "See docs/security.md."))
+        else:
+            stack.callback(servers.close)
+            found += _shards(servers, config, our_version)
+    # Of those whose certificate is not good it is known why they cannot be reached.
+    return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
 
 
 def _nodes(store: Store, config: Config) -> Iterator[Finding]:
     timeout_s = config.storage.timeout_s
     try:
         stats = store.stats(Deadline.after(timeout_s))
-    except StorageError as problem:  # a Redis Cluster none of whose members answers
+    except (StorageError, ConfigError) as problem:  # a Redis Cluster none of whose members answers; or files of ours that cannot be used
         stats = [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
     for node in stats:
         yield from judge_node(node, _settings(store, node, timeout_s))

@@ -1,5 +1,6 @@
 """What is wrong with a shard, from what it says of itself and its host. Pure."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,10 @@ class ShardFacts:
 
 def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator[Finding]:
     """Yield what is wrong with one shard."""
+    if facts.error and re.search(r"certificate|token|TLS", facts.error):
+        mend = "Give this process a certificate of its authority for this cluster and role, or the token (docs/security.md)."
+        yield error("shard-refuses", facts.where, facts.error, mend)
+        return
     if facts.error:
         mend = "Start it: kvemb shard. Trainers' pushes for its rows wait for it; its journal has what was accepted."
         yield error("shard-unreachable", facts.where, facts.error, mend)

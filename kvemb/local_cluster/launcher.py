@@ -140,7 +140,7 @@ class LocalCluster:
             shard.signal(signal.SIGKILL)
 
     def _start(self) -> None:
-        self.servers = start_servers(self.store, self._n_nodes, self.folder, self._memory_mb)
+        self.servers = self._start_servers(self.store, self._n_nodes, self.folder, self._memory_mb)
         self._addresses = self._shard_addresses()
         config = self._config(*self._node_addresses(), shards=self._addresses)
         self.config_path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -148,6 +148,9 @@ class LocalCluster:
             self.launch_shard(index)
         for index in range(self._n_shards):
             self._await_shard(index)
+
+    def _start_servers(self, store: str, n: int, folder: Path, memory_mb: int) -> list[StorageServer]:
+        return start_servers(store, n, folder, memory_mb)
 
     def _node_addresses(self) -> list[str]:
         """Where the storage servers are reached."""

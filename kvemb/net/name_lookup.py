@@ -8,6 +8,7 @@ The system's resolver takes no time limit of a caller's, and its own are 5 to 30
 Thread- and fork-safe. What must not live here: connecting itself (`kvemb.net.link`).
 """
 
+import ipaddress
 import os
 import socket
 import threading
@@ -88,3 +89,19 @@ def _resolve(host: str, lookup: "Future[None]") -> None:
     else:
         _pending.pop(host, None)
         lookup.set_result(None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether "host:port" cannot be reached from other machines.
+
+    Example:
+        >>> is_loopback("127.0.0.1:7070"), is_loopback("[::1]:7070"), is_loopback("0.0.0.0:7070"), is_loopback("ps-0:7070")
+        (True, True, False, False)
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,16 +1,22 @@
-"""Looks at certificates with the standard library alone: who this process is by its own, and why a TLS connection is refused.
+"""Looks at certificates with the standard library alone: who this process is by its own, what others show, why a connection is refused.
 
 gRPC tells neither. Nothing here is on a data path.
 """
 
 import socket
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kvemb.errors import ConfigError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import connect_timeout_s, host_and_port
 from kvemb.tls_config import TlsConfig
+
+_FAULTS = {10: "expired", 9: "not yet valid", 62: "names", 64: "names", 26: "purpose"}
+"""OpenSSL's numbers (X509_V_ERR_…) of what a certificate is not good for."""
 
 
 def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, ...]:
@@ -29,7 +35,7 @@ def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, 
     if not config.own:
         return ()
     try:
-        names = _shown_to_itself(config, server=server)
+        shown = _shown_to_itself(config, server=server)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"{at}.cert: {config.cert}: not good with {at}.ca ({config.ca or 'of the system'}): {error.verify_message}"
@@ -37,22 +43,70 @@ def own_uris(config: TlsConfig, at: str, *, server: bool = False) -> tuple[str, 
     except (ssl.SSLError, OSError) as error:
         why = error.strerror or error
         raise ConfigError(f"{at}: {', '.join(filter(None, (config.ca, *config.own)))}: cannot be used: {why}") from error
-    return tuple(value for kind, value in names if kind == "URI")
+    return _uris_of(shown)
+
+
+@dataclass(frozen=True)
+class SeenCertificate:
+    """What a look at a certificate has shown.
+
+    Args:
+        fault: "" where it is good; "expired", "not yet valid", "names", "purpose", "untrusted"; "no tls" (no handshake came about), "files"
+            (our own cannot be used), "nobody" (no connection).
+        why: the fault in words.
+        ends: when its time is over, in words; "" where nothing could be seen.
+        ends_s: the same as a time of day.
+        uris: among its alternative names.
+    """
+
+    fault: str = ""
+    why: str = ""
+    ends: str = ""
+    ends_s: float = 0.0
+    uris: tuple[str, ...] = ()
+
+
+def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertificate:
+    """Return what a server shows, by a connection to it."""
+    try:
+        with _connection(address, config, deadline) as sock:
+            return _seen(dict(sock.getpeercert() or {}))
+    except ssl.SSLError as error:
+        return _faulty(error, "no tls")
+    except (OSError, NodeUnavailableError) as error:
+        return SeenCertificate("nobody", str(error))
+
+
+def look_at_own(config: TlsConfig) -> SeenCertificate:
+    """Return what this process shows as a client, by a handshake with itself."""
+    try:
+        return _seen(_shown_to_itself(config, server=False))
+    except ssl.SSLError as error:
+        return _faulty(error, "files")
+    except OSError as error:
+        return SeenCertificate("files", str(error))
+
+
+def _seen(shown: dict[str, Any]) -> SeenCertificate:
+    ends = str(shown.get("notAfter", ""))
+    return SeenCertificate("", "", ends, ssl.cert_time_to_seconds(ends) if ends else 0.0, _uris_of(shown))
+
+
+def _faulty(error: ssl.SSLError, otherwise: str) -> SeenCertificate:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return SeenCertificate(_FAULTS.get(error.verify_code, "untrusted"), error.verify_message)
+    return SeenCertificate(otherwise, str(error.reason or error).lower().replace("_", " "))
+
+
+def _uris_of(shown: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(value) for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
 
 
 def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) -> str:
     """Return why no TLS connection to a server of ours comes about, as far as a connection of our own shows; "" for no reason."""
     try:
         own_uris(config, at)
-        context = ssl.create_default_context(cafile=config.ca)
-        if config.own:
-            context.load_cert_chain(*config.own)
-        context.set_alpn_protocols(["h2"])
-        endpoint = host_and_port(address, deadline)
-        with (
-            socket.create_connection(endpoint, timeout=connect_timeout_s(deadline)) as plain,
-            context.wrap_socket(plain, server_hostname=endpoint[0]) as sock,
-        ):
+        with _connection(address, config, deadline) as sock:
             ended = sock.recv(1) == b""  # the server's refusal of our certificate comes after the handshake
     except (ConfigError, NodeUnavailableError) as error:
         return str(error)
@@ -69,8 +123,22 @@ def why_refused(address: str, config: TlsConfig, at: str, deadline: Deadline) ->
     return f"it does not take the certificate {config.cert}: is its {at}.ca of the same authority, and neither expired?"
 
 
-def _shown_to_itself(config: TlsConfig, *, server: bool) -> tuple[tuple[str, str], ...]:
-    """Run a handshake in memory in which one side shows our certificate to the other; return the alternative names seen."""
+@contextmanager
+def _connection(address: str, config: TlsConfig, deadline: Deadline) -> Iterator[ssl.SSLSocket]:
+    context = ssl.create_default_context(cafile=config.ca)
+    if config.own:
+        context.load_cert_chain(*config.own)
+    context.set_alpn_protocols(["h2"])  # what gRPC speaks; others do not ask
+    endpoint = host_and_port(address, deadline)
+    with (
+        socket.create_connection(endpoint, timeout=connect_timeout_s(deadline)) as plain,
+        context.wrap_socket(plain, server_hostname=endpoint[0]) as sock,
+    ):
+        yield sock
+
+
+def _shown_to_itself(config: TlsConfig, *, server: bool) -> dict[str, Any]:
+    """Run a handshake in memory in which one side shows our certificate to the other; return it, as `ssl.SSLSocket.getpeercert` does."""
     shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     looking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if server else ssl.PROTOCOL_TLS_SERVER)
     (looking if server else shown).check_hostname = False
@@ -91,5 +159,4 @@ def _shown_to_itself(config: TlsConfig, *, server: bool) -> tuple[tuple[str, str
                 side.do_handshake()
             except ssl.SSLWantReadError:
                 continue
-    names: Any = (sides[0].getpeercert() or {}).get("subjectAltName", ())
-    return tuple((str(kind), str(value)) for kind, value in names)
+    return dict(sides[0].getpeercert() or {})

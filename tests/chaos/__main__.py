@@ -18,6 +18,7 @@ from chaos.catalogue import FAULTS, Fault, Scene
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
 from chaos.run import LedgerRun
+from chaos.tls_cluster import KINDS_WITH_TLS, TlsFaultyCluster
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
@@ -165,11 +166,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], choices=[fault.name for fault in FAULTS], help="just this fault; may be repeated"
     )
+    parser.add_argument(
+        "--tls", action="store_true", help=f"encrypt everything, with certificates on every side; {' and '.join(KINDS_WITH_TLS)}"
+    )
     args = parser.parse_args(argv)
+    if args.tls and args.store not in KINDS_WITH_TLS:
+        parser.error(f"--tls: not on {args.store}")
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     faults = chosen_faults(args.store, args.only)
-    print(f"{args.store}, seed {seed}, {args.seconds:g} s, faults: {', '.join(fault.name for fault in faults)}", flush=True)
-    cluster = FaultyCluster(args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S})
+    where, names = f"{args.store}{' over TLS' if args.tls else ''}", ", ".join(fault.name for fault in faults)
+    print(f"{where}, seed {seed}, {args.seconds:g} s, faults: {names}", flush=True)
+    kind = TlsFaultyCluster if args.tls else FaultyCluster
+    cluster = kind(args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S})
     with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed) as run:
         chaos = Chaos(run, faults, seed)
         chaos.play(args.seconds)

@@ -101,12 +101,16 @@ class FaultyCluster(LocalCluster):
         return [*self._shard_program, *command[command.index("--shard") :]] if self._shard_program else command
 
     def _node_addresses(self) -> list[str]:
-        self.node_proxies = [FaultProxy(server.address, seed=index) for index, server in enumerate(self.servers)]
+        self.node_proxies = [FaultProxy(self._served_at(server), seed=index) for index, server in enumerate(self.servers)]
         if self.store == "redis-cluster":
             for server, proxy in zip(self.servers, self.node_proxies, strict=True):
                 self._announce(server, proxy)
             self._await_cluster()
         return [proxy.address for proxy in self.node_proxies]
+
+    def _served_at(self, server: StorageServer) -> str:
+        """The address at which kvemb is to reach a server."""
+        return server.address
 
     def _shard_addresses(self) -> list[str]:
         self._shard_targets = super()._shard_addresses()

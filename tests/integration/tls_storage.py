@@ -37,6 +37,17 @@ class TlsServer(StorageServer):
         return [*command, *tls, *(["--tls-cluster", "yes"] if self.kind == "redis-cluster" else [])]
 
 
+def start_tls_servers(kind: str, n: int, folder: Path, memory_mb: int, *, authority: Authority, issued: Issued) -> list[StorageServer]:
+    """Start n servers with two ports each, and wait for both; a Redis Cluster is put together."""
+    servers = [TlsServer(kind, port, folder, memory_mb, authority=authority, issued=issued) for port in free_ports(n)]
+    deadline = Deadline.after(START_TIMEOUT_S)
+    for server in servers:
+        server.process.wait_until(lambda server=server: accepts(server.port) and accepts(server.tls_port), deadline)  # type: ignore[misc]
+    if kind == "redis-cluster":
+        create_redis_cluster([server.port for server in servers], deadline)
+    return list[StorageServer](servers)
+
+
 class TlsNodes(ServerNodes):
     """Nodes that a store reaches over TLS.
 
@@ -52,15 +63,8 @@ class TlsNodes(ServerNodes):
             path.chmod(0o755)  # memcached gives up root for nobody, and tests have no secrets
         super().__init__(kind, n, folder, start=self._start_all)
 
-    def _start_all(self, kind: str, n: int, folder: Path, memory_mb: int) -> list[TlsServer]:
-        identity = {"authority": self.authority, "issued": self.server_cert}
-        servers = [TlsServer(kind, port, folder, memory_mb, **identity) for port in free_ports(n)]
-        deadline = Deadline.after(START_TIMEOUT_S)
-        for server in servers:
-            server.process.wait_until(lambda server=server: accepts(server.port) and accepts(server.tls_port), deadline)  # type: ignore[misc]
-        if kind == "redis-cluster":
-            create_redis_cluster([server.port for server in servers], deadline)
-        return servers
+    def _start_all(self, kind: str, n: int, folder: Path, memory_mb: int) -> list[StorageServer]:
+        return start_tls_servers(kind, n, folder, memory_mb, authority=self.authority, issued=self.server_cert)
 
     @property
     def tls(self) -> TlsConfig:
