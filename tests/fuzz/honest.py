@@ -17,12 +17,13 @@ class Honest:
 
     Args:
         source: what `kvemb.connect` takes.
+        begun: the pushes of the one that it is the restart of.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, begun: int = 0) -> None:
         self._source, self._ended = source, threading.Event()
         self._trouble: BaseException | None = None
-        self.n_pushes = 0
+        self.n_pushes = begun
         self._thread = threading.Thread(target=self._train, name="honest-trainer", daemon=True)
 
     def __enter__(self) -> "Honest":
@@ -30,6 +31,10 @@ class Honest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Let it end what it does, and no more; idempotent."""
         self._ended.set()
         self._thread.join(_END_S)
 
@@ -37,13 +42,13 @@ class Honest:
         """Raise what happened to it."""
         if self._trouble is not None:
             raise AssertionError(f"the honest trainer was harmed after {self.n_pushes} pushes: {self._trouble!r}") from self._trouble
-        assert self._thread.is_alive(), "the honest trainer's thread has ended"
+        assert self._ended.is_set() or self._thread.is_alive(), "the honest trainer's thread has ended"
 
     def _train(self) -> None:
         try:
             with kvemb.connect(self._source, trainer="honest") as cluster:
                 options: Any = {"optimizer": kvemb.optim.sgd(1.0), "initializer": kvemb.init.zeros()}
-                table = cluster.create_table("honest", dim=4, **options)
+                table = cluster.create_table("honest", dim=4, exist_ok=True, **options)
                 while not self._ended.wait(_PAUSE_S):
                     table.push(_IDS, np.ones((len(_IDS), 4), np.float32)).wait_applied(timeout_s=60)
                     self.n_pushes += 1
