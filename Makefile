@@ -29,6 +29,7 @@ help:
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
+	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
@@ -63,6 +64,10 @@ fuzz: setup
 libraries: setup
 	@bash scripts/libraries.sh $(ARGS)
 
+chart: setup
+	@bash scripts/chart-tools.sh
+	@$(PYTEST) tests/chart $(ARGS)
+
 compose-test: setup
 	@bash scripts/compose-test.sh $(ARGS)
 
@@ -88,5 +93,5 @@ setup:
 	@sh scripts/setup.sh dev
 
 clean:
-	rm -rf .venv .libraries build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .libraries .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

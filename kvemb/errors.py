@@ -143,6 +143,10 @@ class AccessDeniedError(ParameterServerError):
     """A shard does not let this process do this: its certificate or token is not good for it. Nothing was changed."""
 
 
+class MoveRefusedError(ParameterServerError):
+    """A move of slots cannot begin or be taken back now; nothing was changed."""
+
+
 class FencedError(ParameterServerError):
     """A newer incarnation of this trainer, or a newer owner of this shard, has taken over. This process must stop pushing."""
 

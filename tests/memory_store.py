@@ -336,6 +336,11 @@ class MemoryStore(Store):
         assert self._markers is not None, "open() comes first"
         return self._markers[self.addresses.index(address)]
 
+    placements = ()
+
+    def number_of(self, address: str) -> int:
+        return self.addresses.index(address)
+
     def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         node = self._at(address)
         found = node.values.get(MARKER_KEY)

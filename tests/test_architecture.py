@@ -62,6 +62,7 @@ ROOMS = {
         {"paramserver.journal", "paramserver.engine"},
         {"paramserver.ingest", "paramserver.snapshot"},
         {"paramserver.repair"},
+        {"paramserver.moves"},
         {"paramserver.apply", "paramserver.recovery"},
         {"paramserver.checkpoint"},
         {"paramserver.figures", "paramserver.rpc"},

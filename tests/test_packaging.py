@@ -252,9 +252,11 @@ def test_a_memcached_node_does_not_lose_rows(name: str) -> None:
     assert command[command.index("-o") + 1] == "no_slab_reassign"
 
 
-def run_node(folder: Path, password: str | None = "a-word") -> subprocess.CompletedProcess[str]:
+def run_node(folder: Path, password: str | None = "a-word", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run deploy/redis-node.sh with `cat` as the server: it prints its configuration."""
-    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder)} | ({} if password is None else {"KVEMB_STORAGE_PASSWORD": password})
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables} | (
+        {} if password is None else {"KVEMB_STORAGE_PASSWORD": password}
+    )
     script = str(ROOT / "deploy/redis-node.sh")
     return subprocess.run(["sh", script, "cat"], env=env, capture_output=True, text=True, timeout=60, check=False)
 
@@ -265,6 +267,13 @@ def test_a_redis_node_keeps_its_rows_in_memory_alone_and_evicts_none(tmp_path: P
         done.stdout.splitlines()
     )
     assert "cluster-enabled yes" not in done.stdout
+    assert "tls" not in done.stdout
+
+
+def test_a_redis_node_with_certificates_speaks_tls_only(tmp_path: Path) -> None:
+    said = run_node(tmp_path, KVEMB_TLS_FOLDER="/tls").stdout.splitlines()
+    assert {"port 0", "tls-port 6379", "tls-cert-file /tls/tls.crt", "tls-auth-clients yes"} <= set(said)
+    assert "tls-auth-clients no" in run_node(tmp_path, KVEMB_TLS_FOLDER="/tls", KVEMB_TLS_CLIENTS="no").stdout
 
 
 @pytest.mark.parametrize("password", [None, "", "two words", 'a"quote', "a\nline"])
@@ -327,7 +336,9 @@ def test_the_locks_have_what_pyproject_asks_for() -> None:
     assert names(PROJECT["optional-dependencies"]["checkpoint"]) | run <= checkpoint
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "deploy").glob("*.sh")))
+@pytest.mark.parametrize(
+    "script", sorted(str(path.relative_to(ROOT / "deploy")) for path in (ROOT / "deploy").glob("**/*.sh") if not path.is_symlink())
+)
 def test_a_deploy_script_is_valid_shell(script: str) -> None:
     path = ROOT / "deploy" / script
     subprocess.run([path.read_text(encoding="utf-8").splitlines()[0].split("/")[-1].split()[-1], "-n", path], check=True, timeout=60)

@@ -35,6 +35,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a pod that starts again has another address; gRPC would ask after 30 s
 )
 # Asking twice does no harm: these are asked again, within their deadline, when the connection breaks or the shard is about to stop.
 _REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds"})

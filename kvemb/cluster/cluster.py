@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
+    from kvemb.client.node_moves import NodeMoves
     from kvemb.client.shard_questions import ShardQuestions
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
@@ -75,6 +76,13 @@ class Cluster:
     def questions(self) -> ShardQuestions:
         """What the shards can be asked: for commands and tools; none of it changes anything."""
         return self._access.require_shards("questions").questions
+
+    @property
+    def nodes(self) -> NodeMoves:
+        """The storage nodes that come and go while training goes on (memcached, Redis, Valkey)."""
+        from kvemb.client.node_moves import NodeMoves
+
+        return NodeMoves(self._access.require_shards("nodes").servers)
 
     @property
     def mode(self) -> str:

@@ -49,10 +49,10 @@ class NodesInFile:
             now = load(self._source, os.environ)
         except ConfigError as error:  # perhaps somebody is writing it
             return (), f"kvemb.yaml was read again for the nodes' addresses, and cannot be used: {error}"
-        got, expected = ((c.cluster, c.storage.kind, len(c.storage.nodes)) for c in (now, before))
+        got, expected = ((c.cluster, c.storage.kind) for c in (now, before))
         if got != expected:
             return (), (
-                f"{self._source} was read again for the nodes' addresses: (cluster, storage kind, number of nodes) is {got!r}, "
+                f"{self._source} was read again for the nodes' addresses: (cluster, storage kind) is {got!r}, "
                 f"expected {expected!r}. A program that runs follows nodes to other addresses only: put it back, or connect again."
             )
         return now.storage.nodes, ""

@@ -1,11 +1,11 @@
-"""The copies of the cluster map on the nodes: the one of the highest serial counts. Pure."""
+"""The copies of the cluster map on the nodes: the one of the highest version counts. Pure."""
 
 from collections.abc import Iterable, Sequence
 
 from kvemb.coordination.markers import Identity
 from kvemb.coordination.replicated_values import DamagedCopyError, intact_copies
-from kvemb.errors import NodeLostError
-from kvemb.schema.cluster_map import ClusterMap
+from kvemb.errors import NodeLostError, ProtocolError
+from kvemb.schema.cluster_map import ClusterMap, OtherFormatError
 
 MAP_NAME = "kvemb:map"
 
@@ -15,15 +15,21 @@ def decode_map(data: bytes) -> ClusterMap:
 
     Raises:
         DamagedCopyError: it is no cluster map.
+        ProtocolError: it is one of another release.
     """
     try:
         return ClusterMap.decode(data)
+    except OtherFormatError as error:
+        raise ProtocolError(
+            f"{error}: another release of kvemb has made this cluster. Use that release; or save a checkpoint with it, empty the nodes, "
+            "and load the checkpoint with this one."
+        ) from error
     except ValueError as error:
         raise DamagedCopyError(f"expected a cluster map, got {data[:40]!r} ({error})") from error
 
 
 def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known: ClusterMap | None = None) -> ClusterMap | None:
-    """Return the newest of the nodes' copies and of the one that is known; None where there is none.
+    """Return the newest of the nodes' copies and the one that is known; None for none.
 
     Args:
         copies: as `Store.get_meta` returns them.
@@ -39,7 +45,7 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
         if known is None:
             raise
         found = []
-    return max([*found, *([known] if known is not None else [])], key=lambda one: one.serial, default=None)
+    return max([*found, *([known] if known is not None else [])], key=lambda one: one.version, default=None)
 
 
 def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:

@@ -8,7 +8,7 @@ While a node's rows are brought back (`kvemb.stores.repairable`), `repairing` st
 lifetimes of a node's data never have the same marker: a batch that began before a loss cannot take the repaired node for whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,6 +69,10 @@ class Marker:
     def encode(self) -> bytes:
         """The bytes stored under the marker's key."""
         return self._encoded
+
+    def naming(self, cluster_map: ClusterMap) -> "Marker":
+        """Return the same marker under this map."""
+        return replace(self, map_digest=cluster_map.digest, map_serial=cluster_map.serial)
 
     @cached_property  # every batch compares it
     def _encoded(self) -> bytes:
@@ -162,7 +166,7 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
     if (marker.map_digest, marker.map_serial) != (expected.map_digest, expected.map_serial):
         return MapChangedError(
             f"node {node}: follows the cluster map of serial {marker.map_serial} (digest {marker.map_digest:016x}), this process that of "
-            f"serial {expected.map_serial} ({expected.map_digest:016x}): slots have moved between nodes or shards. Connect again."
+            f"serial {expected.map_serial} ({expected.map_digest:016x}): slots have moved between nodes or shards. Read the map again."
         )
     if expected.repairing and not (marker.repairing and marker.repair == expected.repair):
         return NodeLostError(f"node {node}: repair {expected.repair} is not going on there any more; it is finished, or has to begin anew.")
@@ -185,14 +189,32 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
     )
 
 
-def accept(node: str, expected: Marker, got: bytes | None, run_id: str) -> Marker:
-    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair.
+Placements = Collection[tuple[int, int]]
+"""(digest, serial) of the maps that a marker may name: more than one only while markers are being renewed (`ClusterMap.former`)."""
+
+
+def placements_of(cluster_map: ClusterMap) -> Placements:
+    """Return what markers may name under this map."""
+    maps = [cluster_map] if cluster_map.former is None else [cluster_map, cluster_map.former]
+    return [(one.digest, one.serial) for one in maps]
+
+
+def as_under(marker: Marker, expected: Marker, placements: Placements) -> Marker:
+    """Return a marker that names any of these maps as if it named the one that is expected."""
+    if (marker.map_digest, marker.map_serial) not in placements:
+        return marker
+    return replace(marker, map_digest=expected.map_digest, map_serial=expected.map_serial)
+
+
+def accept(node: str, expected: Marker, got: bytes | None, run_id: str, placements: Placements = ()) -> Marker:
+    """Return the marker to expect of a node from now on: the one expected, or its renewal after a repair or a move.
 
     Args:
         node: for messages.
         expected: so far.
         got: what stands there.
         run_id: of the server process that was asked.
+        placements: what it may name besides the expected map.
 
     Raises:
         StorageError: see `diagnose`; the node may not be used.
@@ -201,12 +223,12 @@ def accept(node: str, expected: Marker, got: bytes | None, run_id: str) -> Marke
     if got is not None:
         with suppress(DamagedMarkerError):  # which `diagnose` says
             marker = Marker.decode(got, node)
-            if marker == replace(wanted, repair=marker.repair):
+            if as_under(marker, wanted, placements) == replace(wanted, repair=marker.repair):
                 return marker
     raise diagnose(node, wanted, got)
 
 
-def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
+def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str, placements: Placements = ()) -> tuple[Why, str | None] | None:
     """Judge a node for repair; arguments as of `accept`.
 
     Returns:
@@ -218,7 +240,7 @@ def why_lost(node: str, expected: Marker, got: bytes | None, run_id: str) -> tup
     if got is None:
         return "empty", None
     try:
-        marker = Marker.decode(got, node)
+        marker = as_under(Marker.decode(got, node), expected, placements)
     except DamagedMarkerError:
         return "suspect", None
     same = replace(marker, generation=expected.generation, run_id=expected.run_id, repair=expected.repair, repairing=expected.repairing)

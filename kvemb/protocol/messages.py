@@ -402,6 +402,64 @@ class SampleIdsRequest(Message):
     limit: int
 
 
+@dataclass(frozen=True, eq=False)
+class MoveRequest(Message):
+    """Begin to move slots between nodes (shard 0); answered once the plan is on the nodes.
+
+    Args:
+        version: of the cluster map that it was worked out from.
+        slot_nodes: runs of slots, see `kvemb.schema.slots.runs_of`; new nodes have the numbers behind those there are.
+        join: addresses of new nodes.
+        leave: addresses of nodes that are to have nothing left.
+        max_bytes_per_s: of copies, all shards together; 0 for no bound.
+    """
+
+    version: int
+    slot_nodes: bytes
+    join: list[str]
+    leave: list[str]
+    max_bytes_per_s: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReplaceNodeRequest(Message):
+    """Let a node that is gone for good be at another, empty address (shard 0); the shards bring its rows back there."""
+
+    version: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, eq=False)
+class AbortMoveRequest(Message):
+    """Take the plan under way back (shard 0)."""
+
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class MoveStatusReply(Message):
+    """How far a plan is, as shard 0 knows it.
+
+    Args:
+        cluster_map: its bytes.
+        reports: of each shard, b"" where it has said nothing of this map.
+        places: the address of every node number, "" of those that are gone.
+    """
+
+    cluster_map: bytes
+    reports: list[bytes]
+    places: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSizesReply(Message):
+    """What lies in each slot, of this shard's rows: uint64 [16384] rows, and bytes of their records, least significant byte first."""
+
+    rows: bytes
+    record_bytes: bytes
+
+
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()

@@ -27,9 +27,11 @@ MAY_CALL = {
     **dict.fromkeys(
         ("Describe", "GetTable", "Count", "Step", "Ids", "Status", "Progress", "Compare", "ShowRow", "Examine", "SampleIds"), _EVERYBODY
     ),
+    **dict.fromkeys(("MoveStatus", "SlotSizes"), _EVERYBODY),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
     **dict.fromkeys(("Hello", "Push", "Bye"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
+    **dict.fromkeys(("MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
 }
 """Verb of the shards' service: roles that may call it."""
 

@@ -1,13 +1,14 @@
-"""The cluster map: which node holds each slot, and which shard writes it. Pure; no I/O.
+"""The cluster map: which node holds each slot, which shard writes it, and what is changing. Pure; no I/O.
 
-Every process of a cluster routes by one such map, and every node holds a copy of it. Its digest is in the nodes' markers, so a batch that
-was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own, and the map has only the shards'.
+Every process of a cluster routes by one such map, and every node holds a copy. The digest of who has what is in the nodes' markers, so a
+batch that was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own, and the map has only the shards'.
 
 As bytes a half is its runs: where each begins, and who has it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -15,11 +16,26 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.slots import N_SLOTS
+from kvemb.schema.move_plan import NODES, SHARDS, MovePlan
+from kvemb.schema.slots import N_SLOTS, from_runs, runs_of
 
-_MAGIC, _VERSION = "kvemb-map", 1
-_FIELDS = 7
+_MAGIC, FORMAT_VERSION = "kvemb-map", 2
+_FIELDS = 11
 _MOST_OWNERS = N_SLOTS
+IN_FILE, BY_COMMAND, GONE = "file", "command", "gone"
+
+
+class NodePlace(NamedTuple):
+    """Where a node is.
+
+    Args:
+        address: "host:port"; "" of one that is gone.
+        said_by: "file": kvemb.yaml says it, and may say another one later; "command": an operator's command, and it alone; "gone": the
+            number is not in use any more.
+    """
+
+    address: str
+    said_by: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +43,15 @@ class ClusterMap:
     """One map; make the first of a cluster with `first`.
 
     Args:
-        serial: the first map has 1, each later one the next.
-        n_nodes: storage nodes, by their order in kvemb.yaml; 0 on a cluster that moves its own slots.
+        serial: of who has what, which markers name: the first has 1, each later one the next.
+        n_nodes: numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots.
         slot_nodes: uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0.
         n_shards: parameter-server shards.
         slot_shards: uint16 [16384], which of them writes each slot.
+        version: of all of it: the first map has 1, and whatever changes, plans included, makes the next. The highest counts.
+        places: where each node is; () while nobody has said it.
+        shards: addresses of shards, where commands have changed them; () for those of kvemb.yaml.
+        plan: a move under way.
 
     Example:
         >>> cluster_map = ClusterMap.first(2, 4)
@@ -44,17 +64,26 @@ class ClusterMap:
     slot_nodes: NDArray[np.uint16]
     n_shards: int
     slot_shards: NDArray[np.uint16]
+    version: int = 1
+    places: tuple[NodePlace, ...] = ()
+    shards: tuple[str, ...] = ()
+    plan: MovePlan | None = None
 
     @staticmethod
-    def first(n_nodes: int, n_shards: int) -> "ClusterMap":
+    def first(n_nodes: int, n_shards: int, nodes: tuple[str, ...] = ()) -> "ClusterMap":
         """Return the first map of a cluster: nodes and shards have equal runs of slots, in order.
+
+        Args:
+            n_nodes, n_shards: how many.
+            nodes: addresses by kvemb.yaml.
 
         Raises:
             ValueError: there are more of them than slots.
         """
         if not 0 <= n_nodes <= _MOST_OWNERS or not 1 <= n_shards <= _MOST_OWNERS:
             raise ValueError(f"{n_nodes} nodes and {n_shards} shards share {N_SLOTS} slots; each needs one")
-        return ClusterMap(1, n_nodes, _equal_runs(max(1, n_nodes)), n_shards, _equal_runs(n_shards))
+        places = tuple(NodePlace(address, IN_FILE) for address in nodes)
+        return ClusterMap(1, n_nodes, equal_runs(max(1, n_nodes)), n_shards, equal_runs(n_shards), places=places)
 
     def nodes_of(self, keys: RowKeys) -> NDArray[np.uint16] | None:
         """Return each key's node: uint16 [n]; None when there is one node only."""
@@ -66,23 +95,39 @@ class ClusterMap:
 
     @cached_property
     def digest(self) -> int:
-        """64-bit digest of all of it.
+        """64-bit digest of who has what, without addresses and plans.
 
-        Nodes are digested by their positions, not their addresses: a node may move to another address (a new container IP) and keep its
-        rows. The marker's node index tells when two addresses were swapped.
+        Nodes are digested by their numbers: a node may move to another address (a new container IP) and keep its rows. The number in the
+        marker tells when two addresses were swapped.
         """
-        return digest64("cluster map", self.encode())
+        return digest64("cluster map", msgpack.packb([self.serial, runs_of(self.slot_nodes), runs_of(self.slot_shards)]))
 
     @cached_property
     def shard_runs(self) -> tuple[int, ...]:
         """The shards' half as runs: of each its first slot and its shard."""
         return tuple(np.frombuffer(runs_of(self.slot_shards), dtype="<u2").tolist())
 
+    @cached_property
+    def second_nodes(self) -> NDArray[np.uint16] | None:
+        """uint16 [16384], the nodes that rows are written to besides, while slots move between nodes; None where there are none."""
+        plan = self.plan
+        return plan.slot_owners if plan is not None and plan.kind == NODES and plan.writes_both else None
+
+    @cached_property
+    def former(self) -> "ClusterMap | None":
+        """The map that markers may still name, because the one in force has just followed it; None for none."""
+        plan = self.plan
+        if plan is None or not plan.renews_markers:
+            return None
+        slot_nodes = plan.slot_owners if plan.kind == NODES else self.slot_nodes
+        slot_shards = plan.slot_owners if plan.kind == SHARDS else self.slot_shards
+        return replace(self, serial=self.serial - 1, plan=None, slot_nodes=slot_nodes, slot_shards=slot_shards)
+
     def encode(self) -> bytes:
         """Return the map's bytes, the same for equal maps."""
-        packed: bytes = msgpack.packb(
-            [_MAGIC, _VERSION, self.serial, self.n_nodes, runs_of(self.slot_nodes), self.n_shards, runs_of(self.slot_shards)]
-        )
+        halves = [self.n_nodes, runs_of(self.slot_nodes), self.n_shards, runs_of(self.slot_shards)]
+        places, plan = [list(place) for place in self.places], self.plan and self.plan.to_list()
+        packed: bytes = msgpack.packb([_MAGIC, FORMAT_VERSION, self.version, self.serial, *halves, places, list(self.shards), plan])
         return packed
 
     @staticmethod
@@ -90,41 +135,58 @@ class ClusterMap:
         """Read a map's bytes.
 
         Raises:
-            ValueError: they are none.
+            OtherFormatError: another release has written them.
+            ValueError: they are no map.
         """
         try:
-            items = msgpack.unpackb(data, max_array_len=_FIELDS, max_map_len=0, max_str_len=16, max_bin_len=4 * N_SLOTS, max_ext_len=0)
+            items = msgpack.unpackb(
+                data, max_array_len=_MOST_OWNERS, max_map_len=0, max_str_len=4096, max_bin_len=4 * N_SLOTS, max_ext_len=0
+            )
         except Exception as error:  # msgpack raises ValueError, UnpackException, TypeError: all mean bad bytes
             raise ValueError(f"no msgpack: {error}") from error
-        if not isinstance(items, list) or len(items) != _FIELDS or items[:2] != [_MAGIC, _VERSION]:
+        if not isinstance(items, list) or len(items) < 2 or items[0] != _MAGIC:
+            raise ValueError("no cluster map")
+        if type(items[1]) is int and items[1] != FORMAT_VERSION:
+            raise OtherFormatError(items[1])
+        if len(items) != _FIELDS or type(items[1]) is not int:
             raise ValueError("no cluster map of this release")
-        serial, n_nodes, nodes, n_shards, shards = items[2:]
-        if [type(number) for number in (serial, n_nodes, n_shards)] != [int] * 3:
+        version, serial, n_nodes, nodes, n_shards, shards, places, addresses, plan = items[2:]
+        if [type(number) for number in (version, serial, n_nodes, n_shards)] != [int] * 4:
             raise ValueError("a field of another type")
-        if not (serial >= 1 and 0 <= n_nodes <= _MOST_OWNERS and 1 <= n_shards <= _MOST_OWNERS):
+        in_range = 0 <= n_nodes <= _MOST_OWNERS and 1 <= n_shards <= _MOST_OWNERS
+        if not (serial >= 1 and version >= 1 and in_range):
             raise ValueError("a number out of range")
-        return ClusterMap(serial, n_nodes, from_runs(nodes, max(1, n_nodes)), n_shards, from_runs(shards, n_shards))
+        owners = from_runs(nodes, max(1, n_nodes)), from_runs(shards, n_shards)
+        found = None if plan is None else MovePlan.from_list(plan, {NODES: max(1, n_nodes), SHARDS: n_shards})
+        return ClusterMap(
+            serial, n_nodes, owners[0], n_shards, owners[1], version, _places(places, n_nodes), _addresses(addresses, n_shards), found
+        )
 
 
-def runs_of(owners: NDArray[np.uint16]) -> bytes:
-    """Return an owner per slot as runs: of each its first slot and its owner, uint16, least significant byte first."""
-    begins = np.flatnonzero(np.concatenate([[True], owners[1:] != owners[:-1]]))
-    return np.stack([begins, owners[begins]], axis=1).astype("<u2").tobytes()
+class OtherFormatError(ValueError):
+    """A cluster map of another release of kvemb."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"a cluster map of format {version}, expected {FORMAT_VERSION}")
 
 
-def from_runs(data: object, n_owners: int) -> NDArray[np.uint16]:
-    """Return the owner of each slot: uint16 [16384].
-
-    Raises:
-        ValueError: these are no runs, or one's owner is not below n_owners.
-    """
-    if not isinstance(data, bytes) or not data or len(data) % 4:
-        raise ValueError("no runs of slots")
-    begins, owners = np.frombuffer(data, dtype="<u2").astype(np.int64).reshape(-1, 2).T
-    if begins[0] != 0 or (np.diff(begins) <= 0).any() or begins[-1] >= N_SLOTS or owners.max() >= n_owners:
-        raise ValueError("runs of slots that overlap, leave slots out, or name an owner that there is not")
-    return np.repeat(owners, np.diff(begins, append=N_SLOTS)).astype(np.uint16)
-
-
-def _equal_runs(n_owners: int) -> NDArray[np.uint16]:
+def equal_runs(n_owners: int) -> NDArray[np.uint16]:
+    """Return an owner for each slot, uint16 [16384]: equal runs, in order."""
     return (np.arange(N_SLOTS) * n_owners // N_SLOTS).astype(np.uint16)
+
+
+def _places(items: object, n_nodes: int) -> tuple[NodePlace, ...]:
+    if not isinstance(items, list) or len(items) not in (0, n_nodes):
+        raise ValueError("not as many places as nodes")
+    places = []
+    for item in items:
+        if not isinstance(item, list) or [type(text) for text in item] != [str, str] or item[1] not in (IN_FILE, BY_COMMAND, GONE):
+            raise ValueError("no place of a node")
+        places.append(NodePlace(*item))
+    return tuple(places)
+
+
+def _addresses(items: object, n_shards: int) -> tuple[str, ...]:
+    if not isinstance(items, list) or len(items) not in (0, n_shards) or not all(type(item) is str for item in items):
+        raise ValueError("not as many addresses as shards")
+    return tuple(items)

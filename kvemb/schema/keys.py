@@ -86,6 +86,10 @@ class RowKeys:
         """Return the keys at the given positions, in that order."""
         return self._some(order)
 
+    def of_any_rows(self) -> "RowKeys":
+        """Return the same keys, without what is known of the rows there: for a node that may not have them."""
+        return self
+
     @property
     def coalesce_key(self) -> Hashable:
         """What keys of several tables have in common that can be joined."""

@@ -10,7 +10,7 @@ whole at once: it is then allocated once, at its exact size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -98,6 +98,9 @@ class PagedKeys(RowKeys):
 
     def take(self, order: NDArray[np.intp]) -> "PagedKeys":
         return self._some(order)
+
+    def of_any_rows(self) -> "PagedKeys":
+        return replace(self, opens=None)
 
     @property
     def coalesce_key(self) -> PageLayout:

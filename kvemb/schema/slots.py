@@ -64,6 +64,26 @@ EACH_SLOT = Placement(N_SLOTS)
 """One group a slot."""
 
 
+def runs_of(owners: NDArray[np.uint16]) -> bytes:
+    """Return an owner per slot as runs: of each its first slot and its owner, uint16, least significant byte first."""
+    begins = np.flatnonzero(np.concatenate([[True], owners[1:] != owners[:-1]]))
+    return np.stack([begins, owners[begins]], axis=1).astype("<u2").tobytes()
+
+
+def from_runs(data: object, n_owners: int) -> NDArray[np.uint16]:
+    """Return the owner of each slot: uint16 [16384].
+
+    Raises:
+        ValueError: these are no runs, or one's owner is not below n_owners.
+    """
+    if not isinstance(data, bytes) or not data or len(data) % 4:
+        raise ValueError("no runs of slots")
+    begins, owners = np.frombuffer(data, dtype="<u2").astype(np.int64).reshape(-1, 2).T
+    if begins[0] != 0 or (np.diff(begins) <= 0).any() or begins[-1] >= N_SLOTS or owners.max() >= n_owners:
+        raise ValueError("runs of slots that overlap, leave slots out, or name an owner that there is not")
+    return np.repeat(owners, np.diff(begins, append=N_SLOTS)).astype(np.uint16)
+
+
 def text_slot(key: bytes) -> int:
     """Return the hash slot of any key, hash tags `{…}` honoured, as the Redis Cluster specification defines it.
 

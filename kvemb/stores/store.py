@@ -7,9 +7,10 @@ so that the caller's own gather puts them right without a copy here. A missing r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,25 @@ class NodeStats:
     moved: int = 0
 
 
+class OtherNodes(Protocol):
+    """Rows of moving slots at their other node."""
+
+    def has(self, keys: RowKeys) -> NDArray[np.bool_]:
+        """Return which keys have another node: bool [n]. The calls below take such keys alone."""
+
+    def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        """See `Store.read`."""
+
+    def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
+        """See `Store.write`."""
+
+    def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
+        """See `Store.erase`."""
+
+    def trouble(self, longer_than_s: float) -> str:
+        """Why none of these calls has succeeded for so long; "" where one has."""
+
+
 class Store(Repairable, ABC):
     """A cluster of storage nodes. Thread-safe; after a fork the child opens connections of its own.
 
@@ -83,7 +103,7 @@ class Store(Repairable, ABC):
     @property
     @abstractmethod
     def addresses(self) -> tuple[str, ...]:
-        """The nodes, in the order of the cluster map."""
+        """The nodes, in the order of their numbers in the cluster map."""
 
     @property
     @abstractmethod
@@ -101,7 +121,7 @@ class Store(Repairable, ABC):
 
         Raises:
             NotProvisionedError: no node has a marker.
-            ConfigError: there are not as many nodes as the cluster map has.
+            ConfigError: nobody says where a node of the cluster map is.
             NodeLostError, WrongNodeError, NodeSuspectError, UnsafeNodeError, NodeUnavailableError, DeadlineExceededError.
         """
 
@@ -111,12 +131,62 @@ class Store(Repairable, ABC):
         For a store that only reads: a write that is in doubt at a node's former address could not be told of any more.
 
         Args:
-            nodes_now: returns as many addresses as there are, in the order of the cluster map; ConfigError where it cannot say.
+            nodes_now: returns the addresses that kvemb.yaml says now; ConfigError where it cannot say.
         """
 
     def refresh_map(self, deadline: Deadline) -> bool:
-        """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another."""
+        """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another.
+
+        A read that finds another map by itself does this, and is made again; after a write that did, the caller tries again.
+        """
         return False
+
+    def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
+        """Give every node this map unless it has a newer one; return why those that have not got it have not."""
+        raise NotImplementedError(f"{type(self).__name__} has a map that does not change")
+
+    def renew_markers(self, deadline: Deadline) -> list[str]:
+        """Let every node's marker name the map in force; return why those that do not, do not. See docs/adr/0058 for when."""
+        raise NotImplementedError(f"{type(self).__name__} has a map that does not change")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The address of every node number of the cluster map, "" of those that are gone."""
+        return self.addresses
+
+    def require_empty(self, address: str, deadline: Deadline) -> None:
+        """Raise unless a node that is not one of the cluster's can be used, and holds nothing.
+
+        Raises:
+            WrongNodeError: it holds something.
+            StorageError: it cannot be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nodes that do not change")
+
+    def prepare_node(self, address: str, number: int, metas: Mapping[str, bytes], deadline: Deadline) -> None:
+        """Make an empty node one of the cluster's that has no slots yet.
+
+        Args:
+            address: where it is.
+            number: the one that its marker is to say.
+            metas: small values of which it gets copies, by name.
+            deadline: of the call.
+
+        Raises:
+            WrongNodeError: it is not empty, or of another cluster; nothing was changed.
+            StorageError: it cannot be used.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nodes that do not change")
+
+    @property
+    def other(self) -> "OtherNodes | None":
+        """The nodes that rows of slots under way go to, or come from; None while none do. Ask anew for every batch."""
+        return None
+
+    @property
+    def second(self) -> "OtherNodes | None":
+        """The same while rows are written to both. Ask anew for every batch."""
+        return self.other if self.cluster_map.second_nodes is not None else None
 
     @abstractmethod
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:

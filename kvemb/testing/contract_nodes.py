@@ -29,10 +29,12 @@ class Nodes:
         config: reaches all of them, in the order of the cluster map.
         own_map: whether the order of `config.nodes` is the cluster map's (a cluster may keep its own).
         over_wire: whether rows travel in kvemb.wire's replies.
+        finds_others: whether a store that is told of one node finds the others.
     """
 
     own_map = True
     over_wire = True
+    finds_others = True
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config

@@ -8,7 +8,6 @@ import pytest
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import (
-    ConfigError,
     DeadlineExceededError,
     MapChangedError,
     NodeLostError,
@@ -119,14 +118,16 @@ class NodeContract(StoreOnNodes):
             another.open(within())
         require_rows(store, keys, records_of(keys))  # who knows the map goes on
 
-    def test_swapped_addresses_are_refused_at_open(self, store: Store, nodes: Nodes) -> None:
-        if not nodes.own_map:
-            pytest.skip("the cluster keeps its own map")
-        with nodes.store(nodes=nodes.config.nodes[::-1]) as swapped, pytest.raises(WrongNodeError):
-            swapped.open(within())
-        says = r"1 given, the cluster map \(serial 1\) has 2"
-        with nodes.store(nodes=nodes.config.nodes[:1]) as fewer, pytest.raises(ConfigError, match=says):
-            fewer.open(within())
+    def test_nodes_are_found_from_any_of_them_and_known_by_their_markers(self, store: Store, nodes: Nodes) -> None:
+        if not nodes.finds_others:
+            pytest.skip("a store that knows what it is told")
+        keys = self.keys(400)
+        write(store, keys, records_of(keys))
+        for some in (nodes.config.nodes[::-1], nodes.config.nodes[:1], nodes.config.nodes[1:]):
+            with nodes.store(nodes=some) as another:
+                another.open(within())
+                require_rows(another, keys, records_of(keys))
+                assert len(another.addresses) == len(store.addresses)
 
     def test_a_node_that_is_down_is_named(self, store: Store, nodes: Nodes) -> None:
         keys = self.keys(400)

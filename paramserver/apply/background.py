@@ -29,6 +29,7 @@ from kvemb.net.deadline import Deadline
 from ..engine.repair_port import NO_BATCH, Pause
 from ..journal import Position
 from ..model.tables import TableState
+from ..moves.slot_mover import SlotMover
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
 from ..snapshot.snapshot_schedule import LocalSnapshots
@@ -92,6 +93,7 @@ class BackgroundWork:
         repairer: restores rows.
         snapshots: taken as the journal grows.
         scrub: compares rows that nobody touches.
+        mover: moves rows between nodes; None where nothing does.
         wake: makes the apply thread call `step`.
         timeout_s: of one look at rows that were asked about.
     """
@@ -103,8 +105,10 @@ class BackgroundWork:
         scrub: Scrub,
         wake: Callable[[], None],
         *,
+        mover: SlotMover | None = None,
         timeout_s: float = 5.0,
     ) -> None:
+        self._mover = mover
         self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
@@ -147,7 +151,9 @@ class BackgroundWork:
 
     def due_in_s(self) -> float:
         """When `step` has something to do although nobody asks."""
-        return self.scrub.due_in_s()
+        moving_s = None if self._mover is None else self._mover.due_in_s()
+        scrub_s = self.scrub.due_in_s()
+        return scrub_s if moving_s is None else min(scrub_s, moving_s)
 
     def step(self, applied: Position, pause: Pause) -> bool:
         """Do a bit of what there is to do; return whether there is more at once.
@@ -167,7 +173,8 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        if self._step_snapshot(applied, pause):
+        moving = self._mover is not None and self._mover.step(pause)
+        if self._step_snapshot(applied, pause) or moving:
             return True
         self._step_scrub()
         return False

@@ -177,6 +177,7 @@ class PieceWriter:
                 definition, these.ids, known[block], stored, version=change.version, newest=change.newest, timeline=self._timeline
             )
             if not todo.all():
+                self._access.write_second(definition, these.ids[~todo], old.records[~todo])
                 write[block] = todo
                 these, old = these.take(todo), old.take(todo)
             self._tell(definition, these.ids, old)
@@ -216,7 +217,7 @@ class PieceWriter:
             todo = [rows.take(self._tables.state(rows.definition).versions(rows.ids) != 0) for rows in todo]
             todo = [rows for rows in todo if len(rows.ids)]
         if todo:
-            self._store.erase([WritePart(self._access.keys(rows.definition, rows.ids), empty) for rows in todo], self._access.deadline())
+            self._access.erase_blindly([WritePart(self._access.keys(rows.definition, rows.ids), empty) for rows in todo])
 
     def _not_newer(self, rows: CheckedRows, version: int) -> CheckedRows:
         """The rows that an erase may still take away: those created again behind it have a version above its own."""

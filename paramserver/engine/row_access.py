@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.record import HEADER_SIZE, stored_versions
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.store import Store
+from kvemb.stores.store import OtherNodes, Store
 
 from .batch_pieces import Pace
 from .fetched_rows import FetchedRecords
@@ -127,8 +127,56 @@ class RowAccess:
         return found
 
     def write(self, parts: Sequence[WritePart]) -> list[WriteResult]:
-        """Write records under the tokens that they carry; conflicts are in the results."""
-        return self._calls.write(parts, self.deadline()) if parts else []
+        """Write records under the tokens that they carry; conflicts are in the results.
+
+        Rows whose slots move between nodes are written to their other node first. So a row that is found written needs nothing more.
+        """
+        if not parts:
+            return []
+        if (second := self._second) is not None:
+            for part in parts:
+                self._write_second(second, part)
+        return self._calls.write(parts, self.deadline())
+
+    def erase_blindly(self, parts: Sequence[WritePart]) -> None:
+        """Erase rows whatever they are, on storage without compare-and-swap."""
+        if (second := self._second) is not None:
+            moving = [some for some in (_moving(second, part) for part in parts) if len(some.keys)]
+            if moving:
+                second.erase(moving, self.deadline())
+        self._calls.erase(parts, self.deadline())
+
+    def write_second(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
+        """Write rows that are in storage to their other node, too, if they have one: whoever wrote them may not have come so far."""
+        if (second := self._second) is not None and len(ids):
+            self._write_second(second, WritePart(self.keys(definition, ids), np.ascontiguousarray(records)))
+
+    @property
+    def _second(self) -> OtherNodes | None:
+        return self._store.second if self._calls is self._store else None
+
+    def _write_second(self, second: OtherNodes, part: WritePart) -> None:
+        """Write the rows of a part that have another node there. On storage with compare-and-swap a row that is newer there is left alone:
+        the write to its first node will tell who has written it."""
+        moving = _moving(second, part)
+        for _ in range(MAX_CONFLICT_ROUNDS):
+            if not len(moving.keys):
+                return
+            if not self._store.capabilities.cas:
+                second.write([WritePart(moving.keys, moving.records)], self.deadline())
+                return
+            size = moving.records.shape[1]
+            read = ReadPart(moving.keys, size, HEADER_SIZE, tokens=True, foreign=True)
+            seen = second.read([read], self.deadline())[0].in_key_order()
+            assert seen.tokens is not None
+            older = ~seen.found | (stored_versions(seen.records) <= stored_versions(moving.records))
+            tokens = np.where(seen.found | _foreign(seen), seen.tokens, np.uint64(0))
+            part = _taken(WritePart(moving.keys, moving.records, tokens), older)
+            if not len(part.keys):
+                return
+            stored = second.write([part], self.deadline())[0].stored
+            moving = _taken(part, ~stored)
+        raise self._error(f"{len(moving.keys)} rows {CHANGED_BY_ANOTHER_WRITER}")
 
     def look(self, definition: TableDef, ids: Ids, *, tokens: bool = True, deadline: Deadline | None = None) -> SeenRows:
         """Look at what stands under the keys of n rows."""
@@ -182,6 +230,8 @@ class RowAccess:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
             StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
         """
+        if (second := self._second) is not None and (moving := second.has(self.keys(definition, ids))).any():
+            self.by(second).erase(definition, ids[moving], may)
         n_bytes = len(ids) * definition.record.size_bytes
         self._until_none_is_left(definition, ids, lambda left: self._erase_once(definition, left, may), n_bytes)
 
@@ -210,6 +260,24 @@ class RowAccess:
             return self._error(f"table {definition.name!r}: {len(left)} rows {CHANGED_BY_ANOTHER_WRITER}")
 
         until_none_is_left(left, paced, error)
+
+
+def _moving(second: OtherNodes, part: WritePart) -> WritePart:
+    """Return the rows of a part that have another node, without tokens: those are good for one node."""
+    some = _taken(part, second.has(part.keys))
+    return WritePart(some.keys.of_any_rows(), some.records)
+
+
+def _taken(part: WritePart, rows: Mask) -> WritePart:
+    if rows.all():
+        return part
+    records = part.records[rows] if len(part.records) == len(rows) else part.records
+    return WritePart(part.keys.take(np.flatnonzero(rows)), records, None if part.tokens is None else part.tokens[rows])
+
+
+def _foreign(seen: ReadResult) -> Mask:
+    assert seen.foreign is not None
+    return seen.foreign
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:

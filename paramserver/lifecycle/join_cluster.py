@@ -24,6 +24,7 @@ from kvemb.errors import (
 )
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
@@ -86,10 +87,29 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout
             f"the nodes belong to cluster {found.hex()}, the data folder {data.path} to cluster {ours.hex()}; check storage.nodes and "
             "parameter_servers.data_dir"
         )
-    kept = {"cluster_id": found, "generation": markers[0].generation, "map": store.cluster_map.encode()}
-    if data.read(CLUSTER) != (packed := msgpack.packb(kept)):
+    if data.read(CLUSTER) != (packed := _packed(found, markers[0].generation, store.cluster_map)):
         data.write(CLUSTER, [packed])
     return found
+
+
+def keep_map(data: DataDir, cluster_map: ClusterMap, check: Callable[[], None]) -> None:
+    """Keep a newer map in the folder of a shard that has joined.
+
+    Args:
+        data: the folder.
+        cluster_map: of the cluster.
+        check: raises once another process owns the shard.
+
+    Raises:
+        OSError, FencedError: the older one is kept.
+    """
+    kept = data.read(CLUSTER)
+    data.write(CLUSTER, [_packed(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), cluster_map)], check=check)
+
+
+def _packed(cluster_id: bytes, generation: bytes, cluster_map: ClusterMap) -> bytes:
+    packed: bytes = msgpack.packb({"cluster_id": cluster_id, "generation": generation, "map": cluster_map.encode()})
+    return packed
 
 
 def _identity(data: DataDir) -> Identity | None:

@@ -8,6 +8,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.registry_format import META_NAME
+from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.metrics.metrics_endpoint import MetricsEndpoint
 from kvemb.net.deadline import Deadline
@@ -27,6 +29,9 @@ from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause
 from ..figures.shard_metrics import ShardMetrics
 from ..journal import Position
+from ..moves.map_follower import MapFollower
+from ..moves.move_carrier import MoveCarrier
+from ..moves.slot_mover import SlotMover
 from ..recovery.claim_shard import require_owner, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts
@@ -36,10 +41,12 @@ from ..repair.scrub import Scrub
 from ..rpc.access_control import AccessControl
 from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
+from ..rpc.move_handlers import MoveHandlers
 from ..rpc.service import Server
 from ..snapshot import Snapshotter
 from ..snapshot.snapshot_schedule import LocalSnapshots
 from ..snapshot.snapshotter import from_storage
+from .join_cluster import keep_map
 
 _JOIN_S = 5.0
 _GRACE_S = 0.5  # for last replies on their way
@@ -86,6 +93,7 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
+        self._mover = SlotMover(store, parts.tables, engine, parts.repairer, n_shards=len(parts.config.servers.shards), timeout_s=timeout_s)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
             parts.ingest,
@@ -101,7 +109,21 @@ class Shard:
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
         checkpoints = CheckpointHandlers(self._saver, parts.registry, on_load)
-        self._server = Server(Handlers(parts, self._background), checkpoints, listen, AccessControl.of(parts.config))
+        still_ours = partial(require_owner, data, engine.epoch)
+        keep = partial(keep_map, data, check=still_ours)
+        carrier = MoveCarrier(store, keep=keep, metas=self._metas, timeout_s=timeout_s) if parts.shard == 0 else None
+        moves = MoveHandlers(parts, store, carrier)
+        self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
+        self._follower = MapFollower(
+            store,
+            parts.shard,
+            engine.epoch,
+            self._mover,
+            keep=keep,
+            wake=handover.wake,
+            carry=None if carrier is None else carrier.carry,
+            timeout_s=timeout_s,
+        )
         self._watch = NodeWatch(
             store,
             timeout_s,
@@ -110,7 +132,7 @@ class Shard:
             lost=self._background.ask_repair,
             copies=parts.registry.load if parts.shard == 0 else lambda: None,
             whole=self._tell_progress,
-            still_ours=partial(require_owner, data, engine.epoch),
+            still_ours=still_ours,
             fenced=self._failed,
         )
         self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
@@ -125,11 +147,13 @@ class Shard:
         self._server.start()
         self._watch.look_for_lost_nodes()
         self._watch.start()
+        self._follower.thread.start()
 
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
         self._server.set_serving(False)
         self._watch.thread.stop(_JOIN_S)
+        self._follower.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
         drained = self._parts.ingest.backlog.drain(Deadline.after(drain_timeout_s))
         ended = [one.thread.stop(_JOIN_S + self._parts.config.storage.timeout_s) for one in (self._committer, self._applier)]
@@ -174,7 +198,17 @@ class Shard:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         n_shards = len(parts.config.servers.shards)
         scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: observer.running)
-        return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, timeout_s=timeout_s)
+        return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
+
+    def _metas(self) -> dict[str, bytes]:
+        """The small values that a node which joins gets copies of."""
+        found, timeout_s = {META_NAME: self._parts.registry.encoded}, self._parts.config.storage.timeout_s
+        for shard in range(self._store.cluster_map.n_shards):
+            name = owner_name(shard)
+            owner = newest_owner(self._store.get_meta(name, Deadline.after(timeout_s)), shard, self._store.copies_on(name))
+            if owner is not None:
+                found[name] = owner.encode()
+        return found
 
     def _restore(self, definition: TableDef, ids: NDArray[np.uint64]) -> None:
         self._background.restore(self._parts.tables.state(definition), ids, self._parts.config.storage.timeout_s)

@@ -42,6 +42,7 @@ from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
 from .inspection_handlers import InspectionHandlers
+from .move_handlers import MoveHandlers
 from .push_parts import PushReceiver
 from .stream_limits import BytesInHand
 
@@ -53,8 +54,8 @@ log = logging.getLogger("paramserver")
 class Handlers:
     """The verbs of one shard, but for checkpoints, drops, inspection. Thread-safe. Each takes its request and how long the caller waits."""
 
-    def __init__(self, parts: ShardParts, background: BackgroundWork) -> None:
-        self._parts, self._background = parts, background
+    def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers) -> None:
+        self._parts, self._background, self.moves = parts, background, moves
         self._in_hand = BytesInHand()
         self._n_shards = len(parts.config.servers.shards)
         self.inspection = InspectionHandlers(parts)

@@ -19,6 +19,7 @@ from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
     SERVICE,
+    AbortMoveRequest,
     ByeRequest,
     CompareRequest,
     CreateTableRequest,
@@ -28,7 +29,9 @@ from kvemb.protocol.messages import (
     HelloRequest,
     IdsRequest,
     LoadRequest,
+    MoveRequest,
     RepairRequest,
+    ReplaceNodeRequest,
     Reply,
     RowsRequest,
     SampleIdsRequest,
@@ -133,6 +136,11 @@ class Server:
             "ShowRow": self._unary(ShowRowRequest, handlers.inspection.show_row, waits=True),
             "SampleIds": self._unary(SampleIdsRequest, handlers.inspection.sample_ids),
             "Examine": self._unary(Empty, handlers.inspection.examine, waits=True),
+            "MoveSlots": self._unary(MoveRequest, handlers.moves.begin, waits=True),
+            "ReplaceNode": self._unary(ReplaceNodeRequest, handlers.moves.replace_node, waits=True),
+            "AbortMove": self._unary(AbortMoveRequest, handlers.moves.abort, waits=True),
+            "MoveStatus": self._unary(Empty, handlers.moves.status, waits=True),
+            "SlotSizes": self._unary(Empty, handlers.moves.slot_sizes, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}
         return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}

@@ -48,7 +48,7 @@ _numbers = itertools.count()
 class MemoryNodes(Nodes):
     """Two nodes inside this process."""
 
-    over_wire = False
+    over_wire = finds_others = False
 
     def __init__(self) -> None:
         number = next(_numbers)

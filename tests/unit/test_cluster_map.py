@@ -1,5 +1,7 @@
 """The cluster map: who has which slot, as values and as bytes."""
 
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, newest_map
 from kvemb.coordination.replicated_values import DamagedCopyError
-from kvemb.schema.cluster_map import ClusterMap
+from kvemb.errors import ProtocolError
+from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, Placement
 
 
@@ -17,14 +21,14 @@ def _runs(*pairs: tuple[int, int]) -> bytes:
     return np.array(pairs, dtype="<u2").tobytes()
 
 
-GOLDEN = bytes.fromhex("97a96b76656d622d6d6170010102c408000000000020010001c40400000000")
+GOLDEN = bytes.fromhex("9ba96b76656d622d6d617002010102c408000000000020010001c404000000009292a3613a31a466696c6592a3623a32a466696c6590c0")
 
 
 def test_golden_bytes_of_a_map() -> None:
     # A map that nodes hold must be read by every later release.
-    one = ClusterMap.first(2, 1)
+    one = ClusterMap.first(2, 1, ("a:1", "b:2"))
     assert one.encode().hex() == GOLDEN.hex()
-    assert ClusterMap.decode(GOLDEN).digest == one.digest == 1362410263273538646
+    assert ClusterMap.decode(GOLDEN).digest == one.digest == 10454704785568419357
 
 
 @pytest.mark.parametrize(("n_nodes", "n_shards"), [(1, 1), (2, 3), (7, 4), (0, 5), (N_SLOTS, N_SLOTS)])
@@ -72,7 +76,7 @@ def test_damaged_bytes_are_a_map_that_encodes_alike_or_a_typed_error(at: int, pa
     damaged = GOLDEN[:at] + patch + GOLDEN[at + cut :]
     try:
         found = decode_map(damaged)
-    except DamagedCopyError:
+    except (DamagedCopyError, ProtocolError):
         return
     assert len(found.slot_nodes) == len(found.slot_shards) == N_SLOTS
     assert found.slot_nodes.max() < max(1, found.n_nodes)
@@ -85,7 +89,7 @@ def test_damaged_bytes_are_a_map_that_encodes_alike_or_a_typed_error(at: int, pa
 )
 def test_runs_that_leave_out_or_overlap_or_name_nobody_are_refused(runs: object) -> None:
     with pytest.raises(DamagedCopyError, match="expected a cluster map"):
-        decode_map(msgpack.packb(["kvemb-map", 1, 1, 2, runs, 1, _runs((0, 0))]))
+        decode_map(msgpack.packb(["kvemb-map", 2, 1, 1, 2, runs, 1, _runs((0, 0)), [], [], None]))
 
 
 def test_nodes_and_shards_of_rows_follow_from_their_slots() -> None:
@@ -98,9 +102,47 @@ def test_nodes_and_shards_of_rows_follow_from_their_slots() -> None:
     assert ClusterMap.first(1, 2).nodes_of(keys) is None
 
 
+def test_what_is_changing_is_read_back_and_changes_no_digest() -> None:
+    one = ClusterMap.first(3, 2, ("a:1", "b:2", "c:3"))
+    other = np.where(one.slot_nodes == 0, 1, one.slot_nodes).astype(np.uint16)
+    places = (NodePlace("", GONE), NodePlace("b:2", IN_FILE), NodePlace("d:4", BY_COMMAND))
+    plan = MovePlan(NODES, MOVING, other, (0,), (2,), 1 << 20)
+    moving = replace(one, version=7, places=places, shards=("x:1", "y:2"), plan=plan)
+    again = decode_map(moving.encode())
+    assert again.plan is not None
+    np.testing.assert_array_equal(again.plan.slot_owners, other)
+    assert (again.version, again.places, again.shards) == (7, places, ("x:1", "y:2"))
+    assert (again.plan.kind, again.plan.phase, again.plan.leaving, again.plan.joining) == (NODES, MOVING, (0,), (2,))
+    assert again.plan.max_bytes_per_s == 1 << 20
+    assert again.digest == one.digest
+    assert again.encode() == moving.encode()
+
+
+def test_rows_are_written_to_two_nodes_until_the_new_one_alone_is_named() -> None:
+    one = ClusterMap.first(2, 1)
+    other = one.slot_nodes[::-1].copy()
+    for phase, both, former in ((MOVING, True, False), (FLIPPED, True, True), (CLEANING, False, False), (ABORTING, False, False)):
+        now = replace(one, serial=2, slot_nodes=other, plan=MovePlan(NODES, phase, one.slot_nodes))
+        assert (now.second_nodes is not None) == both
+        assert (now.former is not None) == former
+        assert now.former is None or now.former.digest == one.digest
+        assert replace(one, plan=MovePlan(SHARDS, phase, one.slot_shards)).second_nodes is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [[], 3, ["nodes"], ["both", "moving", _runs((0, 0)), [], [], 0, ""], ["nodes", "done", _runs((0, 0)), [], [], 0, ""],
+     ["nodes", "moving", _runs((0, 2)), [], [], 0, ""], ["nodes", "moving", _runs((0, 0)), [2], [], 0, ""],
+     ["nodes", "moving", _runs((0, 0)), [], [], -1, ""], ["shards", "moving", _runs((0, 1)), [], [], 0, ""]],
+)  # fmt: skip
+def test_a_plan_of_owners_or_phases_that_there_are_not_is_refused(plan: object) -> None:
+    with pytest.raises(DamagedCopyError, match="expected a cluster map"):
+        decode_map(msgpack.packb(["kvemb-map", 2, 1, 1, 2, _runs((0, 0)), 1, _runs((0, 0)), [], [], plan]))
+
+
 def test_the_newest_copy_counts_and_damaged_ones_are_passed_over() -> None:
     first = ClusterMap.first(2, 1)
-    second = ClusterMap(2, 2, first.slot_nodes, 1, first.slot_shards)
+    second = ClusterMap(2, 2, first.slot_nodes, 1, first.slot_shards, version=2)
     assert newest_map([None, None]) is None
     found = newest_map([first.encode(), b"junk", second.encode()])
     assert found is not None

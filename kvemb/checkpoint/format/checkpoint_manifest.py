@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.format.file_names import ROWS, part_path
-from kvemb.schema.cluster_map import from_runs
 from kvemb.schema.record import make_version
+from kvemb.schema.slots import from_runs
 from kvemb.schema.table_def import TableDef
 
 

@@ -13,9 +13,8 @@ from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, Checkpoi
 from kvemb.checkpoint.format.file_names import IDS, ROLES, ROWS, check_name
 from kvemb.checkpoint.format.strict_json import Fields, decode, encode
 from kvemb.errors import CheckpointError, InvalidInputError
-from kvemb.schema.cluster_map import from_runs
 from kvemb.schema.record import MAX_EPOCH, MAX_K
-from kvemb.schema.slots import N_SLOTS
+from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.schema.table_def import TableDef, check_table_name
 
 FORMAT, FORMAT_VERSION = "kvemb-checkpoint", 2

@@ -4,13 +4,12 @@ Two pools: one leads to nodes whose markers are in order, for rows; the other to
 of the shard before anything else.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from kvemb.coordination.markers import MARKER_KEY, Marker, accept, why_lost
-from kvemb.errors import ConfigError, DeadlineExceededError, NodeSuspectError, NodeUnavailableError, StorageError
+from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, accept, why_lost
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
@@ -19,10 +18,10 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.node_batch import server_error
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ABSENT
+from kvemb.stores.standalone.nodes_view import NodesView
 from kvemb.wire.codec import Codec
 from kvemb.wire.replies import BlobReply, Step
 
-log = logging.getLogger("kvemb")
 R = TypeVar("R")
 
 
@@ -48,71 +47,68 @@ class NodeLinks:
     Args:
         server: of the nodes' kind.
         codec: of their protocol.
-        nodes: their addresses, in order.
+        nodes: their addresses by kvemb.yaml.
         fence: the owner that the store writes as.
 
     Attributes:
-        addresses: of the nodes, in order.
-        map: which node holds which slot.
-        markers: those that are expected, by address; none before the store is opened.
-        nodes_now: asks for the addresses after an error, see `Store.follow`.
+        view: which nodes there are, and what is expected of them; replaced as a whole. A batch takes it once.
+        in_file: the addresses that kvemb.yaml says.
+        follow: called after an error that nodes at other addresses, or another map, would explain; returns whether there is a new view.
         meta_pool: the pool for small values of every node.
     """
 
     def __init__(self, server: NodeServer, codec: Codec, nodes: tuple[str, ...], fence: OwnerFence) -> None:
         self._server, self._codec, self._fence = server, codec, fence
-        self.addresses = nodes
-        self.map = ClusterMap.first(len(nodes), 1)  # until the store is opened
-        self.markers: dict[str, Marker] = {}
-        self.nodes_now: Callable[[], tuple[str, ...]] | None = None
+        self.in_file = nodes
+        self.view = NodesView.unopened(nodes)
+        self.follow: Callable[[StorageError], bool] = lambda error: False
         doubts = Doubts()
         self.pool = LinkPool(self._checked_link, server.dropped, doubts)
         self.plain_pool = LinkPool(self._plain_link, server.dropped, doubts)  # to nodes in any state, for repair
         self.meta_pool = self.pool
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the nodes that there are, in the order of their numbers."""
+        return self.view.addresses
+
+    @property
+    def map(self) -> ClusterMap:
+        """Which node holds which slot."""
+        return self.view.map
+
+    def number_of(self, address: str) -> int:
+        """The number of a node."""
+        return self.view.number_of(address)
 
     def close(self) -> None:
         """Drop every connection."""
         self.pool.close()
         self.plain_pool.close()
 
-    def following(self, call: Callable[[], R]) -> Callable[[], R]:
-        """What calls, and once more if nodes turn out to be at other addresses."""
+    def following(self, call: Callable[[], R], n_times: int = 4) -> Callable[[], R]:
+        """What calls, and again each time that the nodes or their map turn out to be others."""
 
-        def twice() -> R:
-            try:
-                return call()
-            except (*ABSENT, DeadlineExceededError) as error:
-                if not self.moved(error):
-                    raise
+        def again() -> R:
+            for _ in range(n_times):
+                try:
+                    return call()
+                except (*ABSENT, DeadlineExceededError) as error:
+                    if not self.follow(error):
+                        raise
             return call()
 
-        return call if self.nodes_now is None else twice
-
-    def moved(self, error: StorageError) -> bool:
-        """Whether nodes are at other addresses now; from here on they are asked there, and have to show the markers that are expected."""
-        assert self.nodes_now is not None
-        try:
-            now, before = self.nodes_now(), self.addresses
-        except ConfigError as why:
-            raise type(error)(f"{error} {why}") from error
-        if now == before:
-            return False
-        # No lock: whoever is between the two lines finds no marker to expect at an address, and tries again.
-        self.markers = {now[marker.node]: marker for marker in list(self.markers.values())}
-        self.addresses = now
-        log.warning("storage nodes are at other addresses: %s; until now %s", ", ".join(now), ", ".join(before))
-        return True
+        return again
 
     def _checked_link(self, address: str, deadline: Deadline) -> Link:
         """A new connection may lead to a restarted server: look at its settings and its marker before it carries rows."""
         link = self._plain_link(address, deadline)
         try:
-            if markers := self.markers:  # one and the same, should nodes move meanwhile
-                expected = self.expected(address)
+            if (view := self.view).markers:  # one and the same, should nodes move meanwhile
+                expected = view.expected(address)
                 self._server.inspect(address, deadline)
-                accepted = accept(address, expected, self._ask(link, [MARKER_KEY], deadline)[0], link.run_id)
-                if address in markers:
-                    markers[address] = accepted
+                got = self._ask(link, [MARKER_KEY], deadline)[0]
+                view.markers[address] = accept(address, expected, got, link.run_id, view.placements)
         except BaseException:
             link.close()
             raise
@@ -125,8 +121,8 @@ class NodeLinks:
             if self._fence.name:
                 (copy,) = self._ask(link, [self._fence.name.encode()], deadline)
                 self.require_ours(address, copy, deadline)
-            if self.markers:
-                why_lost(address, self.expected(address), self._ask(link, [MARKER_KEY], deadline)[0], link.run_id)
+            if (view := self.view).markers:
+                why_lost(address, view.expected(address), self._ask(link, [MARKER_KEY], deadline)[0], link.run_id, view.placements)
         except BaseException:
             link.close()
             raise
@@ -140,10 +136,11 @@ class NodeLinks:
     # --- what a repair asks; see `MarkedNodes` ------------------------------------------------------------------------------------
 
     def expected(self, address: str) -> Marker:
-        expected = self.markers.get(address)
-        if expected is None:
-            raise moved_meanwhile(address)
-        return expected
+        return self.view.expected(address)
+
+    @property
+    def placements(self) -> Placements:
+        return self.view.placements
 
     def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         with self.plain_pool.lease([address], deadline) as links:
@@ -158,7 +155,7 @@ class NodeLinks:
         for other in self.addresses:
             if other != address:
                 with suppress(NodeUnavailableError, DeadlineExceededError):
-                    found += self._ask_once(other, key, deadline)
+                    found += self.first_look(other, [key], deadline)
         return found
 
     def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
@@ -168,30 +165,33 @@ class NodeLinks:
     def swap(self, address: str, key: bytes, old: bytes | None, new: bytes, run_id: str, deadline: Deadline) -> bool:
         return self._server.swap(address, key, old, new, run_id, deadline)
 
-    def _ask_once(self, address: str, key: bytes, deadline: Deadline) -> list[bytes | None]:
-        """On a connection that asks nothing before, as those do that are lent."""
+    # --- small values -----------------------------------------------------------------------------------------------------------
+
+    def first_look(self, address: str, keys: Sequence[bytes], deadline: Deadline) -> list[bytes | None]:
+        """Read small values of a node of which nothing is expected yet."""
         link = self._server.open_link(address, deadline)
         try:
-            return self._ask(link, [key], deadline)
+            return self._ask(link, keys, deadline)
         finally:
             link.close()
 
-    # --- small values -----------------------------------------------------------------------------------------------------------
-
     def blobs(self, key: bytes, deadline: Deadline) -> list[bytes | None]:
         """Read every node's copy of a small value."""
-        replies = self._on_every_node(deadline, lambda index: self._codec.get_step(key))
-        return [value_of(address, reply) for address, reply in zip(self.addresses, replies, strict=True)]
+        view = self.view
+        replies = self._on_every_node(view, deadline, lambda index: self._codec.get_step(key))
+        return [value_of(address, reply) for address, reply in zip(view.addresses, replies, strict=True)]
 
-    def put_blobs(self, key: bytes, values: Sequence[bytes], deadline: Deadline) -> None:
-        """Write a small value to each node."""
-        replies = self._on_every_node(deadline, lambda index: self._codec.put_step(key, values[index]))
-        for address, reply in zip(self.addresses, replies, strict=True):
+    def put_blobs(self, key: bytes, value: bytes | Sequence[bytes], deadline: Deadline) -> None:
+        """Write a small value to each node: the same, or one for each in the order of their numbers."""
+        view = self.view
+        values = [value] * len(view.addresses) if isinstance(value, bytes) else value
+        replies = self._on_every_node(view, deadline, lambda index: self._codec.put_step(key, values[index]))
+        for address, reply in zip(view.addresses, replies, strict=True):
             for _, line in reply.errors:
                 raise server_error(address, line)
 
-    def _on_every_node(self, deadline: Deadline, make: Callable[[int], tuple[Step, R]]) -> list[R]:
-        addresses = self.addresses  # the same ones all along, should nodes move meanwhile
+    def _on_every_node(self, view: NodesView, deadline: Deadline, make: Callable[[int], tuple[Step, R]]) -> list[R]:
+        addresses = view.addresses  # the same ones all along, should nodes move meanwhile
         with self.meta_pool.lease(addresses, deadline) as links:
             made = [make(index) for index in range(len(addresses))]
             steps = [step for step, _ in made]
@@ -204,8 +204,3 @@ def value_of(address: str, reply: BlobReply) -> bytes | None:
     if reply.error is not None:
         raise server_error(address, reply.error)
     return reply.value
-
-
-def moved_meanwhile(address: str) -> NodeSuspectError:
-    """Return the error of a batch that was begun before nodes moved."""
-    return NodeSuspectError(f"node {address}: while it was asked, nodes moved to other addresses; try again.")

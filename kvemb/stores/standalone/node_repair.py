@@ -6,6 +6,7 @@ How a value is read, or replaced on a condition, is known to the nodes (`MarkedN
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.map_copies import MAP_NAME, decode_map
-from kvemb.coordination.markers import MARKER_KEY, Marker, Why, diagnose, why_lost
+from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, Why, as_under, diagnose, why_lost
 from kvemb.coordination.replicated_values import are_damaged
-from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
@@ -37,8 +38,15 @@ class MarkedNodes(Protocol):
     def map(self) -> ClusterMap:
         """Which node holds which slot."""
 
+    def number_of(self, address: str) -> int:
+        """The number of a node."""
+
     def expected(self, address: str) -> Marker:
         """The marker that the node should have."""
+
+    @property
+    def placements(self) -> Placements:
+        """What markers may name."""
 
     def look(self, address: str, deadline: Deadline) -> tuple[bytes | None, str]:
         """Return what stands in the place of the marker, and the run id of the server process that said so."""
@@ -89,23 +97,26 @@ class NodeRepair:
             if found is not None and found[1] is not None:
                 return found[1]
             nonce = os.urandom(8).hex()
-            begun = replace(self._nodes.expected(address), run_id=run_id, repair=nonce, repairing=True)
+            begun = self._in_force(replace(self._nodes.expected(address), run_id=run_id, repair=nonce, repairing=True))
             if self._nodes.swap(address, MARKER_KEY, got, begun.encode(), run_id, deadline):
                 return nonce
         raise ProtocolError(f"node {address}: its marker changed {_MAX_TRIES} times while a repair was to begin there")
 
     def keys_of(self, address: str, keys: RowKeys) -> NDArray[np.bool_]:
-        nodes = self._nodes.map.nodes_of(keys)
-        if nodes is None:
+        cluster_map = self._nodes.map
+        if cluster_map.n_nodes == 1:
             return np.ones(len(keys), dtype=bool)
-        mine: NDArray[np.bool_] = nodes == self._nodes.addresses.index(address)
+        number, slots = self._nodes.number_of(address), keys.slots()
+        mine: NDArray[np.bool_] = cluster_map.slot_nodes[slots] == number
+        if cluster_map.second_nodes is not None:  # what a move brings there belongs there, too
+            mine |= cluster_map.second_nodes[slots] == number
         return mine
 
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         run_id = self.require_repair(address, nonce, deadline).run_id
         if self._fence.record:
             self._put_back_owner(address, run_id, deadline)
-        self._replace(address, MAP_NAME.encode(), self._nodes.map.encode(), run_id, deadline)
+        self._put_map(address, run_id, deadline)
         self._replace(address, _report_key(shard), nonce.encode(), run_id, deadline)
         self.require_repair(address, nonce, deadline)
 
@@ -122,18 +133,22 @@ class NodeRepair:
         reports = self._nodes.peek(address, [_report_key(shard) for shard in range(n_shards)], deadline)
         if any(report != nonce.encode() for report in reports):
             return False
-        whole = replace(repairing, repairing=False)
+        whole = self._in_force(replace(repairing, repairing=False))
         if self._nodes.swap(address, MARKER_KEY, repairing.encode(), whole.encode(), repairing.run_id, deadline):
             return True
         got, run_id = self._nodes.look(address, deadline)
-        if got != whole.encode():
+        if got is None or self._judge(address, got, run_id) is not None or Marker.decode(got, address).repair != nonce:
             raise diagnose(address, repairing, got)
         return True
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
     def _judge(self, address: str, got: bytes | None, run_id: str) -> tuple[Why, str | None] | None:
-        return why_lost(address, self._nodes.expected(address), got, run_id)
+        return why_lost(address, self._nodes.expected(address), got, run_id, self._nodes.placements)
+
+    def _in_force(self, marker: Marker) -> Marker:
+        """The same marker, naming the map in force: whoever has seen a flip writes no marker of before it."""
+        return marker.naming(self._nodes.map)
 
     def require_repair(self, address: str, nonce: str, deadline: Deadline) -> Marker:
         """The marker of a repair that goes on.
@@ -143,9 +158,13 @@ class NodeRepair:
         """
         got, run_id = self._nodes.look(address, deadline)
         wanted = replace(self._nodes.expected(address), run_id=run_id, repair=nonce, repairing=True)
-        if got != wanted.encode():
-            raise diagnose(address, wanted, got)
-        return wanted
+        if got == wanted.encode():
+            return wanted
+        with suppress(WrongNodeError):
+            marker = None if got is None else Marker.decode(got, address)
+            if marker is not None and as_under(marker, wanted, self._nodes.placements) == wanted:
+                return marker
+        raise diagnose(address, wanted, got)
 
     def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         for address, copy, wrong in zip(self._nodes.addresses, copies, damaged, strict=True):
@@ -163,13 +182,17 @@ class NodeRepair:
                 self._nodes.require_ours(address, found, deadline)
                 self._mend_here(address, name, found, record, deadline)
             if map_copy is None or are_damaged([map_copy], decode_map)[0]:
-                self._mend_here(address, MAP_NAME, map_copy, self._nodes.map.encode(), deadline)
+                log.error("node %s: its copy of the cluster map is missing or damaged", address)
+                self._put_map(address, self._nodes.look(address, deadline)[1], deadline)
         except (NodeUnavailableError, DeadlineExceededError) as error:
             log.warning("%s", error)
 
     def _mend_here(self, address: str, name: str, copy: bytes | None, value: bytes, deadline: Deadline) -> None:
         here = [one == address for one in self._nodes.addresses]
         self.mend_copies(name, [copy if mine else None for mine in here], here, value, deadline)
+
+    def _put_map(self, address: str, run_id: str, deadline: Deadline) -> None:
+        put_map(self._nodes, address, self._nodes.map, run_id, deadline)
 
     def _put_back_owner(self, address: str, run_id: str, deadline: Deadline) -> None:
         key, record = self._fence.name.encode(), self._fence.record
@@ -187,6 +210,18 @@ class NodeRepair:
             if found == value or self._nodes.swap(address, key, found, value, run_id, deadline):
                 return
         raise ProtocolError(f"node {address}: {key.decode()} changed {_MAX_TRIES} times while it was to be written")
+
+
+def put_map(nodes: MarkedNodes, address: str, cluster_map: ClusterMap, run_id: str, deadline: Deadline) -> None:
+    """Give a node this map, unless it has a newer one."""
+    key = MAP_NAME.encode()
+    for _ in range(_MAX_TRIES):
+        (found,) = nodes.peek(address, [key], deadline)
+        if found is not None and not are_damaged([found], decode_map)[0] and decode_map(found).version >= cluster_map.version:
+            return
+        if nodes.swap(address, key, found, cluster_map.encode(), run_id, deadline):
+            return
+    raise ProtocolError(f"node {address}: {MAP_NAME} changed {_MAX_TRIES} times while it was to be written")
 
 
 def _report_key(shard: int) -> bytes:

@@ -1,7 +1,7 @@
 """Batches of rows over nodes under a map of ours: who gets which rows, and the marker last on each connection."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,15 +12,32 @@ from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
 from kvemb.net.link import Link
+from kvemb.schema.keys import RowKeys
 from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.standalone.node_links import NodeLinks, moved_meanwhile, value_of
+from kvemb.stores.standalone.node_links import NodeLinks, value_of
+from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
 from kvemb.wire.codec import Codec, RecordsToWrite
 from kvemb.wire.replies import Step, UnexpectedValueError
 
 T = TypeVar("T", bound=np.generic)
+SlotOwners = NDArray[np.uint16]
+"""uint16 [16384]: the node of each slot."""
 Plan = list[tuple[int, NodeSteps]]
 _CONFLICT = 2  # of an erase; see `Codec.erase_steps`
+
+
+@dataclass(frozen=True)
+class RepairLane:
+    """What a batch in repair is sent by: all of its rows to one node, whose marker must be this one.
+
+    Args:
+        node: its number.
+        marker: with the nonce of the repair.
+    """
+
+    node: int
+    marker: Marker
 
 
 class NodeRows:
@@ -35,13 +52,22 @@ class NodeRows:
     def __init__(self, links: NodeLinks, codec: Codec, *, cas: bool) -> None:
         self._links, self._codec, self._cas = links, codec, cas
 
-    def read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None) -> list[ReadResult]:
-        """Read parts; `repair` is the marker that a batch in repair expects."""
+    def read(
+        self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
+    ) -> list[ReadResult]:
+        """Read parts.
+
+        Args:
+            parts: of the batch.
+            deadline: of all of it.
+            lane: of a batch in repair.
+            owners: the node of each slot, where it is not the map's.
+        """
         plan: Plan = []
-        results, cluster_map = [], self._links.map  # one for all of the batch
+        results, view = [], self._links.view  # one for all of the batch
         for part in parts:
             kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
-            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), kinds)
             result = self._empty_result(part, grouped)
             results.append(result)
             for node, rows in grouped.shares:
@@ -49,18 +75,20 @@ class NodeRows:
                 foreign = None if result.foreign is None else result.foreign[rows]
                 keys = grouped.keys[rows]
                 steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
-                plan.append((node, NodeSteps(self._links.addresses[node], keys, steps)))
-        self._run(plan, deadline, repair)
+                plan.append((node, NodeSteps(view.places[node], keys, steps)))
+        self._run(view, plan, deadline, lane)
         return results
 
-    def write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None) -> list[WriteResult]:
+    def write(
+        self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
+    ) -> list[WriteResult]:
         """Write parts."""
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8], NDArray[np.uint64] | None]] = []
-        cluster_map = self._links.map
+        view = self._links.view
         for part in parts:
             kinds = self._codec.write_kinds(part.keys, part.tokens)
-            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), kinds)
+            grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), kinds)
             out = np.zeros(len(part.keys), dtype=np.uint8)
             order = slice(None) if grouped.order is None else grouped.order
             keys, records = grouped.keys, RecordsToWrite(part.records, grouped.order)
@@ -68,25 +96,27 @@ class NodeRows:
             outs.append((grouped, out, tokens))
             for node, rows in grouped.shares:
                 steps = self._codec.write_steps(keys[rows], records[rows], None if tokens is None else tokens[rows], out[rows])
-                plan.append((node, NodeSteps(self._links.addresses[node], grouped.keys[rows], steps)))
-        self._run(plan, deadline, repair)
+                plan.append((node, NodeSteps(view.places[node], grouped.keys[rows], steps)))
+        self._run(view, plan, deadline, lane)
         return [WriteResult(_ungroup(g, out == 0), None if tokens is None else _ungroup(g, tokens)) for g, out, tokens in outs]
 
-    def erase(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None) -> list[NDArray[np.bool_]]:
+    def erase(
+        self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None, owners: SlotOwners | None = None
+    ) -> list[NDArray[np.bool_]]:
         """Delete the rows of parts."""
         plan: Plan = []
         outs: list[tuple[Grouped, NDArray[np.uint8]]] = []
-        cluster_map = self._links.map
+        view = self._links.view
         for part in parts:
-            grouped = group_by_node(part.keys, cluster_map.nodes_of(part.keys), self._codec.write_kinds(part.keys, None))
+            grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), self._codec.write_kinds(part.keys, None))
             out = np.zeros(len(part.keys), dtype=np.uint8)
             outs.append((grouped, out))
             order = slice(None) if grouped.order is None else grouped.order
             tokens = part.tokens[order] if part.tokens is not None and self._cas else None
             for node, rows in grouped.shares:
                 steps = self._codec.erase_steps(grouped.keys[rows], out[rows], None if tokens is None else tokens[rows])
-                plan.append((node, NodeSteps(self._links.addresses[node], grouped.keys[rows], steps)))
-        self._run(plan, deadline, repair)
+                plan.append((node, NodeSteps(view.places[node], grouped.keys[rows], steps)))
+        self._run(view, plan, deadline, lane)
         return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
 
     def _empty_result(self, part: ReadPart, grouped: Grouped) -> ReadResult:
@@ -95,15 +125,15 @@ class NodeRows:
         records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
         return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens, np.zeros(n, dtype=bool) if part.foreign else None)
 
-    def _run(self, plan: Plan, deadline: Deadline, repair: Marker | None) -> None:
+    def _run(self, view: NodesView, plan: Plan, deadline: Deadline, lane: RepairLane | None) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection."""
         by_node: dict[str, list[Step]] = {}
         for _, share in plan:
             by_node.setdefault(share.address, []).extend(share.steps)
         markers = {}
-        with (self._links.pool if repair is None else self._links.plain_pool).lease(by_node, deadline) as links:
+        with (self._links.pool if lane is None else self._links.plain_pool).lease(by_node, deadline) as links:
             # Connecting may have renewed what is expected; from here on a node that is repaired meanwhile fails the batch.
-            expected = {address: repair or self._links.expected(address) for address in by_node}
+            expected = {address: view.expected(address) if lane is None else lane.marker for address in by_node}
             for node, share in plan:
                 if expected[share.address].node != node:
                     raise moved_meanwhile(share.address)
@@ -119,9 +149,15 @@ class NodeRows:
                 raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes its time: why says more than how long
                 raise
             for address, reply in markers.items():
-                if value_of(address, reply) != expected[address].encode():
-                    raise diagnose(address, expected[address], reply.value)
+                view.require(address, expected[address], value_of(address, reply))
         raise_row_errors([share for _, share in plan])
+
+
+def _nodes_of(keys: RowKeys, view: NodesView, lane: RepairLane | None, owners: SlotOwners | None) -> NDArray[np.uint16] | None:
+    """The node of each key: uint16 [n]; None where all belong to node 0."""
+    if lane is not None and view.map.n_nodes > 1:
+        return np.full(len(keys), lane.node, np.uint16)
+    return view.map.nodes_of(keys) if owners is None else owners[keys.slots()]
 
 
 def _require_process(link: Link, marker: Marker) -> None:

@@ -3,28 +3,49 @@
 A store is put together from parts, each in a file of its own: the server's kind, links to the nodes, batches of rows, and repair.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.coordination.map_copies import MAP_NAME, map_in_force
-from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, first_identity, why_lost
-from kvemb.errors import ConfigError, InvalidInputError, NodeLostError, NotProvisionedError, WrongNodeError
+from kvemb.coordination.map_copies import MAP_NAME, newest_map
+from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.errors import (
+    ConfigError,
+    InvalidInputError,
+    MapChangedError,
+    NodeLostError,
+    NodeUnavailableError,
+    StorageError,
+    WrongNodeError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.move_plan import NODES
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import PASSING, ReadRetry
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from kvemb.stores.standalone.map_publisher import MapPublisher
+from kvemb.stores.standalone.moving_rows import MovingRows
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_repair import NodeRepair
-from kvemb.stores.standalone.node_rows import NodeRows
+from kvemb.stores.standalone.node_rows import NodeRows, RepairLane
+from kvemb.stores.standalone.nodes_view import NodesView
+from kvemb.stores.standalone.seen_nodes import SeenNodes, new_marker
 from kvemb.stores.store import NodeStats, Store
 from kvemb.wire.codec import Codec
+
+_FOLLOW_PAUSE_S, _FOLLOW_TIMEOUT_S = 1.0, 2.0
+log = logging.getLogger("kvemb")
 
 
 class NodeStore(Store):
@@ -46,6 +67,10 @@ class NodeStore(Store):
         self._links = NodeLinks(server, codec, config.nodes, self._fence)
         self._rows = NodeRows(self._links, codec, cas=cas)
         self._repair = NodeRepair(self._links, self._fence)
+        self._publishing = MapPublisher(self._links, server)
+        self._nodes_now: Callable[[], tuple[str, ...]] | None = None
+        self._changing, self._not_before_s = threading.Lock(), 0.0
+        self._other: tuple[ClusterMap, MovingRows] | None = None
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
 
@@ -63,44 +88,110 @@ class NodeStore(Store):
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._links.pool.require_open()
         self._links.meta_pool = self._links.pool if known is None else self._links.plain_pool
-        run_ids = {address: self._server.inspect(address, deadline)[0] for address in self.addresses}
-        raw = self._links.blobs(MARKER_KEY, deadline)
-        identity = known or self._identity(raw)
-        self._links.map = self._map_on_nodes(identity, deadline)
-        markers = {}
-        for index, (address, value) in enumerate(zip(self.addresses, raw, strict=True)):
-            expected = self._marker(identity, index, run_ids[address])
-            if known is not None and why_lost(address, expected, value, expected.run_id):
-                markers[address] = expected
+        seen = SeenNodes(self._server, self._links)
+        view = seen.view(known, deadline)
+        for address in view.addresses:
+            run_id, value = seen.require(address, deadline)
+            expected = replace(view.markers[address], run_id=run_id)
+            if known is not None and why_lost(address, expected, value, run_id, view.placements):
+                view.markers[address] = expected
                 continue
             if value is None:  # lost, whatever else differs: other nodes do hold a marker
                 raise NodeLostError(
                     f"node {address}: holds no marker while other nodes do: it was restarted empty, flushed or replaced. Its rows are lost "
                     "there; nothing was re-initialised."
                 )
-            markers[address] = accept(address, expected, value, expected.run_id)
-        self._links.markers = markers
-        return list(markers.values())
+            view.markers[address] = accept(address, expected, value, run_id, view.placements)
+        self._links.view = view
+        self._links.follow = self._follow
+        return list(view.markers.values())
+
+    # --- following the cluster map ------------------------------------------------------------------------------------------------
 
     def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
-        self._links.nodes_now = nodes_now
+        self._nodes_now = nodes_now
 
-    def _map_on_nodes(self, identity: Identity, deadline: Deadline) -> ClusterMap:
-        found = map_in_force(self._links.blobs(MAP_NAME.encode(), deadline), self.copies_on(MAP_NAME), identity)
-        if found.n_nodes != len(self.addresses):
-            raise ConfigError(
-                f"storage.nodes: {len(self.addresses)} given, the cluster map (serial {found.serial}) has {found.n_nodes}. Name the nodes "
-                "that the cluster was made with, in that order."
-            )
-        return found
+    def refresh_map(self, deadline: Deadline) -> bool:
+        return not self._has_newest(deadline) and self._refresh_map(deadline)
+
+    def _has_newest(self, deadline: Deadline) -> bool:
+        """Whether every node answers, on connections that there are, and none has a newer map."""
+        view, key = self._links.view, MAP_NAME.encode()
+        try:
+            copies = [self._links.peek(address, [key], deadline)[0] for address in view.addresses]
+        except StorageError:
+            return False
+        newest = newest_map(copies, view.addresses, view.map)
+        return newest is not None and newest.version <= view.map.version
+
+    def _refresh_map(self, deadline: Deadline, newest: ClusterMap | None = None) -> bool:
+        before = self._links.view
+        seen = SeenNodes(self._server, self._links)
+        cluster_map, places = seen.places(before, newest or before.map, deadline)
+        with self._changing:
+            now = self._links.view
+            if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
+                return now is not before
+            self._links.view = now.changed(cluster_map, places)
+        if places != now.places:
+            log.warning("storage nodes are now at %s; until now %s", ", ".join(filter(None, places)), ", ".join(now.addresses))
+        return True
+
+    def _follow(self, error: StorageError) -> bool:
+        """After an error that nodes at other addresses, or another map, would explain: whether there are."""
+        if not isinstance(error, MapChangedError):
+            if time.monotonic() < self._not_before_s:  # a node that is down for long is asked for again and again
+                return False
+            self._not_before_s = time.monotonic() + _FOLLOW_PAUSE_S
+        if self._nodes_now is not None:
+            try:
+                self._links.in_file = self._nodes_now()
+            except ConfigError as why:
+                raise type(error)(f"{error} {why}") from error
+        elif not isinstance(error, (MapChangedError, NodeUnavailableError, WrongNodeError)):
+            return False
+        return self._refresh_map(Deadline.after(min(self.config.timeout_s, _FOLLOW_TIMEOUT_S)))
+
+    def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
+        before = self.addresses  # those that leave are told, too
+        if cluster_map.version > self.cluster_map.version:
+            self._refresh_map(deadline, cluster_map)
+        return self._publishing.publish_map(cluster_map, dict.fromkeys([*self.addresses, *before]), deadline)
+
+    def renew_markers(self, deadline: Deadline) -> list[str]:
+        return self._publishing.renew_markers(deadline)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return self._links.view.places
+
+    def require_empty(self, address: str, deadline: Deadline) -> None:
+        self._publishing.require_empty(address, deadline)
+
+    def prepare_node(self, address: str, number: int, metas: Mapping[str, bytes], deadline: Deadline) -> None:
+        self._publishing.prepare_node(address, number, metas, deadline)
+
+    @property
+    def other(self) -> MovingRows | None:
+        cluster_map = self._links.map
+        if cluster_map.plan is None or cluster_map.plan.kind != NODES:
+            return None
+        of, rows = self._other or (None, None)
+        if of is not cluster_map or rows is None:
+            self._other = of, rows = cluster_map, MovingRows(self._rows, cluster_map)
+        return rows
+
+    # --- provisioning -------------------------------------------------------------------------------------------------------------
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
-        self._links.map = ClusterMap.first(len(self.addresses), n_shards)
-        inspected = [self._server.inspect(address, deadline) for address in self.addresses]
+        nodes = self._links.in_file
+        cluster_map = ClusterMap.first(len(nodes), n_shards, nodes)
+        self._links.view = NodesView(cluster_map, nodes)
+        inspected = [self._server.inspect(address, deadline) for address in nodes]
         raw = self._links.blobs(MARKER_KEY, deadline)
-        wanted = [self._marker(Identity(cluster_id, generation), i, run_id) for i, (run_id, _) in enumerate(inspected)]
+        wanted = [new_marker(Identity(cluster_id, generation), i, cluster_map, run_id) for i, (run_id, _) in enumerate(inspected)]
         copies = self._links.blobs(MAP_NAME.encode(), deadline)
-        for address, (_, n_keys), value, marker, maps in zip(self.addresses, inspected, raw, wanted, copies, strict=True):
+        for address, (_, n_keys), value, marker, maps in zip(nodes, inspected, raw, wanted, copies, strict=True):
             if value is None and n_keys > (maps is not None):
                 raise WrongNodeError(
                     f"node {address}: holds {n_keys} keys and no marker. Provisioning writes on empty nodes only; empty the node "
@@ -108,7 +199,7 @@ class NodeStore(Store):
                 )
             if value is not None and value != marker.encode():
                 raise diagnose(address, marker, value)
-        self._links.put_blobs(MAP_NAME.encode(), [self._links.map.encode()] * len(self.addresses), deadline)  # before any marker names it
+        self._links.put_blobs(MAP_NAME.encode(), cluster_map.encode(), deadline)  # before any marker names it
         self._links.put_blobs(MARKER_KEY, [marker.encode() for marker in wanted], deadline)
 
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:
@@ -123,10 +214,21 @@ class NodeStore(Store):
         return self._retry(self._links.following(lambda: self._read(parts, deadline)), deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
-        return self._write(parts, deadline)
+        with self._map_known():
+            return self._write(parts, deadline)
 
     def erase(self, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
-        return self._rows.erase(parts, deadline, None)
+        with self._map_known():
+            return self._rows.erase(parts, deadline)
+
+    @contextmanager
+    def _map_known(self) -> Iterator[None]:
+        """Read the map again where a write was routed by an old one; whether rows were written is for the caller to find out."""
+        try:
+            yield
+        except MapChangedError as error:
+            self._links.follow(error)
+            raise
 
     def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         return self._read(parts, deadline, self._lane(address, nonce, parts, deadline))
@@ -137,16 +239,17 @@ class NodeStore(Store):
     def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         return self._rows.erase(parts, deadline, self._lane(address, nonce, parts, deadline))
 
-    def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Marker | None = None) -> list[ReadResult]:
-        return read_coalesced(parts, lambda coalesced: self._rows.read(coalesced, deadline, repair))
+    def _read(self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None) -> list[ReadResult]:
+        return read_coalesced(parts, lambda coalesced: self._rows.read(coalesced, deadline, lane))
 
-    def _write(self, parts: Sequence[WritePart], deadline: Deadline, repair: Marker | None = None) -> list[WriteResult]:
-        one_node = len(self.addresses) == 1
-        return write_coalesced(parts, lambda coalesced: self._rows.write(coalesced, deadline, repair), one_node=one_node)
+    def _write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
+        one_node = self._links.map.n_nodes == 1
+        return write_coalesced(parts, lambda coalesced: self._rows.write(coalesced, deadline, lane), one_node=one_node)
 
     def node_of(self, keys: RowKeys) -> str:
-        nodes = self._links.map.nodes_of(keys)
-        return self.addresses[0 if nodes is None else int(nodes[0])]
+        view = self._links.view
+        nodes = view.map.nodes_of(keys)
+        return view.places[0 if nodes is None else int(nodes[0])]
 
     # --- small values, and what the servers say of themselves -------------------------------------------------------------------
 
@@ -155,7 +258,7 @@ class NodeStore(Store):
         return self._retry(self._links.following(lambda: self._links.blobs(key, deadline)), deadline)
 
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
-        self._links.put_blobs(name.encode(), [value] * len(self.addresses), deadline)
+        self._links.put_blobs(name.encode(), value, deadline)
 
     def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         self._repair.mend_copies(name, copies, damaged, value, deadline)
@@ -184,21 +287,8 @@ class NodeStore(Store):
     def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
         return self._repair.finish_repair(address, nonce, n_shards, deadline)
 
-    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> Marker:
-        """The marker that a batch in repair expects."""
+    def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> RepairLane:
+        """What a batch in repair is sent by."""
         if not all(self.keys_of(address, part.keys).all() for part in parts):
             raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
-        return self._repair.require_repair(address, nonce, deadline)
-
-    def _marker(self, identity: Identity, node: int, run_id: str) -> Marker:
-        return Marker(identity.cluster_id, node, identity.generation, self._links.map.digest, self._links.map.serial, run_id)
-
-    def _identity(self, raw: Sequence[bytes | None]) -> Identity:
-        """What the first good marker says."""
-        found = first_identity(self.addresses, raw)
-        if found is not None:
-            return found
-        raise NotProvisionedError(
-            f"none of the nodes {', '.join(self.addresses)} holds a marker: the cluster is new, or all of its data is gone. "
-            "Parameter-server shard 0 provisions empty nodes when it starts for the first time."
-        )
+        return RepairLane(self._links.number_of(address), self._repair.require_repair(address, nonce, deadline))

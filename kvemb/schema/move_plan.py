@@ -1,0 +1,71 @@
+"""A plan of slots that move between nodes, or between shards, while training goes on. Pure; docs/adr/0058 and 0060 say how it goes.
+
+Of a plan the map says who has the slots now, and the plan who else: while it moves them, who is to have them; once it is flipped, who had
+them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.schema.slots import from_runs, runs_of
+
+NODES, SHARDS = "nodes", "shards"
+MOVING, FLIPPED, CLEANING, ABORTING = "moving", "flipped", "cleaning", "aborting"
+_PHASES = (MOVING, FLIPPED, CLEANING, ABORTING)
+MAX_WHY = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class MovePlan:
+    """One plan.
+
+    Args:
+        kind: "nodes" or "shards".
+        phase: "moving", "flipped", "cleaning" or "aborting".
+        slot_owners: uint16 [16384], the other owner of each slot; of slots that stay, the same one.
+        leaving: numbers of owners that have nothing left, and are gone, when the plan is done.
+        joining: numbers of owners that came with the plan, and are gone when it was aborted.
+        max_bytes_per_s: how fast all shards together may copy; 0: as fast as storage takes it.
+        why: of an abort.
+    """
+
+    kind: str
+    phase: str
+    slot_owners: NDArray[np.uint16]
+    leaving: tuple[int, ...] = ()
+    joining: tuple[int, ...] = ()
+    max_bytes_per_s: int = 0
+    why: str = ""
+
+    @property
+    def writes_both(self) -> bool:
+        """Whether rows of the slots that move are written to both owners."""
+        return self.phase in (MOVING, FLIPPED)
+
+    @property
+    def renews_markers(self) -> bool:
+        """Whether nodes may still have markers of the map before the flip."""
+        return self.phase == FLIPPED
+
+    def to_list(self) -> list[Any]:
+        """Return what stands in the map's bytes."""
+        return [self.kind, self.phase, runs_of(self.slot_owners), list(self.leaving), list(self.joining), self.max_bytes_per_s, self.why]
+
+    @staticmethod
+    def from_list(items: object, n_owners: dict[str, int]) -> "MovePlan":
+        """Read it again; `n_owners` says how many there are of each kind.
+
+        Raises:
+            ValueError: it is no plan.
+        """
+        if not isinstance(items, list) or [type(item) for item in items] != [str, str, bytes, list, list, int, str]:
+            raise ValueError("no plan")
+        kind, phase, runs, leaving, joining, max_bytes_per_s, why = items
+        if kind not in n_owners or phase not in _PHASES or max_bytes_per_s < 0 or len(why) > MAX_WHY:
+            raise ValueError("no plan of this release")
+        if not all(type(number) is int and 0 <= number < n_owners[kind] for number in [*leaving, *joining]):
+            raise ValueError("an owner comes or goes that there is not")
+        return MovePlan(kind, phase, from_runs(runs, n_owners[kind]), tuple(leaving), tuple(joining), max_bytes_per_s, why)

@@ -1,0 +1,76 @@
+"""The shard's end of moves: messages in, messages out. What they do is in `paramserver.moves`."""
+
+import numpy as np
+
+from kvemb.errors import InvalidInputError, MoveRefusedError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveRequest, MoveStatusReply, ReplaceNodeRequest, SlotSizesReply
+from kvemb.schema.slots import N_SLOTS, from_runs
+from kvemb.stores.store import Store
+
+from ..moves.move_carrier import MoveCarrier, WantedMove
+from ..recovery.shard_parts import ShardParts
+
+
+class MoveHandlers:
+    """The verbs by which operators move slots. Thread-safe.
+
+    Args:
+        parts: of the shard.
+        store: open.
+        carrier: of plans; None on every shard but the first.
+    """
+
+    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None) -> None:
+        self._parts, self._store, self._carrier = parts, store, carrier
+
+    def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
+        """Begin a plan."""
+        n_nodes = self._store.cluster_map.n_nodes + len(request.join)
+        try:
+            slot_nodes = from_runs(request.slot_nodes, max(1, n_nodes))
+        except ValueError as error:
+            raise InvalidInputError(f"slot_nodes: {error}") from error
+        leave = tuple(self._number_of(address) for address in request.leave)
+        wanted = WantedMove(request.version, slot_nodes, tuple(request.join), leave, max(0, request.max_bytes_per_s))
+        self._on_shard_0().begin(wanted, deadline)
+        return self.status(Empty(), deadline)
+
+    def replace_node(self, request: ReplaceNodeRequest, deadline: Deadline) -> MoveStatusReply:
+        """Let a dead node be at another address."""
+        self._on_shard_0().replace_address(self._number_of(request.old), request.new, request.version, deadline)
+        return self.status(Empty(), deadline)
+
+    def abort(self, request: AbortMoveRequest, deadline: Deadline) -> MoveStatusReply:
+        """Take a plan back."""
+        self._on_shard_0().abort(request.why or "an operator asked for it")
+        return self.status(Empty(), deadline)
+
+    def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
+        """Say how far a plan is."""
+        cluster_map = self._store.cluster_map
+        reports = self._on_shard_0().reports(cluster_map.n_shards) if cluster_map.plan is not None else [None] * cluster_map.n_shards
+        told = [b"" if one is None else one.encode() for one in reports]
+        return MoveStatusReply(cluster_map.encode(), told, list(self._store.places))
+
+    def slot_sizes(self, request: Empty, deadline: Deadline) -> SlotSizesReply:
+        """Say how many rows lie in each slot, and how large they are."""
+        rows, size = np.zeros(N_SLOTS, np.uint64), np.zeros(N_SLOTS, np.uint64)
+        for state in self._parts.tables.all():
+            with self._parts.engine.batch_boundary.between(deadline):
+                ids, _ = state.arrays()
+            counts = np.bincount(state.definition.placement.slots(ids), minlength=N_SLOTS).astype(np.uint64)
+            rows += counts
+            size += counts * np.uint64(state.definition.record.size_bytes)
+        return SlotSizesReply(rows.astype("<u8").tobytes(), size.astype("<u8").tobytes())
+
+    def _on_shard_0(self) -> MoveCarrier:
+        if self._carrier is None:
+            raise MoveRefusedError(f"shard {self._parts.shard} carries no moves; ask shard 0. Nothing was changed.")
+        return self._carrier
+
+    def _number_of(self, address: str) -> int:
+        places = self._store.places
+        if not address or address not in places:
+            raise InvalidInputError(f"node {address}: is none of the cluster's, which are {', '.join(filter(None, places))}")
+        return places.index(address)
