@@ -27,6 +27,7 @@ FACADES = {
     "kvemb.torch": "trainer.torch",
     "kvemb.columns": "trainer.columns",
     "kvemb.jax": "trainer.jax",
+    "kvemb.keras": "trainer.keras",
     "kvemb.trainer": "trainer",
     "kvemb.commands.shard_program": "paramserver.__main__",
 }
@@ -38,7 +39,7 @@ ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.json_logs", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
-        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
+        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
@@ -73,11 +74,11 @@ ROOMS = {
         {"trainer.report"},
         {"trainer.lookahead"},
         {"trainer", "trainer.bridge"},
-        {"trainer.columns", "trainer.jax", "trainer.torch.lookup"},
-        {"trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
-        {"trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
+        {"trainer.columns", "trainer.jax", "trainer.keras.layers", "trainer.torch.lookup"},
+        {"trainer.keras.steps", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
+        {"trainer.keras.distributing", "trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
         {"trainer.torch.export"},
-        {"trainer.torch"},
+        {"trainer.keras", "trainer.torch"},
     ),
 }
 
@@ -94,7 +95,7 @@ IMPURE_STDLIB = {
 }  # fmt: skip
 SOCKETS = {"socket", "socketserver", "select", "selectors", "ssl"}
 MAY_TOUCH_SOCKETS = ("kvemb.net", "kvemb.local")  # local: looks for free ports, nothing else
-FRAMEWORKS = ("torch", "tensorflow", "jax")
+FRAMEWORKS = ("torch", "tensorflow", "jax", "keras")
 
 
 def module_name(path: Path) -> str:

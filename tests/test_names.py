@@ -18,6 +18,7 @@ MODULES_TWICE = {
     "engine": "the file for which its folder is named",
     "ingest": "the file for which its folder is named",
     "jax": "a facade (kvemb.own): both are the same module",
+    "keras": "a facade (kvemb.own): both are the same module",
     "optim": "what users write, and its maths in a shard: one idea, two packages",
     "torch": "a facade (kvemb.own): both are the same module",
     "trainer": "a facade (kvemb.own): both are the same module",

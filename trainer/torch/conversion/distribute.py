@@ -18,6 +18,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
+from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, exists, fill, make_table, open_table
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
 from ..lookup.model_tables import modules_by_table
 from ..lookup.table_weight import become, let_go, turn_back
@@ -28,9 +29,8 @@ from ..optimizer.other_optimizers import watch
 from ..optimizer.sparse_optimizer import SparseOptimizer
 from .distribute_plan import DistributePlan, Names, Site, TorchEmbedding, make_plan
 from .distribute_report import lines
-from .filled_tables import SiteTable, TableOptions, exists, fill, make_table, open_table
-from .first_rows import Carry, First, first_rows
-from .weight_transfer import check_range
+from .first_rows import first_rows
+from .weight_range import check_range
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster
@@ -180,8 +180,8 @@ def _made_and_filled(
     options: TableOptions,
     first: Mapping[str, First],
     carry: Carry,
-) -> list[SiteTable]:
-    tables: list[SiteTable] = []
+) -> list[SiteTable[Site]]:
+    tables: list[SiteTable[Site]] = []
     try:
         for site in plan.sites:
             tables.append(make_table(cluster, site, rule_of[site.table], options, first[site.table], carry))
@@ -216,7 +216,7 @@ def _has_state(optimizer: torch.optim.Optimizer, site: Site) -> bool:
 
 def _change(
     model: nn.Module,
-    tables: Sequence[SiteTable],
+    tables: Sequence[SiteTable[Site]],
     optimizer: torch.optim.Optimizer | None,
     follows: Mapping[str, Follows],
     max_unapplied: int,
@@ -240,7 +240,7 @@ def _change(
         raise
 
 
-def _replace(model: nn.Module, tables: Sequence[SiteTable], undo: list[Callable[[], object]]) -> None:
+def _replace(model: nn.Module, tables: Sequence[SiteTable[Site]], undo: list[Callable[[], object]]) -> None:
     new = {id(module): _module(module, one) for one in tables for _, module in one.site.modules}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
@@ -266,7 +266,7 @@ def _read_from_table(site: Site, module: Embedding | EmbeddingBag, undo: list[Ca
         undo.append(partial(tied.__dict__.pop, name))
 
 
-def _module(old: TorchEmbedding, one: SiteTable) -> Embedding | EmbeddingBag:
+def _module(old: TorchEmbedding, one: SiteTable[Site]) -> Embedding | EmbeddingBag:
     new: Embedding | EmbeddingBag
     if isinstance(old, nn.EmbeddingBag):
         new = EmbeddingBag(one.table, old.mode, old.include_last_offset, old.padding_idx)

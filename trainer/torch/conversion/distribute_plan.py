@@ -8,7 +8,9 @@ hold it, and whoever holds it must be an embedding that is replaced, too.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from kvemb.errors import InvalidInputError
@@ -62,6 +64,13 @@ class Site:
     def padding(self) -> list[int]:
         """The padding ids of its modules, ascending."""
         return sorted({int(module.padding_idx) for _, module in self.modules if module.padding_idx is not None})
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows [n, dim] of the weight; on the meta device, which holds none, zeros."""
+        if self.weight.device.type == "meta":
+            return np.zeros((len(ids), self.dim), np.float32)
+        rows: NDArray[np.float32] = self.weight.detach()[torch.from_numpy(ids).to(self.weight.device)].cpu().numpy()
+        return rows
 
     def __str__(self) -> str:
         return f"table {self.table!r} (module {self.modules[0][0]!r})"

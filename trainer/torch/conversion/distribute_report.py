@@ -4,18 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvemb.init import Initializer
 
+from ...bridge.filled_tables import CARRIED, Carry, SiteTable
 from ..lookup.parameter_walks import n_ranks
 from ..lookup.table_weight import WEIGHT_BYTES, is_readable
 from ..optimizer.joined_step import Follows
 from .distribute_plan import DistributePlan, Site
-from .filled_tables import SiteTable
-from .first_rows import CARRIED, Carry
 
 _SHOWN = 8
 
 
 def lines(
-    plan: DistributePlan, tables: Sequence[SiteTable], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]
+    plan: DistributePlan, tables: Sequence[SiteTable[Site]], carry: Carry, follows: Mapping[str, Follows], trained: Sequence[Site]
 ) -> Iterator[str]:
     """Say what became of each embedding, and what will be different from now on.
 
@@ -86,7 +85,7 @@ def _embeddings(n: int) -> str:
     return "1 embedding is" if n == 1 else f"{n} embeddings are"
 
 
-def _origin(one: SiteTable, carry: Carry) -> str:
+def _origin(one: SiteTable[Site], carry: Carry) -> str:
     definition, first = one.table.definition, one.first
     weights = "the module's weights" + ("" if definition.dtype == "float32" else f", rounded to {definition.dtype}")
     if carry == "overwrite":

@@ -3,41 +3,19 @@
 What must not live here: assigning (`weight_transfer`), tables. Strategy: unless the user says otherwise, a table begins with the module's
 own weights. They are assigned, where all of a model's can be in a minute or so. Of those that are too many, the initializer is read off
 (`recognize_initializer`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
-
-A table says by its initializer that its rows are assigned: CARRIED, zeros under a name that nobody gives. So another trainer knows that it
-has to wait for them, as it need not for rows that are drawn.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-from kvemb import init
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 
+from ...bridge.filled_tables import CARRIED, Carry, First
 from .distribute_plan import Site
 from .recognize_initializer import read_off
 
-Carry = bool | Literal["overwrite"] | None
 CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
 """How much of a model is assigned without being asked for: about a minute's work for two shards on a machine of 2 cores."""
-CARRIED = init.constant(0.0)
-
-
-@dataclass(frozen=True)
-class First:
-    """How the rows of a model's table begin.
-
-    Args:
-        carried: its rows are assigned: the module's weights.
-        initializer: its own; None: the table exists, and has one.
-        origin: who decided: the user gave the initializer, it was read off the weights, or none is needed.
-    """
-
-    carried: bool
-    initializer: Initializer | None
-    origin: Literal["given", "read off", ""]
 
 
 def first_rows(

@@ -1,6 +1,6 @@
 """The first rows of tables that were a model's weights: exactly one trainer of a job assigns them, the others wait until it has.
 
-What must not live here: which weights become tables, and modules. Strategy: who made the table assigns its rows, in ascending order,
+What must not live here: which weights become tables, and any framework. Strategy: who made the table assigns its rows, in ascending order,
 in chunks. Another trainer that finds the table sees by the last chunk that this is done. That one comes into being last, though not in all
 shards at once. So no trainer trains before the rows are there, and rows that were trained are not overwritten by a trainer that joins or
 starts again.
@@ -10,18 +10,37 @@ import time
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from kvemb.errors import DeadlineExceededError, InvalidInputError
-
-from .distribute_plan import Site
+from kvemb.errors import DeadlineExceededError
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 1 << 16
 STALL_S = 120.0
 """How long a trainer waits for another one that assigns and does not get on; generous, a chunk takes far less than a second."""
 _POLL_S = 0.2
-_NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Weights(Protocol):
+    """A weight of a model that becomes a table; its text says which."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows: ids are 0 to n_rows - 1."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        ...
+
+    @property
+    def padding(self) -> list[int]:
+        """Ids whose rows pad, ascending."""
+        ...
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows [n, dim] as the model has them; zeros where it holds none."""
+        ...
 
 
 class AssignPort(Protocol):
@@ -40,24 +59,7 @@ class AssignPort(Protocol):
         ...
 
 
-def check_range(site: Site, dtype: str) -> None:
-    """Refuse weights that no row can be, before a table is made.
-
-    Raises:
-        InvalidInputError: NaN, infinity, or a value beyond the dtype's range.
-    """
-    largest = torch.finfo(_NARROW.get(dtype, torch.float32)).max
-    for at, part in enumerate(torch.split(site.weight.detach(), _chunk_rows(site))):
-        wrong = torch.nonzero(~(part.abs() <= largest).all(dim=1))
-        if len(wrong):
-            row = int(wrong[0]) + at * _chunk_rows(site)
-            raise InvalidInputError(
-                f"{site}: row {row} of its weight holds NaN, infinity or a value beyond {dtype} (above {largest:.4g}), and cannot be "
-                "carried; mend the weight, or carry nothing"
-            )
-
-
-def assign_padding(table: AssignPort, site: Site) -> None:
+def assign_padding(table: AssignPort, site: Weights) -> None:
     """Set the rows that pad, and do not exist yet, to what the module has there: zeros, which no initializer gives.
 
     Every trainer does; all have the same, and no push of a module that pads changes them.
@@ -68,22 +70,22 @@ def assign_padding(table: AssignPort, site: Site) -> None:
         assign_weights(table, site, ids[versions == 0])
 
 
-def assign_weights(table: AssignPort, site: Site, ids: NDArray[np.int64]) -> None:
-    """Set the rows of these ids to the module's weights; on the meta device, which holds none, to zeros."""
-    n_chunk = _chunk_rows(site)
+def assign_weights(table: AssignPort, site: Weights, ids: NDArray[np.int64]) -> None:
+    """Set the rows of these ids to the model's."""
+    n_chunk = chunk_rows(site)
     for low in range(0, len(ids), n_chunk):
         chunk = ids[low : low + n_chunk]
-        table.assign(chunk, _weights(site, chunk))
+        table.assign(chunk, site.rows_of(chunk))
 
 
-def wait_assigned(table: AssignPort, site: Site) -> None:
+def wait_assigned(table: AssignPort, site: Weights) -> None:
     """Return when all rows are there, whoever assigns them.
 
     Raises:
         DeadlineExceededError: no row came for STALL_S seconds.
     """
     n_rows, since = -1, time.monotonic()
-    last = np.arange((site.n_rows - 1) // _chunk_rows(site) * _chunk_rows(site), site.n_rows)
+    last = np.arange((site.n_rows - 1) // chunk_rows(site) * chunk_rows(site), site.n_rows)
     while not (_exist(table, last[-1:]) and _exist(table, last)):  # the whole chunk only when it has begun to come
         n_now, now = len(table), time.monotonic()
         if n_now != n_rows:
@@ -97,16 +99,10 @@ def wait_assigned(table: AssignPort, site: Site) -> None:
         time.sleep(_POLL_S)
 
 
-def _chunk_rows(site: Site) -> int:
+def chunk_rows(site: Weights) -> int:
+    """Return how many rows are assigned at a time."""
     return min(max(1, CHUNK_BYTES // (4 * site.dim)), CHUNK_ROWS)
 
 
 def _exist(table: AssignPort, ids: NDArray[np.int64]) -> bool:
     return bool(table.pull(ids, return_versions=True)[1].all())
-
-
-def _weights(site: Site, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    if site.weight.device.type == "meta":
-        return np.zeros((len(ids), site.dim), np.float32)
-    rows: NDArray[np.float32] = site.weight.detach()[torch.from_numpy(ids).to(site.weight.device)].cpu().numpy()
-    return rows

@@ -1,25 +1,57 @@
 """The tables of a model's weights: made or opened, and filled.
 
-What must not live here: modules, optimizers. See `weight_transfer` for who fills a table.
+What must not live here: any framework, optimizers. See `weight_transfer` for who fills a table. A table says by its initializer that its
+rows are assigned: CARRIED, zeros under a name that nobody gives. So another trainer knows that it has to wait for them, as it need not for
+rows that are drawn.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from kvemb import init
 from kvemb.errors import InvalidInputError, TableMismatchError, UnknownTableError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from .distribute_plan import Site
-from .first_rows import CARRIED, Carry, First
-from .weight_transfer import assign_padding, assign_weights, wait_assigned
+from .weight_transfer import Weights, assign_padding, assign_weights, wait_assigned
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster
     from kvemb.table import Table
+
+
+Carry = bool | Literal["overwrite"] | None
+CARRIED = init.constant(0.0)
+
+
+class WeightOfTable(Weights, Protocol):
+    """A weight of a model, and the name of the table that it becomes."""
+
+    @property
+    def table(self) -> str:
+        """The table's name."""
+        ...
+
+
+SiteT = TypeVar("SiteT", bound=WeightOfTable)
+
+
+@dataclass(frozen=True)
+class First:
+    """How the rows of a model's table begin.
+
+    Args:
+        carried: its rows are assigned: the module's weights.
+        initializer: its own; None: the table exists, and has one.
+        origin: who decided: the user gave the initializer, it was read off the weights, or none is needed.
+    """
+
+    carried: bool
+    initializer: Initializer | None
+    origin: Literal["given", "read off", ""]
 
 
 @dataclass(frozen=True)
@@ -32,7 +64,7 @@ class TableOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class SiteTable:
+class SiteTable(Generic[SiteT]):
     """The table that is made for one place in a model.
 
     Args:
@@ -41,13 +73,13 @@ class SiteTable:
         first: how its rows begin; of a table that exists, `carried` says whether whoever made it assigns them.
     """
 
-    site: Site
+    site: SiteT
     table: "Table"
     made: bool
     first: First
 
 
-def open_table(cluster: "Cluster", site: Site) -> SiteTable:
+def open_table(cluster: "Cluster", site: SiteT) -> SiteTable[SiteT]:
     """Open a table that exists.
 
     Raises:
@@ -64,7 +96,7 @@ def open_table(cluster: "Cluster", site: Site) -> SiteTable:
     return SiteTable(site, table, made=False, first=First(False, None, ""))
 
 
-def exists(cluster: "Cluster", site: Site) -> bool:
+def exists(cluster: "Cluster", site: WeightOfTable) -> bool:
     """Return whether a site's table does."""
     try:
         cluster.table(site.table)
@@ -73,7 +105,7 @@ def exists(cluster: "Cluster", site: Site) -> bool:
     return True
 
 
-def make_table(cluster: "Cluster", site: Site, rule: OptimizerSpec, options: TableOptions, first: First, carry: Carry) -> SiteTable:
+def make_table(cluster: "Cluster", site: SiteT, rule: OptimizerSpec, options: TableOptions, first: First, carry: Carry) -> SiteTable[SiteT]:
     """Make a site's table, or open it where it exists with the same identity; with its own initializer, unless the user gave one.
 
     Raises:
@@ -105,7 +137,7 @@ def make_table(cluster: "Cluster", site: Site, rule: OptimizerSpec, options: Tab
     return SiteTable(site, create(kept, exist_ok=True), made=False, first=First(carried, kept, ""))
 
 
-def fill(tables: Sequence[SiteTable], carry: Carry) -> None:
+def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
     """Assign the first rows of tables made here; then wait for those that other trainers made, who may wait for ours."""
     for one in tables:
         if not one.first.carried:

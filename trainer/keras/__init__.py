@@ -1,0 +1,11 @@
+"""The Keras bridge: layers whose rows live in a kvemb table, on TensorFlow, JAX and torch.
+
+Import it as `kvemb.keras`. `distribute` takes a model to a cluster; it is trained and used as before. In the rooms below, `layers` has how
+rows enter a step and their gradient leaves it, `steps` what stands around a model's steps, `distributing` what `distribute` does. What must
+not live here: storage, wire formats, update rules.
+"""
+
+from .distributing.distribute_keras import distribute
+from .layers.row_embedding import RowEmbedding as Embedding
+
+__all__ = ["Embedding", "distribute"]

@@ -1,0 +1,225 @@
+"""distribute: a Keras model's large embeddings become tables, in place, in one line; fit, evaluate and predict stay as they are.
+
+What must not live here: which embeddings (`keras_sites`), whose first rows (`trainer.bridge.weight_transfer`), what a step does
+(`steps.step_seam`), update rules (`keras_rules`). Strategy: everything is checked before anything changes. Then tables are made and filled.
+Then each layer becomes one over its table, the same object: whatever refers to it goes on.
+"""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from kvemb.errors import InvalidInputError
+from kvemb.init import Initializer
+from kvemb.optim import OptimizerSpec
+
+from ...bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, fill, make_table
+from ...bridge.pushed_steps import PushedSteps
+from ...bridge.shared_lookups import SharedLookups
+from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
+from ..layers.row_embedding import RowEmbedding
+from ..steps.gradient_scale import refuse_unfit, rule_of
+from ..steps.ids_plan import Feature, layers_over_tables
+from ..steps.model_state import ModelState
+from ..steps.step_seam import ConnectedModel
+from ..steps.step_values import StepValues
+from .keras_rules import MappedRule
+from .keras_sites import KerasSite, Names, find_sites, initializer_of
+
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
+    from kvemb.table import Table
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedKeras:
+    """What `distribute` did; its text says it.
+
+    Args:
+        tables: of the model's layers.
+        steps: what pushes: `last_ack` is of the newest push.
+        lines: of the text.
+    """
+
+    tables: tuple["Table", ...]
+    steps: PushedSteps
+    lines: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def distribute(
+    model: Any,
+    cluster: "Cluster",
+    *,
+    min_rows: int = 10_000,
+    optimizer: OptimizerSpec | None = None,
+    names: Names | None = None,
+    leave: Collection[str] = (),
+    features: Mapping[str, Feature] | None = None,
+    initializer: Initializer | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    reduce: str = "sum",
+    max_unapplied: int = MAX_UNAPPLIED,
+    quiet: bool = False,
+) -> DistributedKeras:
+    """Replace a Keras model's large Embedding layers by ones whose rows the cluster keeps, in place, and connect its steps.
+
+    `fit`, `train_on_batch`, `evaluate`, `predict` are used as before, on any backend. Every trainer of a job calls it, with the same
+    arguments; so does one that resumes, and one that has loaded a saved model. Layers over tables that the model has already
+    (`kvemb.keras.Embedding`) are connected, too.
+
+    A table begins with the layer's own weights, where it has some: the trainer that makes the table assigns them, others wait until they
+    are there. A layer that is not built has none yet, and can be larger than this machine: its rows are drawn by the layer's initializer.
+
+    Args:
+        model: Sequential, functional or subclassed; compiled, unless `optimizer` is given.
+        cluster: of `kvemb.connect`.
+        min_rows: embeddings of fewer rows stay, and so do frozen ones.
+        optimizer: a `kvemb.optim` rule for all tables that are made. None: that of the model's optimizer, whose learning rate they follow.
+        names: of the tables, by layer's name, or a function from it; the layer's name unless given.
+        leave: names of layers that stay.
+        features: what feeds a layer, by its name: a key of x, or a function of x. Only for models whose code cannot be followed.
+        initializer: draw the rows by this one, whatever the weights are.
+        dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
+        max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
+        quiet: do not write what was done to stderr.
+
+    Raises:
+        InvalidInputError: an embedding or an optimizer that has no counterpart, or arguments that do not go together. Nothing was changed.
+        TableMismatchError, UnknownTableError, DeadlineExceededError, …: a table exists with another identity, is missing, or is not filled.
+            The model is as it was; tables may have been made.
+    """
+    _check(model, cluster, optimizer)
+    check_max_unapplied(max_unapplied)
+    sites, left = find_sites(model, min_rows, names, leave)
+    ours = layers_over_tables(model)
+    if not sites and not ours:
+        raise InvalidInputError(f"there is no keras.layers.Embedding to replace: {_listed(left)}")
+    mapped = None if optimizer is not None else MappedRule(model.optimizer) if getattr(model, "optimizer", None) is not None else None
+    rule = optimizer or (mapped.spec if mapped else None)
+    if sites and rule is None:
+        raise InvalidInputError(
+            "the model is not compiled, so its tables would have no update rule: compile it before, or give optimizer=kvemb.optim.…"
+        )
+    _refuse_built(model, sites)
+    first = {site.table: _first(site, initializer) for site in sites}
+    tables = []
+    for site in sites:
+        assert rule is not None
+        tables.append(make_table(cluster, site, rule, TableOptions(dtype, seed, reduce), first[site.table], None))
+    fill(tables, None)
+    opened = {layer.table_name: cluster.table(layer.table_name) for layer in ours if not layer.connected}
+    for one in tables:
+        _convert(one)
+    for layer in ours:
+        if not layer.connected:
+            layer.connect(opened[layer.table_name])
+    connected = _connect(model, {one.site.table for one in tables}, mapped, dict(features or {}), max_unapplied)
+    done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(_lines(tables, left, ours)))
+    if not quiet:
+        print(done, file=sys.stderr)
+    return done
+
+
+def _check(model: Any, cluster: Any, optimizer: object) -> None:
+    if not isinstance(model, keras.Model):
+        raise InvalidInputError(f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}")
+    if not hasattr(cluster, "create_table"):
+        raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
+    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+        raise InvalidInputError(
+            f"optimizer is {optimizer!r}; give one of kvemb.optim's functions called, or compile the model with a Keras optimizer"
+        )
+    if getattr(model, "optimizer", None) is not None:
+        refuse_unfit(model.optimizer)
+    replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
+    if replicas > 1 or keras.distribution.distribution() is not None:
+        raise InvalidInputError(
+            "the model is spread over devices (a tf.distribute strategy, or keras.distribution): each would have other rows, "
+            "and Keras would "
+            "average their gradients. Start a trainer process for each device instead; the parameter servers add up what they push"
+        )
+    if keras.config.is_nnx_enabled():
+        raise InvalidInputError("Keras runs with NNX enabled, which takes train_step from the class; unset KERAS_NNX_ENABLED")
+
+
+def _refuse_built(model: Any, sites: Sequence[KerasSite]) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if sites and optimizer is not None and rule_of(optimizer).built:
+        raise InvalidInputError(
+            "nothing was changed: the model's optimizer has state for its embeddings already. Compile the model again, and "
+            "call distribute before the "
+            "first fit; what was learned so far is carried"
+        )
+
+
+def _first(site: KerasSite, given: Initializer | None) -> First:
+    if given is not None:
+        given.check_dim(site.dim)
+        return First(False, given, "given")
+    if site.layer.built:
+        return First(True, CARRIED, "")
+    found = initializer_of(site.layer)
+    if found is None:
+        raise InvalidInputError(
+            f"nothing was changed: {site} is not built, and its {type(site.layer.embeddings_initializer).__name__} has no "
+            "counterpart; build the model, "
+            "so that its weights are carried, or give initializer=kvemb.init.…"
+        )
+    return First(False, found, "read off")
+
+
+def _convert(one: SiteTable[KerasSite]) -> None:
+    """Make a layer one over its table, the same object."""
+    layer = one.site.layer
+    if layer.built:
+        layer._untrack_variable(layer._embeddings)
+        layer._embeddings = None
+    layer.__class__ = RowEmbedding
+    layer.become_rows(one.site.table, None)
+    layer.connect(one.table)
+    layer.built = True
+
+
+def _connect(
+    model: Any, follows: Collection[str], mapped: MappedRule | None, features: dict[str, Feature], max_unapplied: int
+) -> ConnectedModel:
+    """Put pull and push around the model's steps. Tables that were made for the optimizer follow it, others keep their own values."""
+    tables = {layer.table.name: layer.table for layer in layers_over_tables(model)}
+    clusters = {id(table.cluster) for table in tables.values()}
+    if len(clusters) > 1:
+        raise InvalidInputError("the model's layers are over tables of several clusters; a step is one push, to one")
+    cluster = next(iter(tables.values())).cluster
+    steps = PushedSteps(cluster, {name: table.definition.id_dtype for name, table in tables.items()}, max_unapplied=max_unapplied)
+
+    def values(now: ModelState) -> dict[str, StepValues]:
+        ours = mapped.at(model.optimizer, now) if mapped is not None else None
+        return {name: ours if ours is not None and name in follows else StepValues(dict(table.hyper)) for name, table in tables.items()}
+
+    connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, features)
+    connected.install()
+    return connected
+
+
+def _lines(tables: Sequence[SiteTable[KerasSite]], left: Sequence[tuple[str, str]], ours: Sequence[RowEmbedding]) -> list[str]:
+    made = [
+        f"layer {one.site.layer.name!r}: {one.site.n_rows} x {one.site.dim} -> table {one.site.table!r}, "
+        f"{'made' if one.made else 'opened'}, "
+        f"{one.table.definition.optimizer.kind}" + (", its weights carried" if one.first.carried and one.made else "")
+        for one in tables
+    ]
+    return [
+        *made,
+        *(f"layer {layer.name!r}: over table {layer.table_name!r}" for layer in ours),
+        *(f"layer {name!r} stays: {why}" for name, why in left),
+    ]
+
+
+def _listed(left: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(f"{name!r} stays ({why})" for name, why in left) or "the model has none"

@@ -1,0 +1,138 @@
+"""Which embeddings of a Keras model become tables, which stay, and which cannot be either: decided before anything changes.
+
+What must not live here: clusters, optimizers, the change itself. Strategy, as for torch: an embedding of enough rows is replaced, or
+refused with all reasons at once. It is left only where that is said: too few rows, frozen, or asked for.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb import init
+from kvemb.errors import InvalidInputError
+from kvemb.init import Initializer
+from kvemb.schema.table_def import check_table_name
+
+Names = Mapping[str, str] | Callable[[str], str]
+"""Table names by layer's name, or a function from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class KerasSite:
+    """One keras.layers.Embedding that becomes a table.
+
+    Args:
+        table: its name.
+        layer: may be not built yet, and then has no weight.
+    """
+
+    table: str
+    layer: Any
+
+    @property
+    def n_rows(self) -> int:
+        """Rows: ids are 0 to n_rows - 1."""
+        return int(self.layer.input_dim)
+
+    @property
+    def dim(self) -> int:
+        """Weights per row."""
+        return int(self.layer.output_dim)
+
+    @property
+    def padding(self) -> list[int]:
+        """None: Keras trains the row that is masked, if something looks at it."""
+        return []
+
+    def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return rows [n, dim] of the layer's weight."""
+        if keras.backend.backend() == "torch":
+            rows: NDArray[np.float32] = self.layer._embeddings.value.detach().cpu().numpy()[ids]
+            return rows
+        return np.asarray(keras.ops.convert_to_numpy(keras.ops.take(self.layer._embeddings, ids, axis=0)), np.float32)
+
+    def __str__(self) -> str:
+        return f"table {self.table!r} (layer {self.layer.name!r})"
+
+
+def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection[str]) -> tuple[list[KerasSite], list[tuple[str, str]]]:
+    """Decide what becomes of each keras.layers.Embedding.
+
+    Returns:
+        Those that become tables; (name, why) of those that stay.
+
+    Raises:
+        InvalidInputError: an embedding cannot be replaced (all reasons), a name is taken twice or is none, or `leave` or `names` name none.
+    """
+    layers = [layer for layer in model._flatten_layers() if type(layer).__mro__.count(keras.layers.Embedding)]
+    plain = [layer for layer in layers if not hasattr(layer, "table_name")]
+    known = {layer.name for layer in plain}
+    for what, given in (("leave", set(leave)), ("names", set(names) if isinstance(names, Mapping) else set())):
+        if unknown := sorted(given - known):
+            raise InvalidInputError(f"{what}: no embedding is named {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}")
+    sites, left, problems = [], [], []
+    for layer in plain:
+        why = "leave=[…] names it" if layer.name in leave else _reason_to_stay(layer, min_rows)
+        if why:
+            left.append((layer.name, why))
+            continue
+        problems += [f"{layer.name!r}: {problem}" for problem in _problems(layer)]
+        sites.append(KerasSite(_name(layer.name, names), layer))
+    if problems:
+        raise InvalidInputError(
+            "nothing was changed: " + "; ".join(problems) + ". Change the model, or keep these local with leave=[their names]"
+        )
+    tables = [site.table for site in sites]
+    if twice := sorted({name for name in tables if tables.count(name) > 1}):
+        raise InvalidInputError(
+            f"names: several layers would be table {', '.join(twice)}; give each a name=, or share rows by sharing a layer"
+        )
+    return sites, left
+
+
+def initializer_of(layer: Any) -> Initializer | None:
+    """Return the counterpart of a layer's initializer; None if there is none.
+
+    Example:
+        >>> initializer_of(keras.layers.Embedding(10, 4)).kind
+        'uniform'
+    """
+    given, kinds = layer.embeddings_initializer, keras.initializers
+    if type(given) is kinds.RandomUniform:
+        return init.uniform(float(given.minval), float(given.maxval))
+    if type(given) is kinds.RandomNormal:
+        return init.normal(float(given.mean), float(given.stddev))
+    if type(given) is kinds.Zeros:
+        return init.zeros()
+    return init.constant(float(given.value)) if type(given) is kinds.Constant and isinstance(given.value, float | int) else None
+
+
+def _reason_to_stay(layer: Any, min_rows: int) -> str:
+    if layer.input_dim < min_rows:
+        return f"{layer.input_dim} rows, fewer than min_rows={min_rows}"
+    return "" if layer.trainable else "frozen: it is not trained"
+
+
+def _problems(layer: Any) -> Iterator[str]:
+    if type(layer) is not keras.layers.Embedding:
+        yield f"{type(layer).__name__} is a class of its own"
+    if layer.embeddings_regularizer is not None:
+        yield "embeddings_regularizer: it needs all rows in every step"
+    if layer.embeddings_constraint is not None:
+        yield "embeddings_constraint: it would write rows, which only parameter servers do"
+    if layer.lora_rank or layer.quantization_mode:
+        yield "LoRA and quantization need all rows at once"
+    if layer.variable_dtype != "float32":
+        yield f"its weight is {layer.variable_dtype}, and rows are looked up as float32 (storage may be 16 bits: dtype=)"
+
+
+def _name(layer: str, names: Names | None) -> str:
+    given = names(layer) if callable(names) else (names or {}).get(layer, layer)
+    try:
+        return check_table_name(given)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"layer {layer!r}: {error}; give names={{{layer!r}: …}}") from error

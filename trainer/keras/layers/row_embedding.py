@@ -1,0 +1,244 @@
+"""RowEmbedding, `kvemb.keras.Embedding`: keras.layers.Embedding over a kvemb table.
+
+What must not live here: where its rows come from in a step (`rows_at_hand`), and how a model's layers become these (`distributing`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import keras
+import numpy as np
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from numpy.typing import NDArray
+
+from kvemb.arrays.ids import normalize
+from kvemb.errors import InvalidInputError
+
+from ...bridge.cluster_ports import TablePort
+from .rows_at_hand import RowsAtHand
+
+COMBINERS = ("sum", "mean", "sqrtn")
+_ANY = 2**63 - 1
+
+
+@keras.saving.register_keras_serializable(package="kvemb", name="Embedding")
+class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
+    """Look up rows by id, as keras.layers.Embedding. One class, for Keras asks one layer for all of it.
+
+    It trains in a model that `distribute` has connected. Elsewhere it looks up what it is called with, and refuses to train.
+
+    Args:
+        table: a kvemb table. Or a table's name, with `output_dim`, for a model that `distribute` connects later.
+        combiner: None, or how the rows along the last axis of ids become one: "sum", "mean" (by the weights), "sqrtn" (by the root of their
+            squares). Empty bags are zeros.
+        mask_zero: as in keras.layers.Embedding; with a combiner id 0 counts for nothing.
+        output_dim: weights per row; only with a name.
+        kwargs: of keras.layers.Layer: name, dtype, trainable.
+
+    Raises:
+        InvalidInputError: `table` is none, or an unknown combiner.
+    """
+
+    def __init__(
+        self,
+        table: TablePort | str,
+        combiner: str | None = None,
+        *,
+        mask_zero: bool = False,
+        output_dim: int | None = None,
+        input_dim: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        by_name = isinstance(table, str)
+        if not by_name and not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
+            raise InvalidInputError(f"table must be a kvemb table (cluster.table(…)) or its name, got {type(table).__name__}")
+        if combiner is not None and combiner not in COMBINERS:
+            raise InvalidInputError(f"combiner is {combiner!r}; give None or one of {', '.join(COMBINERS)}")
+        if by_name and output_dim is None:
+            raise InvalidInputError(f"table {table!r} is a name: give output_dim, the weights of a row, too")
+        num_ids = input_dim if isinstance(table, str) else table.definition.num_ids
+        dim = output_dim if isinstance(table, str) else table.dim
+        super().__init__(num_ids or _ANY, dim, mask_zero=mask_zero, **kwargs)
+        self.become_rows(table.name if not isinstance(table, str) else table, combiner)
+        if not isinstance(table, str):
+            self.connect(table)
+
+    def become_rows(self, table_name: str, combiner: str | None) -> None:
+        """Set what this class has beyond its base: of a layer that is made, or converted."""
+        self.table_name, self.combiner = table_name, combiner
+        # Behind Keras's tracker: none of these is a part of the layer.
+        object.__setattr__(self, "_links", {"table": None, "at_hand": None})
+
+    def connect(self, table: TablePort) -> None:
+        """Take a table, of a model that is loaded or made by name.
+
+        Raises:
+            InvalidInputError: its rows have another length.
+        """
+        if table.dim != self.output_dim:
+            raise InvalidInputError(f"table {table.name!r} has dim {table.dim}, layer {self.name!r} has {self.output_dim}")
+        self._links["table"] = table
+
+    def feed_from(self, at_hand: RowsAtHand) -> None:
+        """Take the rows of steps from there."""
+        self._links["at_hand"] = at_hand
+
+    @property
+    def table(self) -> TablePort:
+        """The table.
+
+        Raises:
+            InvalidInputError: the layer was made by name and not connected.
+        """
+        table: TablePort | None = self._links["table"]
+        if table is None:
+            raise InvalidInputError(
+                f"layer {self.name!r} is over table {self.table_name!r} of a cluster that it does not know: call "
+                "kvemb.keras.distribute(model, cluster)"
+            )
+        return table
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has its table."""
+        return self._links["table"] is not None
+
+    @property
+    def at_hand(self) -> RowsAtHand | None:
+        """Where rows of steps come from; None until `distribute`."""
+        found: RowsAtHand | None = self._links["at_hand"]
+        return found
+
+    def build(self, input_shape: Any = None) -> None:
+        """Build nothing: the rows are in the cluster."""
+        self.built = True
+
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        """Look up rows.
+
+        Args:
+            inputs: ids, any shape.
+            weights: float, of the shape of `inputs`: factors of the rows; with a combiner only.
+
+        Returns:
+            [*inputs.shape, dim]; with a combiner [*inputs.shape[:-1], dim]. Of the layer's compute dtype.
+
+        Raises:
+            InvalidInputError: traced or trained without `distribute`, or ids outside the table's domain.
+        """
+        if weights is not None and self.combiner is None:
+            raise InvalidInputError(f"layer {self.name!r}: weights go with a combiner")
+        rows = self._rows(inputs)
+        out = rows if self.combiner is None else _combined(rows, self._factors(inputs, weights), self.combiner)
+        return keras.ops.cast(out, self.compute_dtype)
+
+    def _rows(self, inputs: Any) -> Any:
+        if self.at_hand is not None and self.at_hand.there:
+            leaf, at = self.at_hand.look_up(self.table_name, self.name, inputs.shape)
+            return keras.ops.take(leaf, at, axis=0)
+        if in_symbolic_scope():
+            return keras.ops.zeros((*inputs.shape, self.output_dim), "float32")
+        return self._pulled_now(inputs)
+
+    def _pulled_now(self, inputs: Any) -> Any:
+        """Rows of a call outside of a model's steps, which trains nothing."""
+        if self._get_call_context().training:
+            raise InvalidInputError(
+                f"layer {self.name!r} over table {self.table.name!r} is called in training outside of fit and train_on_batch "
+                "of a model that "
+                "kvemb.keras.distribute(model, cluster) has connected: nobody would push its gradients. Connect the model; call it with "
+                "training=False where nothing is trained"
+            )
+        try:
+            values = keras.ops.convert_to_numpy(inputs)
+        except Exception as error:
+            raise InvalidInputError(
+                f"layer {self.name!r} over table {self.table.name!r} is traced, and its ids have no values yet. Train, "
+                "evaluate and predict "
+                "with a model that kvemb.keras.distribute(model, cluster) has connected; to export it, take kvemb.keras.materialize(model)"
+            ) from error
+        ids = self.ids_of(values)
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        table = self.table
+        rows, _ = table.pull(distinct if table.definition.id_dtype == "uint64" else distinct.view(np.int64), return_versions=True)
+        return keras.ops.convert_to_tensor(rows[inverse].reshape(*values.shape, table.dim))
+
+    def ids_of(self, values: NDArray[Any]) -> NDArray[np.uint64]:
+        """Return the ids [m] of an array that the layer is called with, flat and checked.
+
+        Raises:
+            InvalidInputError: fractions, or ids outside the table's domain.
+        """
+        definition = self.table.definition
+        if values.dtype.kind == "f":  # an Input without a dtype makes floats of ids
+            whole = values.astype(np.int64)
+            if not (whole == values).all():
+                raise InvalidInputError(f"table {definition.name!r}: ids must be integers, got fractions")
+            values = whole
+        flat, _ = normalize(values, definition.id_dtype, definition.name, definition.num_ids, minus_one=self.table.minus_one_allowed)
+        return flat
+
+    def _factors(self, inputs: Any, weights: Any) -> Any:
+        factors = keras.ops.ones(keras.ops.shape(inputs), "float32") if weights is None else keras.ops.cast(weights, "float32")
+        return factors * keras.ops.cast(keras.ops.not_equal(inputs, 0), "float32") if self.mask_zero else factors
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """As keras.layers.Embedding; what a combiner has made has no mask."""
+        return None if self.combiner is not None else super().compute_mask(inputs, mask)
+
+    def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Return the result's shape."""
+        return (*(input_shape if self.combiner is None else input_shape[:-1]), self.output_dim)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
+        """Return shape and dtype of the result."""
+        return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save nothing: rows are saved with the cluster."""
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load nothing.
+
+        Raises:
+            InvalidInputError: the file has weights of a plain model.
+        """
+        if len(store.keys()):
+            raise InvalidInputError(
+                f"the file holds weights for layer {self.name!r}, which is over table {self.table_name!r} of a cluster. Load such a file "
+                "before distribute, which carries them"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes the layer anew, by its table's name."""
+        base = keras.layers.Layer.get_config(self)
+        num_ids = None if self.input_dim == _ANY else self.input_dim
+        own = {"table": self.table_name, "combiner": self.combiner, "mask_zero": self.mask_zero}
+        return {**base, **own, "output_dim": self.output_dim, "input_dim": num_ids}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Make a layer that `distribute` connects."""
+        return cls(**config)
+
+    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse."""
+        raise InvalidInputError(
+            f"layer {self.name!r} is over table {self.table_name!r}: LoRA needs all rows at once; materialize the model first"
+        )
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse."""
+        raise InvalidInputError(
+            f"layer {self.name!r} is over table {self.table_name!r}: materialize the model first, then quantize the copy"
+        )
+
+
+def _combined(rows: Any, factors: Any, combiner: str) -> Any:
+    total = keras.ops.sum(rows * keras.ops.expand_dims(factors, -1), axis=-2)
+    if combiner == "sum":
+        return total
+    norm = keras.ops.sum(factors if combiner == "mean" else keras.ops.square(factors), axis=-1, keepdims=True)
+    norm = norm if combiner == "mean" else keras.ops.sqrt(norm)
+    empty = keras.ops.equal(norm, 0)
+    return keras.ops.where(empty, keras.ops.zeros_like(total), total / keras.ops.where(empty, keras.ops.ones_like(norm), norm))

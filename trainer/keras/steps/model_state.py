@@ -1,0 +1,83 @@
+"""The values of a model's variables around one step, wherever the backend keeps them: in the variables, or in what JAX's functions take.
+
+What must not live here: what is done with them. On JAX `fit` takes the values out of the variables, hands them from step to step, and gives
+their memory away to each step. So they are read before it or after it, and never kept.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ModelState:
+    """The values now.
+
+    Args:
+        model: whose.
+        given: the state that a JAX function takes or returned, (trainable, non-trainable, optimizer's, metrics'); empty on other backends.
+    """
+
+    def __init__(self, model: Any, given: "list[Any]") -> None:
+        self._model, self._given = model, [list(map(list, one)) for one in given]
+
+    def given(self) -> "tuple[Any, ...]":
+        """Return what the function takes before its batches."""
+        return tuple(tuple(one) for one in self._given)
+
+    def value(self, variable: Any) -> NDArray[Any]:
+        """Return a variable's value as NumPy."""
+        held = self._held(variable)
+        return np.asarray(keras.ops.convert_to_numpy(variable.value if held is None else held[0][held[1]]))
+
+    def trains(self, variable: Any) -> bool:
+        """Whether the step trains a variable: neither it nor its layer is frozen."""
+        return any(variable is one for one in self._model.trainable_variables)
+
+    def reshape(self, shadow: Any, shape: "tuple[int, int]") -> None:
+        """Give a shadow another shape, and zeros for a value."""
+        zeros = keras.ops.zeros(shape, "float32")
+        shadow._shape = shape
+        held = self._held(shadow)
+        if held is not None:
+            held[0][held[1]] = zeros
+            return
+        backend = keras.backend.backend()
+        if backend == "tensorflow":
+            shadow._value.assign(zeros)
+        elif backend == "torch":
+            shadow._value.data, shadow._value.grad = zeros, None
+        else:
+            shadow._value = zeros
+
+    def _held(self, variable: Any) -> "tuple[list[Any], int] | None":
+        """The list and the place in it where the state given has a variable's value."""
+        if not self._given:
+            return None
+        trainable, non_trainable, optimizer, _ = self._given[0]
+        lists = (
+            (self._model.trainable_variables, trainable),
+            (self._model.non_trainable_variables, non_trainable),
+            (self._model.optimizer.variables, optimizer),
+        )
+        for variables, values in lists:
+            for place, one in enumerate(variables):
+                if one is variable:
+                    return values, place
+        return None
+
+
+def make_shadow(layer: Any, dim: int) -> Any:
+    """Add the variable to a layer that takes the gradient of its table's rows."""
+    locked = layer._tracker.locked
+    layer._tracker.unlock()
+    shadow = layer.add_weight(
+        shape=(1, dim), initializer="zeros", dtype="float32", autocast=False, name="rows_gradient", overwrite_with_gradient=True
+    )
+    if locked:
+        layer._tracker.lock()
+    if keras.backend.backend() == "tensorflow":  # of any number of rows, so that nothing is traced anew where it changes
+        kind = type(shadow._value)
+        shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name="rows_gradient")
+    return shadow

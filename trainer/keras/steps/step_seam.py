@@ -1,0 +1,179 @@
+"""Where rows enter a model's step and gradients leave it: around its compiled functions, so that fit stays Keras's own.
+
+What must not live here: which ids (`ids_plan`), update rules (`distributing.keras_rules`), pushing (`trainer.bridge.pushed_steps`).
+
+Strategy: `fit`, `train_on_batch`, `evaluate`, `predict` of every backend call `model.train_function` (test, predict) with a source of
+batches, a step at a time. A `StepSeam` takes its place: it takes the batch out of the source, looks its rows up, hands both to the
+function, and pushes what the shadows hold then. So a step's rows are pulled after the push of the one before, however far Keras reads
+ahead. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch alone, while the rows are at hand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import keras
+import numpy as np
+
+from ...bridge.pushed_steps import GradientPart, PushedSteps
+from ...bridge.shared_lookups import LookupResult, SharedLookups
+from ..layers.rows_at_hand import RowsAtHand
+from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
+from .gradient_scale import GradientScale
+from .ids_plan import Feature, IdsPlan, layers_over_tables
+from .model_state import ModelState, make_shadow
+from .step_values import StepValues
+
+StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
+"""What holds for the step that comes, by table."""
+STEPS = ("train", "test", "predict")
+
+
+class ConnectedModel:
+    """A model whose steps look rows up and push their gradients.
+
+    Args:
+        model: with layers over tables, all of one cluster.
+        tables: these, by name.
+        steps: pushes.
+        shared: the lookups.
+        values: asked before each step.
+        features: see `IdsPlan`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tables: Mapping[str, Any],
+        steps: PushedSteps,
+        shared: SharedLookups,
+        values: StepHyper,
+        features: Mapping[str, Feature],
+    ) -> None:
+        self.model, self.tables, self.steps, self.shared, self._values, self._features = model, tables, steps, shared, values, features
+        self.at_hand = RowsAtHand()
+        self._plan: IdsPlan | None = None
+        self._capacities: dict[str, int] = {}
+        self._scale = GradientScale(model)
+        for layer in layers_over_tables(model):
+            layer.feed_from(self.at_hand)
+            if layer.table.name not in self.at_hand.shadows:
+                self.at_hand.shadows[layer.table.name] = make_shadow(layer, layer.table.dim)
+
+    def install(self) -> None:
+        """Stand around the model's steps from now on."""
+        for kind in STEPS:
+            step, make = getattr(self.model, f"{kind}_step"), getattr(self.model, f"make_{kind}_function")
+            object.__setattr__(self.model, f"{kind}_step", self._with_rows(step, training=kind == "train"))
+            object.__setattr__(self.model, f"make_{kind}_function", self._around(make, kind))
+            setattr(self.model, f"{kind}_function", None)
+
+    def _with_rows(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
+        def with_rows(*args: Any) -> Any:
+            *state, (data, fed) = args
+            with self.at_hand.of_step(fed, training):
+                return step(*state, data)
+
+        return with_rows
+
+    def _around(self, make: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def made(force: bool = False) -> Any:
+            make(force)
+            name = f"{kind}_function"
+            if not isinstance(getattr(self.model, name), StepSeam):
+                setattr(self.model, name, StepSeam(self, getattr(self.model, name), training=kind == "train"))
+            return getattr(self.model, name)
+
+        return made
+
+    def wanted(self, batch: Any) -> AskedByLayers:
+        """What a batch asks for; of the first one it is found out how."""
+        x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        if self._plan is None:
+            self._plan = IdsPlan(self.model, x, self._features)
+        return wanted_of(self._plan.ids(x))
+
+    def fed(self, batch: Any, training: bool) -> tuple[Any, dict[str, LookupResult]]:
+        """Return a batch with its rows, and what was found."""
+        wanted = self.wanted(batch)
+        found = look_up(wanted, self.shared, training)
+        for name, one in found.items():
+            self._capacities[name] = capacity_of(len(one.ids), self._capacities.get(name, 0))
+        return (batch, fed_of(wanted, found, self._capacities)), found
+
+    def train(self, inner: Callable[..., Any], state: list[Any], batch: Any) -> Any:
+        """Take one step of training; `state` is what JAX's functions take before the batches, empty elsewhere."""
+        before = ModelState(self.model, state)
+        self._scale.begin(before)
+        values = self._values(before)
+        data, found = self.fed(batch, training=True)
+        for name in found:
+            shadow, shape = self.at_hand.shadows[name], (self._capacities[name], self.tables[name].dim)
+            if tuple(shadow.shape) != shape:
+                before.reshape(shadow, shape)
+        result = inner(*before.given(), [data] if keras.backend.backend() == "torch" else iter([data]))
+        after = ModelState(self.model, [result[1]] if state else [])
+        self.steps.take(
+            [self.shared],
+            lambda: self._parts(after, found, values),
+            lambda: {name: one.hyper for name, one in values.items()},
+            use_up=_nothing,
+        )
+        return result
+
+    def _parts(self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues]) -> dict[str, GradientPart]:
+        if self._scale.overflowed(after):
+            return {}
+        parts = {name: self._part(after, name, found.get(name)) for name in self.at_hand.shadows}
+        return {name: self._scale.scaled(part, values[name].factor) for name, part in parts.items()}
+
+    def _part(self, after: ModelState, name: str, found: LookupResult | None) -> GradientPart:
+        shadow = self.at_hand.shadows[name]
+        if found is None or not after.trains(shadow):
+            return np.empty(0, np.uint64), np.empty((0, self.tables[name].dim), np.float32), np.empty(0, np.uint64)
+        gradient = after.value(shadow)[: len(found.ids)]
+        # In memory of its own: the next step gives the shadow's away, and an async push may still be on its way.
+        return found.ids, np.array(gradient, np.float32), found.versions
+
+
+class StepSeam:
+    """Stands in the place of a model's compiled function: every batch comes with its rows.
+
+    Args:
+        connected: whose.
+        inner: Keras's function.
+        training: whether its steps train.
+    """
+
+    def __init__(self, connected: ConnectedModel, inner: Callable[..., Any], training: bool) -> None:
+        self._connected, self._inner, self._training = connected, inner, training
+
+    def __call__(self, *args: Any) -> Any:
+        """Run as many steps as Keras asks for at a time.
+
+        Args:
+            args: on JAX the state; then an iterator of batches, or a list of them.
+        """
+        *state, source = args
+        batches = self._batches(source)
+        if self._training:
+            return self._train(state, batches)
+        fed = (self._connected.fed(batch, training=False)[0] for batch in batches)
+        return self._inner(*state, list(fed) if isinstance(source, list) else fed)
+
+    def _batches(self, source: Any) -> Iterator[Any]:
+        """The batches of one call: the first is read here, for the end of the source is told by StopIteration."""
+        if isinstance(source, list):
+            return iter(source)
+        return chain([next(source)], islice(source, self._connected.model.steps_per_execution - 1))
+
+    def _train(self, state: list[Any], batches: Iterator[Any]) -> Any:
+        result = None
+        for batch in batches:
+            result = self._connected.train(self._inner, state, batch)
+            state = [result[1]] if state else []
+        return result
+
+
+def _nothing() -> None:
+    """Gradients need no using up: each step overwrites them."""
