@@ -62,7 +62,7 @@ ROOMS = {
         {"paramserver.model"},
         {"paramserver.journal", "paramserver.engine"},
         {"paramserver.ingest", "paramserver.snapshot"},
-        {"paramserver.repair"},
+        {"paramserver.handover", "paramserver.repair"},
         {"paramserver.moves"},
         {"paramserver.apply", "paramserver.recovery"},
         {"paramserver.checkpoint"},

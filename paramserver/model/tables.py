@@ -81,6 +81,13 @@ class TableState:
         with self._lock:
             return self._index.erase(ids)
 
+    def took(self, ids: Ids, versions: Ids, step: int) -> None:
+        """Know n unique rows that another shard has handed over, and count no fewer applies than it. Apply thread only."""
+        self._kept = None
+        with self._lock:
+            self._index.put(ids, versions)
+        self.step = max(self.step, step)
+
     def page(self, after: int, first: bool, limit: int) -> Ids:
         """Return ids in ascending order; see `RowIndex.sorted_ids`."""
         with self._lock:

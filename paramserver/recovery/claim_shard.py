@@ -37,6 +37,7 @@ def claim_shard(
     timeout_s: float,
     *,
     check: Callable[[ShardState], None] = lambda state: None,
+    above: int = 0,
 ) -> ShardState:
     """Become the shard's owner: return what the last owner left, under our own new epoch, which folder and nodes hold by then.
 
@@ -49,6 +50,7 @@ def claim_shard(
         cluster_id: of the nodes.
         timeout_s: of one storage call.
         check: called with what was left, before anything is changed; may raise.
+        above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
 
     Raises:
         ConfigError: the cluster has another number of shards.
@@ -61,7 +63,7 @@ def claim_shard(
         stored = kept  # the nodes that knew are to be repaired
     state = _left_state(data, shard, n_shards, cluster_id, stored, kept)
     check(state)
-    epoch = max(stored, kept) + 1
+    epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
     if state.journal is None:  # nobody has owned the shard yet, or its last owner kept none

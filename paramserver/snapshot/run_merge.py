@@ -11,22 +11,26 @@ Versions = Callable[[Bytes], Ids]
 """Records uint8 [n, record bytes] -> their versions."""
 
 
-def merged(runs: Sequence[SortedRun], versions: Versions, *, keep_erased: bool) -> Iterator[tuple[int, Ids, Bytes]]:
+def merged(runs: Sequence[SortedRun], versions: Versions, *, forget_up_to: int) -> Iterator[tuple[int, Ids, Bytes]]:
     """Yield (kind, ids, rest) as `SortedRunEncoder.add` takes them.
 
     Args:
-        runs: of one table, in any order.
+        runs: of one table, oldest first: what a newer one says counts. (Versions would not do across runs: a row that another shard handed
+            over may be older than the note that this shard had it no more.)
         versions: of that table's records.
-        keep_erased: whether an older run, which is not among these, may have the rows that were erased.
+        forget_up_to: notes of erased rows up to this version are left out; 0 where an older run, which is not among these, may have them.
     """
-    cursors = [_Cursor(run, kind) for run in runs for kind in (ROWS, ERASED)]
+    cursors = [_Cursor(run, kind, age) for age, run in enumerate(runs) for kind in (ROWS, ERASED)]
     while cursors := [cursor for cursor in cursors if cursor.load()]:
         bound = min(cursor.ids[-1] for cursor in cursors)
         taken: list[list[tuple[Ids, Bytes]]] = [[], []]
+        ages: list[list[NDArray[np.intp]]] = [[], []]
         for cursor in cursors:
-            taken[cursor.kind].append(cursor.take(bound))
+            ids, rest = cursor.take(bound)
+            taken[cursor.kind].append((ids, rest))
+            ages[cursor.kind].append(np.full(len(ids), cursor.age))
         rows, erased = (_concatenated(parts, runs[0].record_bytes if kind == ROWS else 8) for kind, parts in enumerate(taken))
-        yield from _newest(rows, erased, versions, keep_erased)
+        yield from _newest(rows, erased, np.concatenate([*ages[ROWS], *ages[ERASED]]), versions, forget_up_to)
 
 
 def merge_from(sizes: Sequence[int], limit: int) -> int | None:
@@ -51,8 +55,8 @@ def merge_from(sizes: Sequence[int], limit: int) -> int | None:
 class _Cursor:
     """Where reading of one kind of one run stands."""
 
-    def __init__(self, run: SortedRun, kind: int) -> None:
-        self.kind = kind
+    def __init__(self, run: SortedRun, kind: int, age: int) -> None:
+        self.kind, self.age = kind, age
         self._blocks = run.blocks(kind)
         self.ids: Ids = np.empty(0, np.uint64)
         self._rest: Bytes = np.empty((0, 0), np.uint8)
@@ -80,16 +84,19 @@ def _concatenated(parts: list[tuple[Ids, Bytes]], width: int) -> tuple[Ids, Byte
     return np.concatenate(ids), np.concatenate(rest)
 
 
-def _newest(rows: tuple[Ids, Bytes], erased: tuple[Ids, Bytes], versions: Versions, keep_erased: bool) -> Iterator[tuple[int, Ids, Bytes]]:
-    """Of each id among rows and erased ones, the state with the highest version."""
+def _newest(
+    rows: tuple[Ids, Bytes], erased: tuple[Ids, Bytes], ages: NDArray[np.intp], versions: Versions, forget_up_to: int
+) -> Iterator[tuple[int, Ids, Bytes]]:
+    """Of each id among rows and erased ones (`ages`: their runs), the state of the newest run, and there of the highest version."""
     ids = np.concatenate([rows[0], erased[0]])
     all_versions = np.concatenate([versions(rows[1]), erased_versions(erased[1])])
-    order = np.lexsort((all_versions, ids))
+    order = np.lexsort((all_versions, ages, ids))
     last: NDArray[np.intp] = order[np.append(ids[order][1:] != ids[order][:-1], True)] if len(order) else order
     live, gone = last[last < len(rows[0])], last[last >= len(rows[0])] - len(rows[0])
     if len(live):
         yield ROWS, rows[0][live], rows[1][live]
-    if len(gone) and keep_erased:
+    gone = gone[erased_versions(erased[1])[gone] > np.uint64(forget_up_to)]
+    if len(gone):
         yield ERASED, erased[0][gone], erased[1][gone]
 
 

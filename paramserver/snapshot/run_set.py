@@ -152,7 +152,8 @@ class Runs:
             return
         writer = self.begin(definition)
         try:
-            for kind, ids, rest in merged(self._runs(definition, runs[first:]), definition.record.versions, keep_erased=first > 0):
+            forget = 0 if first else self._manifest.cut  # the journal has nothing of rows that were gone by then
+            for kind, ids, rest in merged(self._runs(definition, runs[first:]), definition.record.versions, forget_up_to=forget):
                 writer.add(kind, ids, rest)
                 yield
             entry = writer.finish()

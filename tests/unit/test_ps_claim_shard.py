@@ -93,6 +93,14 @@ def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_t
     assert start(nodes, data).epoch == 3
 
 
+def test_a_shard_that_is_to_take_slots_starts_above_the_epoch_of_their_giver(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    first = start(nodes, data)
+    assert claim_shard(opened_store(nodes), data, 0, 2, first.cluster_id, 5, above=6).epoch == 7
+    assert (read_epoch(data), stored_epoch(nodes)) == (7, 7)
+    assert start(nodes, data).epoch == 8
+
+
 def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first = start(nodes, data)

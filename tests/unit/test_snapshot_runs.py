@@ -100,9 +100,10 @@ def newest(states: list[State]) -> State:
 
 @given(st.lists(FEW_STATES, min_size=1, max_size=5), st.booleans())
 def test_merging_keeps_the_newest_state_of_each_id(states: list[dict[int, bool]], keep_erased: bool) -> None:
+    forget = 0 if keep_erased else 10 * len(states)
     history = histories(states)
     encoder, pieces = SortedRunEncoder(RECORD.size_bytes), []
-    for part in merged([opened(encoded(state)) for state in history], RECORD.versions, keep_erased=keep_erased):
+    for part in merged([opened(encoded(state)) for state in history], RECORD.versions, forget_up_to=forget):
         pieces += [bytes(piece) for piece in encoder.add(*part)]
     result = state_of(opened(b"".join([encoder.header(), *pieces, encoder.footer()])))
     assert result == {i: one for i, one in newest(history).items() if one[1] or keep_erased}
@@ -159,6 +160,18 @@ def test_erased_rows_stay_erased_when_only_the_newest_runs_are_merged(tmp_path: 
     merged = [path.stat().st_size for path in tmp_path.glob("*.run")]
     assert (len(merged), sum(merged) < size) == (2, True)
     check(runs, {**{i: (5, True) for i in range(100)}, 3: (26, True), 4: (25, False)})
+    runs.close()
+
+
+def test_a_row_that_came_back_from_another_shard_outlives_the_note_that_it_was_gone(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, limit=2)
+    publish(runs, {1: (5, True), 2: (5, True)}, 9)
+    publish(runs, {1: (50, False)}, 50)  # its slot was handed over
+    publish(runs, {1: (7, True)}, 50)  # and handed back, as another shard had written it meanwhile
+    check(runs, {1: (7, True), 2: (5, True)})
+    list(runs.merge(TABLE))
+    assert len(list(tmp_path.glob("*.run"))) == 1
+    check(runs, {1: (7, True), 2: (5, True)})
     runs.close()
 
 

@@ -1,0 +1,60 @@
+"""What a shard knows of the rows of some slots, as it hands them over: ids, versions, and how often each table was applied. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.schema.table_def import TableDef
+
+from ..model.tables import TableState
+
+Ids = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotEntries:
+    """One table's rows of the slots that move.
+
+    Args:
+        definition: the table.
+        step: applies of it so far, at the giver.
+        ids: uint64 [n], ascending.
+        versions: uint64 [n].
+    """
+
+    definition: TableDef
+    step: int
+    ids: Ids
+    versions: Ids
+
+
+def entries_of(state: TableState, slots: NDArray[np.bool_]) -> SlotEntries:
+    """Return a table's rows of some slots.
+
+    Args:
+        state: of the table.
+        slots: bool [16384], which.
+    """
+    ids, versions = state.arrays()
+    ours = slots[state.definition.placement.slots(ids)]
+    ids, versions = ids[ours], versions[ours]
+    order = np.argsort(ids)
+    return SlotEntries(state.definition, state.step, ids[order], versions[order])
+
+
+def versions_among(ids: Ids, known: Ids, versions: Ids) -> Ids:
+    """Return the version of each id by a list of known ones, 0 where it is not among them: uint64 [n].
+
+    Args:
+        ids: uint64 [n].
+        known, versions: uint64 [m], `known` ascending.
+
+    Example:
+        >>> versions_among(np.array([7, 8], np.uint64), np.array([3, 8], np.uint64), np.array([1, 2], np.uint64))
+        array([0, 2], dtype=uint64)
+    """
+    if not len(known):
+        return np.zeros(len(ids), np.uint64)
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[at] == ids, versions[at], np.uint64(0))

@@ -1,0 +1,67 @@
+"""The giver's side of a hand-over of slots: says what it knows of them, and forgets it. Apply thread only.
+
+When it is to say it, and when to forget, docs/adr/0062 tells. What must not live here: the phases of a plan.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..model.tables import Tables, TableState
+from ..snapshot.run_set import Runs
+from ..snapshot.sorted_run import ERASED
+from .slot_entries import Ids, SlotEntries, entries_of
+
+_SLICE_ROWS = 1 << 18
+
+
+class SlotGiver:
+    """Hands slots of one shard over; a taker that gives them back after an abort is one, too.
+
+    Args:
+        tables: of the shard.
+        runs: its local snapshot.
+        save: saves an image of the index as it is, durably.
+        applied: returns the version of the last batch applied.
+    """
+
+    def __init__(self, tables: Tables, runs: Runs, save: Callable[[], None], applied: Callable[[], int]) -> None:
+        self._tables, self._runs, self._save, self._applied = tables, runs, save, applied
+
+    def entries(self, slots: NDArray[np.bool_]) -> list[SlotEntries]:
+        """Return what the index knows of these slots, a table after the other: bool [16384]. It is final once the shard has drained."""
+        return [entries_of(state, slots) for state in self._tables.all()]
+
+    def drop(self, slots: NDArray[np.bool_]) -> int:
+        """Forget every row of these slots, durably; return how many. Called again it changes nothing.
+
+        The local snapshot notes that they are gone. Otherwise a row that comes back with its slot, erased and created anew elsewhere,
+        would be made anew from what this shard once knew of it. Between the note and the end of this call none of them can be made
+        anew here: a shard that dies there is to call it again before it repairs anything.
+
+        Raises:
+            JournalFullError: nothing changed; call again.
+            OSError, FencedError: they are forgotten, and not durably; call again.
+        """
+        dropped = [(state, entries_of(state, slots).ids) for state in self._tables.all()]
+        self._note_gone([(state, ids) for state, ids in dropped if len(ids)])
+        for state, ids in dropped:
+            state.erased(ids)
+            state.cache.forget(ids)
+        self._save()
+        return sum(len(ids) for _, ids in dropped)
+
+    def _note_gone(self, dropped: Sequence[tuple[TableState, Ids]]) -> None:
+        writers = [self._runs.begin(state.definition) for state, _ in dropped]
+        try:
+            for writer, (_, ids) in zip(writers, dropped, strict=True):
+                for start in range(0, len(ids), _SLICE_ROWS):
+                    some = ids[start : start + _SLICE_ROWS]
+                    writer.add(ERASED, some, np.full(len(some), self._applied(), "<u8").view(np.uint8).reshape(len(some), 8))
+            if writers:
+                self._runs.publish(writers, self._runs.cut)
+        except BaseException:
+            for writer in writers:
+                writer.drop()
+            raise

@@ -1,0 +1,139 @@
+"""The taker's side of a hand-over of slots: reads their records to its own disk, ahead of time and again what changed, and then knows them.
+
+Once `take` has returned, index and records are in the shard's own folder: it can bring the rows back like any that it wrote. What a crash
+leaves before that is nothing. The taker's epoch must be above the giver's by then (`claim_shard`): whatever either shard does to a row is
+newer than what it knew of it before. Apply thread only. What must not live here: when slots are handed over.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvemb.errors import FencedError, LostRowError
+from kvemb.schema.record import split_version
+
+from ..model.tables import Tables, TableState
+from ..snapshot.run_set import Runs
+from ..snapshot.snapshotter import ReadRecords
+from ..snapshot.sorted_run import ROWS
+from ..snapshot.sorted_run_writer import RunWriter
+from .slot_entries import Ids, SlotEntries, versions_among
+
+_SLICE_BYTES = 4 << 20
+_NONE = np.empty(0, np.uint64)
+
+
+class SlotTaker:
+    """Takes slots over for one shard, one hand-over at a time.
+
+    Args:
+        tables: of the shard.
+        runs: its local snapshot.
+        read: the records of rows in storage.
+        save: saves an image of the index as it is, durably.
+        epoch: of this shard.
+    """
+
+    def __init__(self, tables: Tables, runs: Runs, read: ReadRecords, save: Callable[[], None], *, epoch: int) -> None:
+        self._tables, self._runs, self._read, self._save, self._epoch = tables, runs, read, save, epoch
+        self._writers: list[RunWriter] = []
+        self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
+
+    def read_ahead(self, entries: Sequence[SlotEntries]) -> Iterator[int]:
+        """Bring records to disk while the giver goes on with them, a slice for every value asked for; yields how many rows it was.
+
+        What has changed since the entries were said, or changes later, `take` reads again.
+
+        Raises:
+            StorageError, JournalFullError: it was given up; begin again.
+        """
+        self.give_up()
+        try:
+            for one in entries:
+                yield from self._bring(one)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def take(self, entries: Sequence[SlotEntries], giver_epoch: int) -> None:
+        """Know the rows of a giver that has drained: from here on this shard can bring them back.
+
+        Raises:
+            FencedError: this shard's epoch is not above the giver's; nothing changed. It is to start again above that.
+            LostRowError: storage does not have a row as its giver knows it; nothing changed. Once it is repaired, call again.
+            StorageError, JournalFullError: nothing changed; call again.
+            OSError, FencedError: the rows are known and not durable; call again.
+        """
+        if giver_epoch >= self._epoch:
+            raise FencedError(
+                f"slots of a shard in epoch {giver_epoch} cannot be taken by one in epoch {self._epoch}: what it writes would look older "
+                "than what it was given. Nothing was taken; it is to start again with a higher epoch."
+            )
+        rest: list[RunWriter] = []
+        try:
+            for one in entries:
+                rest += self._bring_rest(one)
+            self._runs.publish([*self._writers, *rest], self._runs.cut)
+        except BaseException:
+            for writer in rest:
+                writer.drop()
+            raise
+        self._writers, self._ahead = [], {}
+        for one in entries:
+            self._tables.state(one.definition).took(one.ids, one.versions, one.step)
+        self._save()
+
+    def give_up(self) -> None:
+        """Forget what was read ahead."""
+        for writer in self._writers:
+            writer.drop()
+        self._writers, self._ahead = [], {}
+
+    def _bring(self, one: SlotEntries) -> Iterator[int]:
+        state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
+        self._writers.append(writer)
+        ids, versions = [_NONE], [_NONE]
+        for some in _slices(one):
+            records, found = self._read(state, some)
+            writer.add(ROWS, some[found], records[found])
+            ids.append(some[found])
+            versions.append(one.definition.record.versions(records[found]))
+            self._ahead[one.definition.key] = np.concatenate(ids), np.concatenate(versions)
+            yield len(some)
+
+    def _bring_rest(self, one: SlotEntries) -> list[RunWriter]:
+        """Write a run of the rows that are not on disk as the giver knows them."""
+        on_disk = versions_among(one.ids, *self._ahead.get(one.definition.key, (_NONE, _NONE)))
+        differ = on_disk != one.versions
+        if not differ.any():
+            return []
+        rest = SlotEntries(one.definition, one.step, one.ids[differ], one.versions[differ])
+        state, writer, start = self._tables.state(one.definition), self._runs.begin(one.definition), 0
+        try:
+            for some in _slices(rest):
+                records, found = self._read(state, some)
+                got = np.where(found, one.definition.record.versions(records), np.uint64(0))
+                _require(state, some, got, rest.versions[start : start + len(some)])
+                writer.add(ROWS, some, records)
+                start += len(some)
+        except BaseException:
+            writer.drop()
+            raise
+        return [writer]
+
+
+def _slices(one: SlotEntries) -> Iterator[Ids]:
+    n_slice = max(1, _SLICE_BYTES // one.definition.record.size_bytes)
+    return (one.ids[start : start + n_slice] for start in range(0, len(one.ids), n_slice))
+
+
+def _require(state: TableState, ids: Ids, got: Ids, expected: Ids) -> None:
+    wrong = got != expected
+    if wrong.any():
+        at, definition = int(np.argmax(wrong)), state.definition
+        found = f"version {split_version(int(got[at]))}" if got[at] else "no row"
+        raise LostRowError(
+            f"table {definition.name!r}, id {definition.shown_id(int(ids[at]))}: {found} in storage, expected version "
+            f"{split_version(int(expected[at]))} by the shard that hands the row over ({int(wrong.sum())} such rows). Nothing was taken; "
+            "it is tried again when the node has its rows back."
+        )
