@@ -24,6 +24,7 @@ class MovedPush:
         ack: the push's.
         step: its number.
         serial: of the newest map that it was routed by.
+        shards: which have refused it.
         parts: of the ack: new ones are to take their place.
         tables: rows of each table, ids ascending.
         prefetched: rows that the trainer holds, one entry per table.
@@ -32,20 +33,22 @@ class MovedPush:
     ack: Ack
     step: int
     serial: int
+    shards: frozenset[int]
     parts: tuple[PartAck, ...]
     tables: tuple[TableRows, ...]
     prefetched: tuple[PrefetchedRows, ...]
 
 
-def put_together(refused: Iterable[Sent]) -> list[MovedPush]:
-    """Return the pushes of these parts, in the order in which they were made."""
-    by_ack: dict[int, list[Sent]] = {}
-    for sent in refused:
-        by_ack.setdefault(id(sent.ack), []).append(sent)
+def put_together(refused: Iterable[tuple[int, Sent]]) -> list[MovedPush]:
+    """Return the pushes of these parts, of each the shard that has refused it first, in the order in which they were made."""
+    by_ack: dict[int, list[tuple[int, Sent]]] = {}
+    for shard, sent in refused:
+        by_ack.setdefault(id(sent.ack), []).append((shard, sent))
     return sorted((_push(parts) for parts in by_ack.values()), key=lambda push: push.step)
 
 
-def _push(refused: Sequence[Sent]) -> MovedPush:
+def _push(parts_of: Sequence[tuple[int, Sent]]) -> MovedPush:
+    shards, refused = frozenset(shard for shard, _ in parts_of), [sent for _, sent in parts_of]
     bodies = [PushPart.decode(sent.data) for sent in refused]
     tables: dict[str, list[TableRows]] = {}
     prefetched: dict[str, list[PrefetchedRows]] = {}
@@ -56,7 +59,7 @@ def _push(refused: Sequence[Sent]) -> MovedPush:
             prefetched.setdefault(held.definition.key, []).append(held)
     parts = tuple(sent.part for sent in refused)
     joined = tuple(_joined(rows) for rows in tables.values()), tuple(_held(rows) for rows in prefetched.values())
-    return MovedPush(refused[0].ack, bodies[0].step, max(body.map_serial for body in bodies), parts, *joined)
+    return MovedPush(refused[0].ack, bodies[0].step, max(body.map_serial for body in bodies), shards, parts, *joined)
 
 
 def _joined(pieces: Sequence[TableRows]) -> TableRows:

@@ -7,7 +7,7 @@ details (`shard_channel`), one shard's stream (`push_sender`), validation. Threa
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
@@ -101,7 +101,7 @@ class PushSession:
             self._introduce(deadline)
             self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
-            wanted = self._shares(tables, cluster_map)
+            wanted = self._shares(tables, cluster_map, range(len(self._streams)) if self.sync else ())
             prefetched_of = route_prefetched(prefetched, cluster_map)
             began_s = time.monotonic()
             for shard in wanted:
@@ -235,11 +235,11 @@ class PushSession:
 
         return hello
 
-    def _shares(self, tables: Sequence[TableRows], cluster_map: ClusterMap) -> dict[int, list[TableRows]]:
-        """What each shard gets of a push; in sync mode every shard hears of every step, also of one that has nothing for it."""
+    def _shares(self, tables: Sequence[TableRows], cluster_map: ClusterMap, always: Collection[int]) -> dict[int, list[TableRows]]:
+        """What each shard gets of a push; those of `always` hear of it in any case, as in each step of a sync job."""
         routed = [route(rows, cluster_map) for rows in tables]
         shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
-        return {shard: share for shard, share in enumerate(shares) if self.sync or any(len(rows.ids) for rows in share)}
+        return {shard: share for shard, share in enumerate(shares) if shard in always or any(len(rows.ids) for rows in share)}
 
     def _number(
         self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serial: int
@@ -296,14 +296,16 @@ class PushSession:
             ShardUnavailableError: the nodes have no newer map within the deadline; call again.
         """
         refused = {stream: stream.moved for stream in self._streams}
-        pushes = put_together(sent for parts in refused.values() for sent in parts)
+        pushes = put_together((shard, sent) for shard, stream in enumerate(self._streams) for sent in refused[stream])
         if not pushes:
             return
         cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
         if self.row_cache is not None:
             self.row_cache.invalidate()
         for push in pushes:
-            wanted, prefetched_of = self._shares(push.tables, cluster_map), route_prefetched(push.prefetched, cluster_map)
+            # The others have their part of a sync job's step: where slots moved between nodes only, it goes to the same shards again.
+            wanted = self._shares(push.tables, cluster_map, push.shards if self.sync else ())
+            prefetched_of = route_prefetched(push.prefetched, cluster_map)
             numbered = self._number(wanted, prefetched_of, push.step, cluster_map.serial)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])
             _send(numbered, push.ack)

@@ -26,6 +26,8 @@ from .sessions import Session, Sessions
 from .unapplied_parts import Limits, UnappliedParts
 from .work_queue import WorkQueue
 
+_HELD_POLL_S = 0.02  # a newer map is seen by reading it: nobody says so here
+
 
 class Ingest:
     """Work comes in here, and the committer takes it.
@@ -175,11 +177,12 @@ class Ingest:
                 self._gate.require(part.map_serial)
             if session.known(part.sequence, part.digest) is not None:
                 return session
-            if self._pending.has_room(session) and not self._gate.holds(part.map_serial):
+            held = self._gate.holds(part.map_serial)
+            if self._pending.has_room(session) and not held:
                 return session
             if cancelled():
                 raise ShardUnavailableError("the stream was closed while its part waited for room; nothing of the part was taken")
-            self.state.changed.wait(POLL_S)
+            self.state.changed.wait(_HELD_POLL_S if held else POLL_S)
 
     def _enqueue(self, item: Push | RowsWork) -> int:
         number = self._pending.add(item)

@@ -1,6 +1,7 @@
 """Pushes of a trainer whose slots move to another shard: what is refused is split by the new map, and each row is taken once."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,6 +85,13 @@ def connect(shards: list[OwningShard], maps: Maps) -> Iterator[Callable[..., Pus
         servers.close()
 
 
+def until(ready: Callable[[], bool]) -> None:
+    deadline = soon()
+    while not ready():
+        assert not deadline.expired
+        time.sleep(0.005)
+
+
 def taken(shards: list[OwningShard]) -> Counter[tuple[int, int]]:
     """(step, id) -> how often."""
     found: Counter[tuple[int, int]] = Counter()
@@ -136,6 +144,21 @@ def test_in_sync_mode_every_shard_gets_one_part_of_the_step_that_is_sent_again(
     maps.now = MOVED
     session.push(rows_of(0), soon()).wait_applied(20)
     assert [[part.step for part in shard.taken] for shard in shards] == [[1, 2], [1, 2]]
+
+
+def test_in_sync_mode_a_shard_that_has_its_part_of_the_step_gets_no_second_one(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    """Slots moved between nodes: the map has another serial, and each shard the slots that it had."""
+    session = connect(sync=True)
+    session.push(rows_of(*IDS), soon()).wait_applied()
+    with shards[1].lock:
+        ack = session.push(rows_of(*IDS), soon())
+        until(lambda: shards[0].last == 2)
+        maps.now = replace(FIRST, serial=2)
+    ack.wait_applied(20)
+    assert [[part.step for part in shard.taken] for shard in shards] == [[1, 2], [1, 2]]
+    assert taken(shards) == each_once(2)
 
 
 def test_a_flush_waits_for_what_is_sent_again(shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]) -> None:
