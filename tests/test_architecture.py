@@ -28,6 +28,7 @@ FACADES = {
     "kvemb.columns": "trainer.columns",
     "kvemb.jax": "trainer.jax",
     "kvemb.keras": "trainer.keras",
+    "kvemb.tensorflow": "trainer.tensorflow",
     "kvemb.trainer": "trainer",
     "kvemb.commands.shard_program": "paramserver.__main__",
 }
@@ -39,7 +40,7 @@ ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.json_logs", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
-        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
+        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tensorflow", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
@@ -75,7 +76,7 @@ ROOMS = {
         {"trainer.lookahead"},
         {"trainer", "trainer.bridge"},
         {"trainer.columns", "trainer.jax", "trainer.keras.layers", "trainer.torch.lookup"},
-        {"trainer.keras.steps", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
+        {"trainer.keras.steps", "trainer.tensorflow", "trainer.torch.checkpoints", "trainer.torch.modules", "trainer.torch.optimizer"},
         {"trainer.keras.distributing", "trainer.torch.collections", "trainer.torch.conversion", "trainer.torch.loaders"},
         {"trainer.torch.export"},
         {"trainer.keras", "trainer.torch"},

@@ -20,6 +20,7 @@ MODULES_TWICE = {
     "jax": "a facade (kvemb.own): both are the same module",
     "keras": "a facade (kvemb.own): both are the same module",
     "optim": "what users write, and its maths in a shard: one idea, two packages",
+    "tensorflow": "a facade (kvemb.own): both are the same module",
     "torch": "a facade (kvemb.own): both are the same module",
     "trainer": "a facade (kvemb.own): both are the same module",
 }

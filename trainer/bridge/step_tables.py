@@ -27,34 +27,25 @@ class StepTables:
     Args:
         tables: of one cluster; one may stand there several times.
         timeout_s, max_unapplied: see `PushedSteps`.
+        shared: who looks rows up in them; its own unless given.
 
     Raises:
         InvalidInputError: no tables, tables of several clusters, or an option out of range.
     """
 
-    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float, max_unapplied: int) -> None:
+    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float, max_unapplied: int, shared: SharedLookups | None = None) -> None:
         for table in tables:
-            if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
-                raise InvalidInputError(f"tables must be kvemb tables (cluster.table(…)), got {type(table).__name__}")
+            check_table(table)
         clusters = {id(table.cluster) for table in tables}
         if len(clusters) != 1:
             raise InvalidInputError(f"give tables of one cluster, got {len(tables)} tables of {len(clusters)}")
         self.cluster: ClusterPort = tables[0].cluster
         self.by_name: dict[str, TablePort] = {table.name: table for table in tables}
-        self.shared = SharedLookups(self.by_name, self.cluster)
+        self.shared = SharedLookups(self.by_name, self.cluster) if shared is None else shared
         id_dtypes = {name: table.definition.id_dtype for name, table in self.by_name.items()}
         self._steps = PushedSteps(self.cluster, id_dtypes, timeout_s=timeout_s, max_unapplied=max_unapplied)
         self.hyper: dict[str, dict[str, float]] = {name: dict(table.hyper) for name, table in self.by_name.items()}
         """The optimizers' run-time values by table: what the next push carries. Schedules change them."""
-
-    def asked(self, table: TablePort, ids: NDArray[Any]) -> Asked:
-        """Return what a lookup of these ids asks for.
-
-        Raises:
-            InvalidInputError: ids that the table does not take.
-        """
-        of = table.definition
-        return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
 
     def look_up(self, asked: Sequence[Asked]) -> list[LookupResult]:
         """Look several up: from rows pulled ahead, the others in one pull."""
@@ -82,6 +73,22 @@ class StepTables:
 
     def _checked_hyper(self) -> dict[str, dict[str, float]]:
         return {name: self.by_name[name].definition.optimizer.check_hyper(dict(values)) for name, values in self.hyper.items()}
+
+
+def check_table(table: object) -> None:
+    """Refuse what is no table of kvemb."""
+    if not all(hasattr(table, name) for name in ("pull", "dim", "definition", "cluster")):
+        raise InvalidInputError(f"tables must be kvemb tables (cluster.table(…)), got {type(table).__name__}")
+
+
+def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
+    """Return what a lookup of these ids asks for.
+
+    Raises:
+        InvalidInputError: ids that the table does not take.
+    """
+    of = table.definition
+    return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
 from ..bridge.pushed_steps import TIMEOUT_S
 from ..bridge.shared_lookups import Asked, LookupResult
-from ..bridge.step_tables import StepTables
+from ..bridge.step_tables import StepTables, asked_of
 from ..bridge.unapplied_pushes import MAX_UNAPPLIED
 from ..lookahead.pool_sizes import AUTO
 from ..lookahead.pull_threads import Executor
@@ -175,9 +175,9 @@ class EmbeddedStep:
             )
         array = np.asarray(ids)
         if self._padding_id is None:
-            return _Wanted(self._tables.asked(table, array), None, array.shape)
+            return _Wanted(asked_of(table, array), None, array.shape)
         kept = array.reshape(-1) != self._padding_id
-        return _Wanted(self._tables.asked(table, array.reshape(-1)[kept]), kept, array.shape)
+        return _Wanted(asked_of(table, array.reshape(-1)[kept]), kept, array.shape)
 
 
 def embed(

@@ -1,0 +1,235 @@
+"""TensorFlow's embedding lookups under their names and with their arguments; a kvemb table stands where they take a variable.
+
+What must not live here: where rows come from (`row_lookups`). Strategy: the unique rows of a call are one small matrix. TensorFlow's own
+functions look positions up in it, so results and gradients, also those of weights, are TensorFlow's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kvemb.errors import InvalidInputError
+
+from ..bridge.cluster_ports import TablePort
+from .row_lookups import look_up
+
+SparseIds = Any
+"""A tf.SparseTensor or tf.RaggedTensor of integers."""
+
+
+def embedding_lookup(params: TablePort, ids: Any, max_norm: float | None = None, name: str | None = None) -> Any:
+    """tf.nn.embedding_lookup: the row of each id.
+
+    Args:
+        params: a kvemb table.
+        ids: integers of any shape; a tf.RaggedTensor gives one.
+        max_norm: rows of a larger norm are shortened to it, in the result.
+        name: of the operation.
+
+    Returns:
+        float32 [*ids.shape, dim].
+
+    Example:
+        >>> import kvemb
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     words = cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.constant(2.0))
+        ...     embedding_lookup(words, [[7], [8]]).numpy().tolist()
+        [[[2.0, 2.0]], [[2.0, 2.0]]]
+    """
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.with_flat_values(embedding_lookup(params, ids.flat_values, max_norm, name))
+    ids = _integers(ids)
+    ((rows, at),) = look_up([(params, tf.reshape(ids, [-1]))])
+    at = tf.ensure_shape(tf.reshape(at, tf.shape(ids)), ids.shape)
+    return tf.nn.embedding_lookup(rows, at, max_norm=max_norm, name=name)
+
+
+def embedding_lookup_sparse(
+    params: TablePort,
+    sp_ids: SparseIds,
+    sp_weights: SparseIds | None,
+    combiner: str | None = None,
+    max_norm: float | None = None,
+    name: str | None = None,
+) -> Any:
+    """tf.nn.embedding_lookup_sparse: the rows of each example's ids, combined.
+
+    Args:
+        params: a kvemb table.
+        sp_ids: ids; every example has one at least (`safe_embedding_lookup_sparse` takes others).
+        sp_weights: their weights, of the same kind and shape; None: 1 each.
+        combiner: "sum", "mean" (unless given) or "sqrtn".
+        max_norm: see `embedding_lookup`.
+        name: of the operation.
+    """
+    return _combined([params], [sp_ids], [sp_weights], [combiner], [max_norm], name)[0]
+
+
+def fused_embedding_lookup_sparse(
+    params: Sequence[TablePort],
+    sp_ids: Sequence[SparseIds],
+    sp_weights: Sequence[SparseIds | None] | None = None,
+    combiners: str | Sequence[str | None] | None = None,
+    max_norms: Sequence[float | None] | None = None,
+    name: str | None = None,
+) -> list[Any]:
+    """As `embedding_lookup_sparse`, of several tables (or several times one) in one pull.
+
+    Args:
+        params: tables.
+        sp_ids: ids of each.
+        sp_weights: weights of each; None: none has any.
+        combiners: of each, or of all.
+        max_norms: of each; None: none has one.
+        name: of the operations.
+
+    Returns:
+        A result for each.
+    """
+    n = _count(params, sp_ids, sp_weights, combiners, max_norms)
+    every = [combiners] * n if combiners is None or isinstance(combiners, str) else combiners
+    return _combined(params, sp_ids, sp_weights or [None] * n, every, max_norms or [None] * n, name)
+
+
+def safe_embedding_lookup_sparse(
+    embedding_weights: TablePort,
+    sparse_ids: SparseIds,
+    sparse_weights: SparseIds | None = None,
+    combiner: str = "mean",
+    default_id: int | None = None,
+    max_norm: float | None = None,
+    name: str | None = None,
+) -> Any:
+    """tf.nn.safe_embedding_lookup_sparse: as `embedding_lookup_sparse`, for examples without ids, too.
+
+    Ids below 0 are left out; so are, unless the combiner is "sum", ids whose weight is not above 0.
+
+    Args:
+        embedding_weights: a kvemb table.
+        sparse_ids: ids of rank 2 or more; the last axis is combined.
+        sparse_weights: their weights.
+        combiner: "sum", "mean" or "sqrtn".
+        default_id: what stands for no id; None: zeros, and nothing is looked up.
+        max_norm: see `embedding_lookup`.
+        name: of the operation.
+    """
+    (made,) = fused_safe_embedding_lookup_sparse(
+        [embedding_weights], [sparse_ids], [sparse_weights], combiner, [default_id], [max_norm], name
+    )
+    return made
+
+
+def fused_safe_embedding_lookup_sparse(
+    embedding_weights: Sequence[TablePort],
+    sparse_ids: Sequence[SparseIds],
+    sparse_weights: Sequence[SparseIds | None] | None = None,
+    combiners: str | Sequence[str] = "mean",
+    default_ids: Sequence[int | None] | None = None,
+    max_norms: Sequence[float | None] | None = None,
+    name: str | None = None,
+) -> list[Any]:
+    """As `safe_embedding_lookup_sparse`, of several tables (or several times one) in one pull; arguments are those of each."""
+    n = _count(embedding_weights, sparse_ids, sparse_weights, combiners, default_ids, max_norms)
+    every = [combiners] * n if isinstance(combiners, str) else combiners
+    defaults = default_ids or [None] * n
+    given = zip(sparse_ids, sparse_weights or [None] * n, every, defaults, strict=True)
+    pruned = [_pruned(*one) for one in given]
+    found = look_up([(table, one[0].values) for table, one in zip(embedding_weights, pruned, strict=True)])
+    results = []
+    for (rows, at), (ids, weights, shape), combiner, default, max_norm in zip(
+        found, pruned, every, defaults, max_norms or [None] * n, strict=True
+    ):
+        places = tf.SparseTensor(ids.indices, at, ids.dense_shape)
+        results.append(_filled(rows, places, weights, shape, combiner, default, max_norm, name))
+    return results
+
+
+def _combined(
+    params: Sequence[TablePort],
+    sp_ids: Sequence[SparseIds],
+    sp_weights: Sequence[SparseIds | None],
+    combiners: Sequence[str | None],
+    max_norms: Sequence[float | None],
+    name: str | None,
+) -> list[Any]:
+    for ids in sp_ids:
+        _check_sparse(ids)
+    found = look_up([(table, _values(ids)) for table, ids in zip(params, sp_ids, strict=True)])
+    return [
+        tf.nn.embedding_lookup_sparse(rows, _with_values(ids, at), weights, combiner=combiner, max_norm=max_norm, name=name)
+        for (rows, at), ids, weights, combiner, max_norm in zip(found, sp_ids, sp_weights, combiners, max_norms, strict=True)
+    ]
+
+
+def _pruned(ids: SparseIds, weights: SparseIds | None, combiner: str, default_id: int | None) -> tuple[Any, Any, Any]:
+    """Ids of rank 2, those that count, and `default_id` where an example has none; their weights; the shape that ids had."""
+    _check_sparse(ids)
+    if isinstance(ids, tf.RaggedTensor):
+        ids = ids.to_sparse()
+        weights = None if weights is None else weights.to_sparse()
+    ids = tf.SparseTensor(ids.indices, tf.cast(ids.values, tf.int64), ids.dense_shape)
+    shape = ids.dense_shape
+    ids = tf.sparse.reshape(ids, [tf.reduce_prod(shape[:-1]), shape[-1]])
+    keep = ids.values >= 0
+    if weights is not None:
+        weights = tf.SparseTensor(ids.indices, weights.values, ids.dense_shape)
+        keep = keep if combiner == "sum" else keep & (weights.values > 0)
+        weights = tf.sparse.retain(weights, keep)
+    ids = tf.sparse.retain(ids, keep)
+    if default_id is None:
+        return ids, weights, shape
+    if weights is not None:
+        weights, _ = tf.sparse.fill_empty_rows(weights, tf.ones([], weights.dtype))
+    return tf.sparse.fill_empty_rows(ids, tf.cast(default_id, tf.int64))[0], weights, shape
+
+
+def _filled(
+    rows: Any, places: Any, weights: Any, shape: Any, combiner: str, default_id: int | None, max_norm: float | None, name: str | None
+) -> Any:
+    """Combine rows; zeros where an example has none; of the shape that ids had."""
+    places, empty = tf.sparse.fill_empty_rows(places, tf.zeros([], tf.int64))
+    if weights is not None:
+        weights, _ = tf.sparse.fill_empty_rows(weights, tf.ones([], weights.dtype))
+    made = tf.nn.embedding_lookup_sparse(rows, places, weights, combiner=combiner, max_norm=max_norm, name=name)
+    if default_id is None:
+        made = tf.where(empty[:, tf.newaxis], tf.zeros_like(made), made)
+    made = tf.reshape(made, tf.concat([tf.cast(shape[:-1], tf.int32), tf.shape(made)[1:]], 0))
+    rank = tf.get_static_value(tf.shape(shape)[0])
+    return made if rank is None else tf.ensure_shape(made, [*[None] * (int(rank) - 1), rows.shape[1]])
+
+
+def _integers(ids: Any) -> Any:
+    tensor = tf.convert_to_tensor(ids)
+    if not tensor.dtype.is_integer:
+        raise InvalidInputError(
+            f"ids must be integers, got {tensor.dtype.name}; turn text into ids with a feature column or kvemb.hash_ids"
+        )
+    return tensor
+
+
+def _check_sparse(ids: Any) -> None:
+    if not isinstance(ids, tf.SparseTensor | tf.RaggedTensor):
+        raise InvalidInputError(f"ids must be a tf.SparseTensor or tf.RaggedTensor, got {type(ids).__name__}")
+    if not ids.dtype.is_integer:
+        raise InvalidInputError(f"ids must be integers, got {ids.dtype.name}")
+
+
+def _values(ids: SparseIds) -> Any:
+    return ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids.values
+
+
+def _with_values(ids: SparseIds, values: Any) -> Any:
+    if isinstance(ids, tf.RaggedTensor):
+        return ids.with_flat_values(values)
+    return tf.SparseTensor(ids.indices, values, ids.dense_shape)
+
+
+def _count(tables: Any, *each: Any) -> int:
+    """How many tables there are; refuse a list of another length."""
+    if not isinstance(tables, list | tuple):
+        raise InvalidInputError(f"give a list of tables, got {type(tables).__name__}")
+    for given in each:
+        if given is not None and not isinstance(given, str) and len(given) != len(tables):
+            raise InvalidInputError(f"{len(tables)} tables were given, and {len(given)} of an argument that goes with each")
+    return len(tables)

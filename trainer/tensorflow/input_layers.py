@@ -1,0 +1,258 @@
+"""TensorFlow's input layers under their names: from features by name, through feature columns, to one tensor.
+
+What must not live here: what columns mean (`trainer.columns`), lookups (`embedding_lookups`). Strategy: each embedding column's feature is
+made sparse ids, as TensorFlow does. All columns of a call are one pull.
+
+Source: tf.compat.v1.feature_column.input_layer, and tf.contrib's functions of these names (interfaces only).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+from kvemb.optim import OptimizerSpec
+
+from ..bridge.cluster_ports import TablePort
+from ..bridge.table_creator import TableCreator
+from ..columns.column_kinds import BucketizedColumn, CategoricalColumn, DenseColumn, EmbeddingColumn, NumericColumn, WeightedColumn
+from ..columns.column_tables import ColumnOptions, tables_of
+from ..columns.feature_bags import MISSING_INTEGER
+from .embedding_lookups import fused_safe_embedding_lookup_sparse
+
+Features = Mapping[str, Any]
+
+
+def column_tables(
+    feature_columns: Iterable[DenseColumn],
+    cluster: TableCreator,
+    *,
+    optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
+    reduce: str = "sum",
+) -> dict[str, TablePort]:
+    """Create the tables of embedding columns, or open them where they exist with the same identity.
+
+    Args:
+        feature_columns: those of all input layers; numeric ones have no table.
+        cluster: where.
+        optimizer: of the tables, or a mapping from column name to it; rowwise_adagrad() unless given.
+        reduce: how gradients of different trainers combine, "sum" or "mean".
+
+    Returns:
+        Tables by name, for the functions below and for a RowsOptimizer.
+
+    Raises:
+        InvalidInputError: columns that contradict each other.
+        TableMismatchError: a table exists with another identity.
+    """
+    embedded = [column for column in _sorted(feature_columns) if isinstance(column, EmbeddingColumn)]
+    return {
+        of.name: of.create(cluster, reduce) for of in tables_of(embedded, ColumnOptions(optimizer, reduce, "float32", "float32", False))
+    }
+
+
+def input_layer(features: Features, feature_columns: Iterable[DenseColumn], tables: Mapping[str, TablePort]) -> Any:
+    """tf.compat.v1.feature_column.input_layer: a block per column, in the order of the columns' names.
+
+    Args:
+        features: by name. Of an embedding column: integers or text, dense ([b] or [b, l], where -1 and "" are missing), sparse or ragged.
+            Of a numeric column: numbers [b] or [b, *shape].
+        feature_columns: numeric and embedding columns (`kvemb.columns`), of unique names.
+        tables: as `column_tables` returns them.
+
+    Returns:
+        float32 [b, width].
+
+    Raises:
+        InvalidInputError: a feature or a table is missing, or does not fit its column; nothing was looked up.
+
+    Example:
+        >>> import kvemb, tensorflow as tf
+        >>> from kvemb.columns import categorical_column_with_hash_bucket, embedding_column, numeric_column
+        >>> from kvemb.tensorflow import column_tables, input_layer
+        >>> word = embedding_column(categorical_column_with_hash_bucket("word", 1000), 4)
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     columns = [word, numeric_column("price")]
+        ...     features = {"price": [2.5, 3.0], "word": tf.ragged.constant([["red"], []])}
+        ...     dense = input_layer(features, columns, column_tables(columns, cluster))
+        >>> dense.shape.as_list(), dense[:, 0].numpy().tolist(), dense[1, 1:].numpy().tolist()
+        ([2, 5], [2.5, 3.0], [0.0, 0.0, 0.0, 0.0])
+    """
+    columns = _sorted(feature_columns)
+    embedded = _embedded(columns, features, tables, sequence=False)
+    blocks = [embedded[c.name] if isinstance(c, EmbeddingColumn) else _numbers(c, features) for c in columns]
+    return tf.concat(blocks, axis=1)
+
+
+def input_from_feature_columns(
+    columns_to_tensors: Features, feature_columns: Iterable[DenseColumn], tables: Mapping[str, TablePort]
+) -> Any:
+    """tf.contrib.layers.input_from_feature_columns: `input_layer` under its older name."""
+    return input_layer(columns_to_tensors, feature_columns, tables)
+
+
+def sequence_input_layer(features: Features, feature_columns: Iterable[DenseColumn], tables: Mapping[str, TablePort]) -> tuple[Any, Any]:
+    """tf.contrib.feature_column.sequence_input_layer: a block per column for each step of a sequence.
+
+    Args:
+        features: by name, sparse, ragged or dense [b, T]; of an embedding column also [b, T, k], of which k are combined.
+        feature_columns: as `input_layer`.
+        tables: as `input_layer`.
+
+    Returns:
+        float32 [b, T, width], zeros behind a sequence's end; int64 [b], the length of each sequence.
+
+    Raises:
+        InvalidInputError: as `input_layer`.
+        tf.errors.InvalidArgumentError: lengths differ from column to column.
+    """
+    columns = _sorted(feature_columns)
+    ids = {c.name: _sparse(c.source.key, features) for c in columns if isinstance(c, EmbeddingColumn)}
+    embedded = _embedded(columns, features, tables, sequence=True)
+    blocks, lengths = [], []
+    for column in columns:
+        if isinstance(column, EmbeddingColumn):
+            blocks.append(embedded[column.name])
+            lengths.append(_lengths(ids[column.name]))
+        else:
+            values = _sparse(column.key, features)
+            blocks.append(_steps(column, values))
+            lengths.append(_lengths(values) // column.width)
+    for other in lengths[1:]:
+        tf.debugging.assert_equal(other, lengths[0], "columns of one sequence_input_layer have sequences of other lengths")
+    return tf.concat(blocks, axis=2), lengths[0]
+
+
+def sequence_input_from_feature_columns(
+    columns_to_tensors: Features, feature_columns: Iterable[DenseColumn], tables: Mapping[str, TablePort]
+) -> Any:
+    """tf.contrib.layers.sequence_input_from_feature_columns: what `sequence_input_layer` returns, without lengths."""
+    return sequence_input_layer(columns_to_tensors, feature_columns, tables)[0]
+
+
+def _sorted(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
+    listed = list(columns)
+    for column in listed:
+        if not isinstance(column, DenseColumn):
+            hint = "; wrap it with embedding_column" if isinstance(column, CategoricalColumn) else ""
+            raise InvalidInputError(f"feature_columns takes numeric and embedding columns, got {type(column).__name__}{hint}")
+    names = [column.name for column in listed]
+    if not names or len(set(names)) < len(names):
+        raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
+    return sorted(listed, key=lambda column: column.name)
+
+
+def _embedded(columns: Sequence[DenseColumn], features: Features, tables: Mapping[str, TablePort], *, sequence: bool) -> dict[str, Any]:
+    """The blocks of all embedding columns, by name."""
+    embedded = [column for column in columns if isinstance(column, EmbeddingColumn)]
+    for column in embedded:
+        if column.table_name not in tables:
+            raise InvalidInputError(f"column {column.name!r}: table {column.table_name!r} is not among {sorted(tables)}: see column_tables")
+    if not embedded:
+        return {}
+    ids, weights = zip(*(_ids(column.source, features, sequence) for column in embedded), strict=True)
+    of = [tables[column.table_name] for column in embedded]
+    found = fused_safe_embedding_lookup_sparse(of, ids, weights, [column.combiner for column in embedded])
+    return dict(zip((column.name for column in embedded), found, strict=True))
+
+
+def _ids(source: CategoricalColumn, features: Features, sequence: bool) -> tuple[Any, Any]:
+    """The sparse ids of a categorical column's feature, and weights if it has any; each step of a sequence a bag of its own."""
+    weights = None
+    if isinstance(source, BucketizedColumn):
+        numbers = _numbers(source.source, features)
+        values = tf.sparse.from_dense(tf.ones_like(numbers))
+        values = tf.SparseTensor(values.indices, tf.reshape(numbers, [-1]), values.dense_shape)
+    else:
+        values = _sparse(source.key, features)
+    if isinstance(source, WeightedColumn):
+        weights = _weights(source, values, features)
+    ids = tf.SparseTensor(values.indices, _buckets(source, values.values), values.dense_shape)
+    if sequence and ids.shape.rank == 2:
+        ids, weights = _alone(ids), None if weights is None else _alone(weights)
+    return ids, weights
+
+
+def _weights(source: WeightedColumn, values: Any, features: Features) -> Any:
+    given = _feature(source.weight_key, features)
+    if isinstance(given, tf.RaggedTensor):
+        given = given.to_sparse()
+    if isinstance(given, tf.SparseTensor):
+        tf.debugging.assert_equal(given.indices, values.indices, f"feature {source.weight_key!r} must hold a number for each value")
+        numbers = given.values
+    else:
+        dense = tf.convert_to_tensor(given)
+        numbers = tf.gather_nd(dense if dense.shape.rank != 1 else dense[:, tf.newaxis], values.indices)
+    return tf.SparseTensor(values.indices, tf.cast(numbers, tf.float32), values.dense_shape)
+
+
+def _buckets(source: CategoricalColumn, values: Any) -> Any:
+    """Ids int64 [m] of values [m]; -1, which lookups leave out, where a value stands for no row."""
+
+    def buckets(array: NDArray[Any]) -> NDArray[np.int64]:
+        return source.buckets(array)
+
+    if tf.executing_eagerly():
+        return tf.convert_to_tensor(buckets(values.numpy()))
+    return tf.ensure_shape(tf.numpy_function(buckets, [values], tf.int64, stateful=False), [None])
+
+
+def _sparse(key: str, features: Features) -> Any:
+    """A feature as a SparseTensor; of a dense one what is missing is left out."""
+    value = _feature(key, features)
+    if isinstance(value, tf.SparseTensor):
+        return value
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_sparse()
+    dense = tf.convert_to_tensor(value)
+    dense = dense[:, tf.newaxis] if dense.shape.rank == 1 else dense
+    if dense.dtype.is_floating:
+        there = tf.ones(tf.shape(dense), tf.bool)
+    else:
+        there = tf.not_equal(dense, "" if dense.dtype == tf.string else tf.cast(MISSING_INTEGER, dense.dtype))
+    indices = tf.where(there)
+    return tf.SparseTensor(indices, tf.gather_nd(dense, indices), tf.shape(dense, tf.int64))
+
+
+def _numbers(column: NumericColumn, features: Features) -> Any:
+    """The numbers of a column, normalized: float32 [b, width]."""
+    value = _feature(column.key, features)
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise InvalidInputError(f"feature {column.key!r} is {type(value).__name__}; a numeric column takes dense numbers")
+    tensor = tf.convert_to_tensor(value)
+    if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        raise InvalidInputError(f"feature {column.key!r} holds {tensor.dtype.name}, and its column takes numbers")
+    tensor = tf.reshape(tf.cast(tensor, tf.float32), [-1, *column.shape])
+    if column.normalizer_fn is not None:
+        tensor = column.normalizer_fn(tensor)
+    return tf.reshape(tensor, [-1, column.width])
+
+
+def _steps(column: NumericColumn, values: Any) -> Any:
+    """The numbers of a sequence: float32 [b, T, width], zeros behind its end."""
+    numbers = tf.cast(values.values, tf.float32)
+    if column.normalizer_fn is not None:
+        numbers = column.normalizer_fn(numbers)
+    dense = tf.sparse.to_dense(tf.SparseTensor(values.indices, numbers, values.dense_shape))
+    return tf.reshape(dense, [tf.shape(dense)[0], -1, column.width])
+
+
+def _alone(values: Any) -> Any:
+    """From [b, T] to [b, T, 1]."""
+    return tf.sparse.expand_dims(values, axis=-1)
+
+
+def _lengths(values: Any) -> Any:
+    """How long each sequence is, int64 [b]: up to the last value that is there."""
+    n = tf.cast(values.dense_shape[0], tf.int64)
+    last = tf.math.unsorted_segment_max(values.indices[:, 1] + 1, values.indices[:, 0], n)
+    return tf.maximum(last, tf.zeros([], tf.int64))
+
+
+def _feature(key: str, features: Features) -> Any:
+    if key not in features:
+        raise InvalidInputError(f"no feature {key!r}; there are {', '.join(sorted(features))}")
+    return features[key]

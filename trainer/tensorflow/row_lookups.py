@@ -1,0 +1,229 @@
+"""One lookup in TensorFlow: rows as a tensor [n, dim], positions in it, and the gradient that waits for a step.
+
+What must not live here: how rows are combined (`embedding_lookups`), when gradients are pushed (`rows_optimizer`).
+
+Strategy: rows come in one of three ways. Eagerly they are pulled where the lookup stands. In a tf.function they come through
+tf.numpy_function. While a step function is traced (`step_function`) they are its arguments. In all of them the tensor is the result of a
+function with a gradient of its own (tf.custom_gradient), of one variable that is always 0: the anchor. Backward hands that function the
+rows' gradient, wherever it runs: in this graph, one inside of it, or eagerly. A tape watches the anchor as any variable that is read.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from kvemb.errors import InvalidInputError
+
+from ..bridge.cluster_ports import TablePort
+from ..bridge.shared_lookups import Asked, LookupResult, SharedLookups
+from ..bridge.step_tables import asked_of, check_table
+
+LookedUp = tuple[Any, Any]
+"""A tensor float32 [n, dim], and int64 [m], where in it each id's row is. n is 1 where there is no id."""
+AskedTensor = tuple[TablePort, Any]
+"""A table and a tensor of ids [m]."""
+Take = Callable[[Any], Any]
+"""What takes a gradient float32 [n, dim]; returns a number that is 0, to be computed with it."""
+
+
+class TakesGradients(Protocol):
+    """Whoever pushes the rows of a table."""
+
+    def take(self, table: str, found: LookupResult, gradient: NDArray[np.float32]) -> None:
+        """Keep a gradient for the next step."""
+        ...
+
+
+@dataclass(eq=False)
+class ClusterLookups:
+    """The lookups in one cluster's tables: who makes them, and by table who takes their gradients.
+
+    Args:
+        shared: of all tables.
+        takers: by table.
+        n_lookups: how many there were.
+    """
+
+    shared: SharedLookups
+    takers: dict[str, TakesGradients] = field(default_factory=dict)
+    n_lookups: int = 0
+
+
+@dataclass(eq=False)
+class Slots:
+    """Lookups of a step function that is being traced.
+
+    Args:
+        graph: of its trace.
+        given: rows and positions by lookup, where they are known to be its arguments; None: placeholders are made.
+    """
+
+    graph: Any
+    given: Sequence[LookedUp] | None
+    asked: list[AskedTensor] = field(default_factory=list)
+    gradients: dict[int, Any] = field(default_factory=dict)
+    """By lookup."""
+    steps: list[Any] = field(default_factory=list)
+    """Optimizers whose step stands in the function."""
+
+    def next(self, table: TablePort, ids: Any) -> tuple[LookedUp, Take]:
+        """Return the next lookup's rows, and what takes their gradient."""
+        at = len(self.asked)
+        self.asked.append((table, tf.identity(ids)))  # ids may be an eager tensor, of no graph
+        if self.given is not None:
+            return self.given[at], lambda gradient: self._take(at, gradient)
+        rows = tf.compat.v1.placeholder(tf.float32, [None, table.dim])
+        return (rows, tf.compat.v1.placeholder(tf.int64, [None])), lambda gradient: self._take(at, gradient)
+
+    def _take(self, at: int, gradient: Any) -> Any:
+        if gradient.graph is not self.graph:
+            raise InvalidInputError(
+                f"table {self.asked[at][0].name!r}: its rows' gradient is computed inside of a tf.cond, a loop or another tf.function of "
+                "the step, out of which it cannot be handed. Ask the tape outside of it, or leave kvemb.tensorflow.function out"
+            )
+        self.gradients[at] = gradient if at not in self.gradients else self.gradients[at] + gradient
+        return tf.zeros([])
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.slots: Slots | None = None
+
+
+here = _Here()
+"""Whether a step function is being traced in this thread."""
+_clusters: "WeakKeyDictionary[Any, ClusterLookups]" = WeakKeyDictionary()
+_anchors: list[Any] = []
+
+
+def anchor() -> Any:
+    """Return the variable that every lookup's rows depend on, in name only."""
+    if not _anchors:
+        with tf.init_scope():
+            _anchors.append(tf.Variable(0.0, name="kvemb_rows"))
+    return _anchors[0]
+
+
+def lookups_of(cluster: Any) -> ClusterLookups:
+    """Return the lookups in a cluster's tables, the same for all who ask."""
+    if cluster not in _clusters:
+        _clusters[cluster] = ClusterLookups(SharedLookups({}, cluster))
+    return _clusters[cluster]
+
+
+def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
+    """Look ids up in tables, in one pull for each cluster.
+
+    Args:
+        asked: tables, each with a tensor of integer ids [m].
+
+    Raises:
+        InvalidInputError: what is no table, ids it does not take, or a replica of a tf.distribute strategy.
+    """
+    for table, _ in asked:
+        check_table(table)
+    _refuse_replicas()
+    slots = here.slots
+    if slots is not None and slots.graph is tf.compat.v1.get_default_graph():
+        return [_anchored(*slots.next(table, ids)) for table, ids in asked]
+    if tf.executing_eagerly():
+        found = pull([asked_of(table, ids.numpy()) for table, ids in asked])
+        return [_anchored(*_eager(table, one)) for (table, _), one in zip(asked, found, strict=True)]
+    return _in_graph(asked)
+
+
+def pull(asked: Sequence[Asked]) -> list[LookupResult]:
+    """Look several up, those of one cluster together."""
+    found: dict[int, LookupResult] = {}
+    places: dict[int, list[int]] = {}
+    for at, (table, _) in enumerate(asked):
+        places.setdefault(id(table.cluster), []).append(at)
+    for of_cluster in places.values():
+        lookups = lookups_of(asked[of_cluster[0]][0].cluster)
+        lookups.n_lookups += len(of_cluster)
+        found |= zip(of_cluster, lookups.shared.look_up([asked[at] for at in of_cluster], recording=False), strict=True)
+    return [found[at] for at in range(len(asked))]
+
+
+def rows_of(table: TablePort, found: LookupResult) -> NDArray[np.float32]:
+    """Return what was found, or one row of zeros where nothing was asked for: positions that fill up gaps need one."""
+    return found.rows if len(found.rows) else np.zeros((1, table.dim), np.float32)
+
+
+def take(table: TablePort, found: LookupResult, gradient: NDArray[np.float32]) -> None:
+    """Hand a gradient of `rows_of` to whoever pushes the table's.
+
+    Raises:
+        InvalidInputError: nobody does.
+    """
+    taker = lookups_of(table.cluster).takers.get(table.name)
+    if taker is None:
+        raise InvalidInputError(
+            f"table {table.name!r}: its rows have a gradient, and no RowsOptimizer trains them: make one of the table first, or look rows "
+            "up outside of the tape"
+        )
+    taker.take(table.name, found, gradient[: len(found.ids)])
+
+
+def _anchored(looked_up: LookedUp, take: Take) -> LookedUp:
+    rows, at = looked_up
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def attached(anchor: Any) -> tuple[Any, Take]:
+        return tf.identity(rows), lambda gradient: take(tf.convert_to_tensor(gradient))
+
+    return attached(tf.convert_to_tensor(anchor())), at
+
+
+def _eager(table: TablePort, found: LookupResult) -> tuple[LookedUp, Take]:
+    def take_now(gradient: Any) -> Any:
+        take(table, found, gradient.numpy())
+        return tf.zeros([])
+
+    at = found.inverse.astype(np.int64, copy=False)
+    return (tf.convert_to_tensor(rows_of(table, found)), tf.convert_to_tensor(at)), take_now
+
+
+def _in_graph(asked: Sequence[AskedTensor]) -> list[LookedUp]:
+    tables = [table for table, _ in asked]
+
+    def pull_now(*ids: NDArray[Any]) -> list[NDArray[Any]]:
+        found = pull([asked_of(table, of) for table, of in zip(tables, ids, strict=True)])
+        made: list[NDArray[Any]] = []
+        for table, one in zip(tables, found, strict=True):
+            made += [rows_of(table, one), one.inverse.astype(np.int64), one.ids.view(np.int64), one.versions.view(np.int64)]
+        return made
+
+    flat = tf.numpy_function(pull_now, [ids for _, ids in asked], [tf.float32, tf.int64, tf.int64, tf.int64] * len(asked))
+    made = []
+    for i, table in enumerate(tables):
+        rows, at, ids, versions = flat[4 * i : 4 * i + 4]
+        made.append(_anchored((tf.ensure_shape(rows, [None, table.dim]), tf.ensure_shape(at, [None])), _take_later(table, ids, versions)))
+    return made
+
+
+def _take_later(table: TablePort, ids: Any, versions: Any) -> Take:
+    def take_now(ids: NDArray[np.int64], versions: NDArray[np.int64], gradient: NDArray[np.float32]) -> NDArray[np.float32]:
+        found = LookupResult(ids.view(np.uint64), np.empty(0, np.intp), gradient, versions.view(np.uint64))
+        take(table, found, np.array(gradient))
+        return np.float32(0)  # type: ignore[return-value]
+
+    def later(gradient: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(take_now, [ids, versions, gradient], tf.float32), [])
+
+    return later
+
+
+def _refuse_replicas() -> None:
+    context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    if context is not None and context.num_replicas_in_sync > 1:
+        raise InvalidInputError(
+            f"rows are looked up in a replica of tf.distribute ({context.num_replicas_in_sync} of them), which would average gradients of "
+            "different rows. Train one process for each device instead, each a trainer of the cluster"
+        )
