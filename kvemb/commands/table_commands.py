@@ -133,7 +133,8 @@ def _values(definition: TableDef, ids: np.ndarray[Any, np.dtype[np.uint64]], sto
     record = np.frombuffer(stored, np.uint8)[None]
     state = record[0, definition.record.prefix_bytes :].view("<f4")
     sizes = [1 if field.per_row else definition.dim for field in definition.optimizer.state_fields()]
-    fields = zip(definition.optimizer.state_fields(), np.split(state, np.cumsum(sizes)[:-1]), strict=True)
+    of_fields = np.split(state, np.cumsum(sizes, dtype=np.int64))[: len(sizes)]  # none for plain SGD
+    fields = zip(definition.optimizer.state_fields(), of_fields, strict=True)
     return {"weights": definition.record.weights(record)[0].tolist(), "state": {field.name: values.tolist() for field, values in fields}}
 
 

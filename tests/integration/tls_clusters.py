@@ -52,10 +52,15 @@ class TlsCluster:
             },
         }
         self.path = folder / "kvemb.yaml"
-        self.path.write_text(yaml.safe_dump(self.tree))
+        self.write()
         self.environ, self.shards = environ or {}, list[Process]()
+        self.options: list[str] = []  # of the shards' command line
         for shard in range(n_shards):
             self.authority.issue(f"shard-{shard}", f"kvemb://{NAME}/shard/{shard}", purposes=("server",))
+
+    def write(self) -> None:
+        """Write kvemb.yaml as `tree` says."""
+        self.path.write_text(yaml.safe_dump(self.tree))
 
     def issue(self, *uris: str, name: str = "trainer", **options: Any) -> Issued:
         """A client's certificate."""
@@ -74,6 +79,7 @@ class TlsCluster:
         ready = self.folder / f"ready-{shard}"
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "paramserver", "--config", str(self.path), "--shard", str(shard), "--ready-file", str(ready)]
+        command += self.options
         variables = {**self.environ, "TLS_CERT": of_shard.cert, "TLS_KEY": of_shard.key}
         return Process(
             ["env", *(f"{name}={value}" for name, value in variables.items()), *command],
