@@ -40,7 +40,16 @@ ROOMS = {
     "kvemb": (
         {"kvemb.atomic_file", "kvemb.errors", "kvemb.json_logs", "kvemb.own", "kvemb.progress_line"},
         {"kvemb.metrics"},
-        {"kvemb.arrays", "kvemb.columns", "kvemb.jax", "kvemb.keras", "kvemb.tensorflow", "kvemb.tls_config", "kvemb.torch", "kvemb.trainer"},
+        {
+            "kvemb.arrays",
+            "kvemb.columns",
+            "kvemb.jax",
+            "kvemb.keras",
+            "kvemb.tensorflow",
+            "kvemb.tls_config",
+            "kvemb.torch",
+            "kvemb.trainer",
+        },
         {"kvemb.index", "kvemb.specs"},
         {"kvemb.init", "kvemb.optim"},
         {"kvemb.schema"},
