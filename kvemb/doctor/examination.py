@@ -1,8 +1,8 @@
 """Asks every node and shard of a kvemb.yaml, without connecting to the cluster: what is down is what one wants to see."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
 from kvemb.doctor.finding import ERROR, Finding, error
-from kvemb.doctor.node_findings import judge_node
+from kvemb.doctor.node_findings import judge_limits, judge_node
 from kvemb.doctor.shard_findings import ShardFacts, judge_shard
 from kvemb.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
@@ -34,7 +35,7 @@ _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
     (
         WrongNodeError,
         "node-marker",
-        "Put each address in storage.nodes into the place that it had; nothing was written meanwhile.",
+        "Take the address out of storage.nodes that is not of this cluster, or put its own there; nothing was written meanwhile.",
     ),
     (
         NotProvisionedError,
@@ -60,7 +61,9 @@ def examine(config: Config, our_version: str) -> list[Finding]:
                 found.append(error(UNUSABLE, "parameter_servers.tls", str(problem), "See docs/security.md."))
         else:
             stack.callback(servers.close)
-            found += _shards(servers, config, our_version)
+            timeout_s = config.storage.timeout_s
+            described = servers.try_each("Describe", [Empty()] * len(servers), DescribeReply, Deadline.after(timeout_s))
+            found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, described, config, our_version)]
     # Of those whose certificate is not good it is known why they cannot be reached.
     return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
 
@@ -93,9 +96,22 @@ def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]
         return {}
 
 
-def _shards(servers: AllShards, config: Config, our_version: str) -> Iterator[Finding]:
-    timeout_s, empty = config.storage.timeout_s, [Empty()] * len(servers)
-    described = servers.try_each("Describe", empty, DescribeReply, Deadline.after(timeout_s))
+def _hash_limits(
+    store: Store, described: Sequence[DescribeReply | Exception], found: Sequence[Finding], timeout_s: float
+) -> Iterator[Finding]:
+    """The tables are those that shards know. A node that has its error already is passed over, or one whose user may not read limits."""
+    tables = next((answer.tables for answer in described if not isinstance(answer, Exception)), [])
+    in_trouble = {one.where for one in found if one.level == ERROR}
+    for address in store.addresses:
+        if tables and f"node {address}" not in in_trouble:
+            with suppress(KvembError):
+                limits = store.bucket_limits(address, Deadline.after(timeout_s))
+                if limits is not None:
+                    yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
+
+
+def _shards(servers: AllShards, described: Sequence[DescribeReply | Exception], config: Config, our_version: str) -> Iterator[Finding]:
+    timeout_s = config.storage.timeout_s
     there = [None if isinstance(answer, Exception) else Empty() for answer in described]  # the others would be waited for twice more
     statuses = iter(servers.try_each("Status", there, StatusReply, Deadline.after(timeout_s)))
     asked_s = time.time()

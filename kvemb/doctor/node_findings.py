@@ -1,9 +1,11 @@
 """What is wrong with a storage node, from what it says of itself. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvemb.doctor.finding import Finding, error, warning
+from kvemb.schema.bucket_limits import BucketLimits, misfits
+from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import NodeStats
 
 LEAST_HEADROOM = 0.1
@@ -26,6 +28,19 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
     yield from _judge_version(where, node.server)
     yield from _judge_memory(where, node)
     yield from _judge_redis(where, settings) if "redis_version" in settings else _judge_memcached(where, settings)
+
+
+def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[Finding]:
+    """Yield which tables' rows a Redis or Valkey node keeps in a way that does not suit them.
+
+    Args:
+        address: of the node.
+        tables: of the cluster.
+        limits: up to where the node keeps hashes as compact strings.
+    """
+    mend = "Type that on the node and put it into its configuration. Rows that lie there already change when they are written next."
+    for misfit in misfits(tables, limits):
+        yield warning("node-hash-limits", f"node {address}", misfit, mend)
 
 
 def _unreached(where: str, why: str) -> Finding:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from test_cli import run
 
 import kvemb
 from kvemb.config import load
+from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.doctor.examination import examine
 from kvemb.doctor.finding import Finding
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
+from kvemb.local_cluster.storage_servers import start_servers
 from kvemb.protocol.installed_version import installed_version
 from tests.integration.tls_clusters import TlsCluster, running
 
@@ -105,6 +108,19 @@ def test_a_nodes_setting_is_named_with_its_mend(cluster: LocalCluster, name: str
     assert mend in seen[found].mend
 
 
+def test_limits_of_hashes_that_do_not_suit_a_table_are_named_with_what_to_type(cluster: LocalCluster) -> None:
+    with kvemb.connect(cluster.url) as client:
+        optimizer = kvemb.optim.sgd()
+        client.create_table("small", dim=2, optimizer=optimizer, layout="compact", expected_rows=10_000, exist_ok=True)  # sets limits
+    assert not findings(cluster.config_path, "warning")
+    with setting(cluster, "hash-max-listpack-entries", "64") as address:
+        seen = findings(cluster.config_path, "warning")
+    assert seen.keys() == {"node-hash-limits"}
+    assert seen["node-hash-limits"].where == f"node {address}"
+    assert "table 'small'" in seen["node-hash-limits"].what
+    assert "CONFIG SET hash-max-listpack-entries 128" in seen["node-hash-limits"].what
+
+
 def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
     with redis.Redis(port=cluster.servers[1].port) as node:
         used = int(node.info("memory")["used_memory"])
@@ -115,7 +131,6 @@ def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize(
     ("section", "change", "found", "says"),
     [
-        ("storage", lambda s: s["nodes"].reverse(), "node-marker", "into the place that it had"),
         ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order"),
         ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "save, start it, load"),
         ("parameter_servers", lambda s: s.update(mode="sync", trainers=2), "shard-mode", "same kvemb.yaml"),
@@ -128,6 +143,15 @@ def test_a_file_that_is_not_the_clusters_is_told(
     seen = findings(changed(cluster, tmp_path, lambda tree: change(tree[section])))
     assert seen.keys() == {found}
     assert says in seen[found].mend
+
+
+def test_the_address_of_another_clusters_node_is_told(cluster: LocalCluster, tmp_path: Path) -> None:
+    with LocalCluster("redis", 1, shards=1) as other:
+        address = other.servers[0].address
+        seen = findings(changed(cluster, tmp_path, lambda tree: tree["storage"]["nodes"].__setitem__(1, address)))
+    assert seen.keys() == {"node-marker"}
+    assert address in seen["node-marker"].what
+    assert "not of this cluster" in seen["node-marker"].mend
 
 
 def test_another_clusters_name_is_told(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -161,6 +185,49 @@ def test_what_is_down_is_told_with_what_becomes_of_its_rows(require_server: Call
         cluster.servers[1].process.kill()
         seen = findings(cluster.config_path)
         assert seen["node-unreachable"].where == f"node {cluster.servers[1].address}"
+
+
+def test_nodes_without_a_cluster_are_told_as_such(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    require_server("redis-server")
+    servers = start_servers("redis", 2, tmp_path, 64)
+    try:
+        (shard,) = free_ports(1)
+        path = tmp_path / "kvemb.yaml"
+        storage = {"kind": "redis", "nodes": [server.address for server in servers], "timeout_s": 1}
+        path.write_text(yaml.safe_dump({"cluster": "c", "storage": storage, "parameter_servers": {"shards": [f"127.0.0.1:{shard}"]}}))
+        seen = findings(path)
+    finally:
+        for server in servers:
+            server.process.kill()
+    assert seen.keys() == {"not-provisioned", "shard-unreachable"}
+    assert "shard 0 provisions empty nodes" in seen["not-provisioned"].mend
+
+
+def test_a_node_that_was_restarted_from_a_snapshot_is_told(require_server: Callable[[str], str], tmp_path: Path) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=1) as cluster:
+        push(cluster)
+        cluster.shards[0].kill()  # it would find the node out, and mend it
+        with redis.Redis(port=cluster.servers[1].port) as node:
+            node.save()
+        snapshot = shutil.copy(cluster.servers[1].snapshot_path, tmp_path)
+        cluster.servers[1].restart(snapshot=Path(snapshot))
+        seen = findings(cluster.config_path)
+        assert seen.keys() == {"node-suspect", "shard-unreachable"}
+        assert cluster.servers[1].address in seen["node-suspect"].what
+        assert "they compare its rows" in seen["node-suspect"].mend
+
+
+def test_what_has_no_name_of_its_own_is_told_with_its_message(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=1) as cluster:
+        cluster.shards[0].kill()
+        for server in cluster.servers:
+            with redis.Redis(port=server.port) as node:
+                node.set(MAP_NAME, b"another program's")
+        seen = findings(cluster.config_path)
+    assert seen.keys() == {"storage", "shard-unreachable"}
+    assert MAP_NAME in seen["storage"].what
 
 
 def test_a_node_that_follows_another_one_is_no_place_for_rows(require_server: Callable[[str], str]) -> None:
