@@ -75,6 +75,7 @@ class Barrier:
         self._leases: dict[str, TrainerLease] = {}
         self._complete = False  # all places have been taken once in this job
         self._released = 0  # number of the last step handed out; 0: not known
+        self._last: int | None = None  # number of the last step that may be handed out; None: any
 
     @property
     def members(self) -> list[str]:
@@ -151,7 +152,7 @@ class Barrier:
             BarrierError: members are at different steps; nothing was taken.
         """
         leases = self._leases.values()
-        if not self._complete or not all(lease.waiting for lease in leases):
+        if not self._complete or not all(lease.waiting for lease in leases) or (self._last is not None and self._due() > self._last):
             return []
         numbers = self._heads()
         if len({number for number in numbers.values() if number is not None}) > 1:
@@ -162,6 +163,18 @@ class Barrier:
         self._members_before = set()
         self._tidy()
         return step
+
+    def hold(self, last: int | None = None) -> int:
+        """Hand out no step behind this one, or without it none behind the last one handed out; return the number of that, 0 where none was.
+
+        So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's.
+        """
+        self._last = max(self._released, last or 0)
+        return self._released
+
+    def go_on(self) -> None:
+        """Hand out steps again."""
+        self._last = None
 
     def waiting(self) -> list[Push]:
         """Return every push that waits for others."""

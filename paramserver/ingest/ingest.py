@@ -164,6 +164,34 @@ class Ingest:
             self._gate.release()
             self.state.changed.notify_all()
 
+    def hold_steps(self, last: int | None = None) -> int:
+        """Hand out no step of a sync job behind this one; see `Barrier.hold`. 0 in async mode, which has none."""
+        with self.state.changed:
+            number = 0 if self._barrier is None else self._barrier.hold(last)
+            self.state.changed.notify_all()
+            return number
+
+    def refuse_waiting(self, error: KvembError) -> int:
+        """Refuse the pushes that wait for the others of their step, or for their last part; return how many. Steps go on.
+
+        Nothing was journaled of them, and their sequences are free: trainers send them again by the map in force.
+        """
+        cause = to_wire(error)
+        with self.state.changed:
+            for session in self.sessions.live:
+                session.give_up_incomplete(cause)
+            waiting = self._queue.in_unfinished_steps()
+            for push in waiting:
+                if self.sessions.is_live(push.trainer, push.incarnation):
+                    self.sessions.find(push.trainer, push.incarnation).take_back(push)
+            self._queue.forget_unfinished()
+            for push in waiting:
+                self.outcomes.give_up(push, cause, handed_out=False)
+            if self._barrier is not None:
+                self._barrier.go_on()
+            self.state.changed.notify_all()
+            return len(waiting)
+
     def wake(self) -> None:
         """Let waiting submitters look at their `cancelled` again."""
         with self.state.changed:

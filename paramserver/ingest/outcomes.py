@@ -75,15 +75,15 @@ class Outcomes:
             self._sessions.drop_all_incomplete(failure)
             self._queue.clear()
 
-    def give_up(self, item: Push | RowsWork, cause: dict[str, str]) -> None:
-        """Let work fail that was taken; under the lock."""
-        self._forget(item, lambda ticket: PushReply(ticket.sequence, "failed", error=cause))
+    def give_up(self, item: Push | RowsWork, cause: dict[str, str], *, handed_out: bool = True) -> None:
+        """Let work fail that was taken; under the lock. A push that waits for its step was not handed out."""
+        self._forget(item, lambda ticket: PushReply(ticket.sequence, "failed", error=cause), handed_out=handed_out)
 
-    def _forget(self, item: Push | RowsWork, reply: Callable[[PartTicket], PushReply]) -> None:
+    def _forget(self, item: Push | RowsWork, reply: Callable[[PartTicket], PushReply], *, handed_out: bool = True) -> None:
         self._pending.remove(item)
         if isinstance(item, Push):
             self._sessions.settled(item)
-            if self._barrier is not None:
+            if self._barrier is not None and handed_out:
                 self._barrier.settled(item, self._state.clock())
             for part in item.parts:
                 part.ticket.finish(reply(part.ticket))

@@ -114,6 +114,12 @@ class Session:
             self.answers.pop(part.ticket.sequence, None)
         self.drop_incomplete(reason)
 
+    def take_back(self, push: Push) -> None:
+        """Leave free the sequences of a push that nothing was done with, and of all behind it: their trainer will use them anew."""
+        first = push.parts[0].ticket.sequence
+        self.answers = OrderedDict((number, ticket) for number, ticket in self.answers.items() if number < first)
+        self.last_sequence = min(self.last_sequence, first - 1)
+
     def drop_incomplete(self, reason: dict[str, str]) -> None:
         """Give up an incomplete push: nothing of it is applied."""
         given_up, self.incomplete = self.incomplete, []

@@ -49,11 +49,15 @@ class WorkQueue:
         """Return the pushes that wait for the others of their sync step."""
         return [] if self._barrier is None else self._barrier.waiting()
 
+    def forget_unfinished(self) -> None:
+        """Forget those pushes."""
+        if self._barrier is not None:
+            self._barrier.clear()
+
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()
-        if self._barrier is not None:
-            self._barrier.clear()
+        self.forget_unfinished()
 
     def _release_steps(self, barrier: Barrier) -> None:
         while step := barrier.next_step():

@@ -9,9 +9,10 @@ from kvemb.errors import (
     DeadlineExceededError,
     PushRejectedError,
     ShardFailedError,
+    SlotsMovedError,
 )
 from kvemb.net.deadline import Deadline
-from tests.unit.ingest_rig import MEAN, TABLE, Rig, make
+from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
 __all__ = ["make"]  # the fixture
 
@@ -68,3 +69,52 @@ def test_a_third_trainer_is_refused_and_gets_no_incarnation(make: Callable[..., 
     with pytest.raises(BarrierError, match="a, b"):
         rig.hello("c")
     assert rig.ingest.sessions.next_incarnation == 3
+
+
+def test_steps_are_held_and_go_on_up_to_the_one_that_another_shard_has_come_to(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    a, b = rig.hello("a"), rig.hello("b")
+
+    def step() -> list[Outcome]:
+        return [rig.push(a, {1: 1.0}), rig.push(b, {1: 1.0}, trainer="b")]
+
+    for outcome in step():
+        outcome.wait()
+    assert rig.ingest.hold_steps() == 1
+    second, third = step(), step()
+    rig.ingest.hold_steps(2)
+    for outcome in second:
+        assert outcome.wait().state == "applied"
+    assert rig.ingest.hold_steps(2) == 2
+    assert [outcome.states for outcome in third] == [[], []]
+    assert rig.weights([1]) == [-4.0]
+
+
+def test_what_waits_for_its_step_is_refused_when_slots_have_moved_and_taken_under_the_same_sequences_anew(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2, barrier_timeout_s=30.0)
+    a, b = rig.hello("a"), rig.hello("b")
+    for outcome in [rig.push(a, {1: 1.0}), rig.push(b, {1: 1.0}, trainer="b")]:
+        outcome.wait()
+    rig.ingest.hold_steps()
+    refused = [rig.push(a, {1: 1.0}), rig.push(a, {1: 1.0}), rig.push(b, {1: 1.0}, trainer="b")]
+    begun = rig.push(b, {1: 1.0}, trainer="b", more=True)
+    assert rig.ingest.refuse_waiting(SlotsMovedError("moved")) == 3
+    assert {type(outcome.error()) for outcome in [*refused, begun]} == {SlotsMovedError}
+    assert (rig.ingest.sessions.find("a", a).last_sequence, rig.ingest.sessions.find("b", b).last_sequence) == (1, 1)
+    assert rig.ingest.backlog.n_and_age_s()[0] == 0
+    rig.sequences.update({a: 1, b: 1})
+    rig.open_steps.clear()
+    again = [rig.push(a, {1: 2.0}), rig.push(b, {1: 2.0}, trainer="b")]
+    for outcome in again:
+        assert outcome.wait().state == "applied"
+    assert rig.weights([1]) == [-6.0]
+
+
+def test_a_member_is_still_missed_after_its_push_was_refused_so(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2, barrier_timeout_s=0.3)
+    a, b = rig.hello("a"), rig.hello("slow")
+    rig.push(b, {1: 1.0}, trainer="slow")
+    assert rig.ingest.refuse_waiting(SlotsMovedError("moved")) == 1
+    error = rig.push(a, {1: 1.0}).error()
+    assert isinstance(error, BarrierError)
+    assert "slow" in str(error)
