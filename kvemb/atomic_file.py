@@ -19,7 +19,7 @@ def replace_atomically(
     Args:
         path: of the file.
         chunks: its bytes.
-        temporary: the file's name, in the same folder, until it is whole. What has it is overwritten: one process at a time.
+        temporary: the file's name, in the same folder, until it is whole. What has it is deleted: one process at a time.
         check: called right before the new file takes the old one's place; may raise.
         opener: of the new file; see `open`.
 
@@ -35,7 +35,8 @@ def replace_atomically(
     """
     beside = path.with_name(temporary)
     try:
-        with open(beside, "wb", opener=opener) as file:
+        beside.unlink(missing_ok=True)  # and never opened: it may be a link that somebody has put there, to a file of ours
+        with open(beside, "xb", opener=opener) as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()

@@ -76,3 +76,29 @@ def test_a_pipe_is_never_opened_for_reading(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a" / "pipe")
     with pytest.raises(CheckpointError, match="no regular file"):
         CheckpointStorage(str(tmp_path / "a")).read("pipe", 1000)
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to], ids=["link", "hard link"])
+def test_a_file_is_never_written_through_a_link_that_lies_under_its_temporary_name(
+    tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    """Who may write into a folder of checkpoints must not have a saver write elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("not yours")
+    (tmp_path / "a").mkdir()
+    link(tmp_path / "a" / "_tmp.file", elsewhere)
+    CheckpointStorage(str(tmp_path / "a")).write("file", b"data")
+    assert elsewhere.read_text() == "not yours"
+    assert {path.name: path.read_text() for path in (tmp_path / "a").iterdir()} == {"file": "data"}
+
+
+def test_prune_deletes_links_and_nothing_that_they_lead_to(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    save(str(elsewhere), range(10), k=1)
+    for k, name in ((1, "a"), (2, "b")):
+        save(str(folder / name), range(100), k=k)
+    (folder / "a" / "linked").symlink_to(elsewhere)
+    (folder / "linked").symlink_to(elsewhere)
+    kept = sorted(elsewhere.rglob("*"))
+    assert prune(str(folder), keep=1) == ["a"]
+    assert sorted(elsewhere.rglob("*")) == kept
