@@ -31,6 +31,7 @@ from kvemb.schema.cluster_map import ClusterMap
 BYE_TIMEOUT_S = 2.0
 _STATUS_TIMEOUT_S = 1.0
 _REROUTE_TIMEOUT_S = 5.0
+_JOIN_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -168,6 +169,8 @@ class PushSession:
                 self.raise_unseen()
         finally:
             self._closed.set()
+            if (rerouting := self._rerouting) is not None:
+                rerouting.join(_JOIN_S)
             self._say_bye()
             for stream in self._streams:
                 stream.close()
@@ -332,8 +335,10 @@ class PushSession:
         """Have a thread do it, unless one is at it: nobody may be pushing now, and acks are waited for."""
         with self._rerouting_lock:
             if self._rerouting is None:
-                self._rerouting = threading.Thread(target=self._keep_routing, name="kvemb-reroute", daemon=True)
-                self._rerouting.start()
+                thread = threading.Thread(target=self._keep_routing, name="kvemb-reroute", daemon=True)
+                with suppress(RuntimeError):  # the interpreter is ending: what was refused is told as undelivered
+                    thread.start()
+                    self._rerouting = thread
 
     def _keep_routing(self) -> None:
         while not self._closed.is_set():

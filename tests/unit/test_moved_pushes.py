@@ -217,3 +217,17 @@ def test_another_refusal_is_told_as_before(shards: list[OwningShard], connect: C
     shards[0].script = lambda shard, part: iter([PushReply(part.sequence, "failed", error=to_wire(PushRejectedError("bad")))])
     with pytest.raises(PushRejectedError, match="bad"):
         session.push(rows_of(*IDS), soon()).wait(20)
+
+
+def test_the_thread_that_sends_again_ends_with_the_session(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = connect()
+    session.push(rows_of(*IDS), soon()).wait_applied()
+    maps.now = MOVED
+    monkeypatch.setattr(maps, "refresh_map", lambda deadline: False)
+    ack = session.push(rows_of(*IDS), soon())
+    until(lambda: any(thread.name == "kvemb-reroute" for thread in threading.enumerate()))
+    session.close(None)
+    assert not any(thread.name == "kvemb-reroute" for thread in threading.enumerate())
+    assert not ack.accepted
