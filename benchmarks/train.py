@@ -44,6 +44,7 @@ class Way:
     max_staleness: int = 0
     wire_dtype: str = "float32"
     write_behind: int = 0
+    tls: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-staleness", type=whole(0), default=4, metavar="N", help="of the last way's row cache (4); 0: no such way")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")
+    parser.add_argument("--tls", action="store_true", help="also the first way with TLS between trainer, shards and storage (redis)")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
     parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
 
@@ -127,13 +129,18 @@ def lines_of(
         targets: rows/s divided by TFRA's, by dim.
     """
     lines: list[Line] = []
+    first = next(iter(ours), "")
     for name, rounds in ours.items():
         figures = _figures(rounds) | {
             "kept": rounds[-1].kept,
             "changed": Spread.of([mean(push.changed_fraction for push in one.staleness) for one in rounds]),
             "elapsed": Spread.of([mean(push.batches_elapsed for push in one.staleness) for one in rounds]),
+            "/ plain": "–",
             "target": f"/ TFRA >= {targets[dim]}" if not lines and dim in targets else "–",
         }
+        if name == f"{first}, over TLS":
+            plain = ours[first]
+            figures["/ plain"] = Spread.of([mine.rows_per_s / one.rows_per_s for mine, one in zip(rounds, plain, strict=True)])
         if others:
             figures["/ TFRA"] = Spread.of([mine.rows_per_s / theirs.rows_per_s for mine, theirs in zip(rounds, others, strict=True)])
         lines.append(Line(name, figures))
@@ -164,6 +171,8 @@ def ways_of(options: argparse.Namespace) -> list[Way]:
     if options.write_behind:
         name = f"ours, durability fsync, max_staleness {options.max_staleness}, {options.wire_dtype}, write-behind {options.write_behind}"
         ways.append(Way(name, "fsync", options.max_staleness, options.wire_dtype, options.write_behind))
+    if options.tls:
+        ways.append(Way(f"{ways[0].name}, over TLS", options.durability[0], tls=True))
     return ways
 
 
@@ -206,7 +215,7 @@ def _runner(
 ) -> Runner:
     memory_mb = max(1024, math.ceil(2.5 * options.rows * (12 + 12 * dim + 3 * _OVERHEAD_BYTES) / (1 << 20)))
     cluster = stack.enter_context(
-        LocalCluster(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
+        _kind_of(way)(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
     )
     cache_mb = math.ceil(options.rows * (4 * dim + _OVERHEAD_BYTES) / (1 << 20)) if way.max_staleness else None
     opened = stack.enter_context(kvemb.connect(cluster.url, max_staleness=way.max_staleness, row_cache_mb=cache_mb))
@@ -224,6 +233,14 @@ def _runner(
     table.set_wire_dtype(way.wire_dtype)
     counter = stack.enter_context(CommandCounter.on(cluster.servers[0].port))
     return Runner(way.name, cluster, opened, Ours(table, batches), counter)
+
+
+def _kind_of(way: Way) -> type[LocalCluster]:
+    if not way.tls:
+        return LocalCluster
+    from tests.integration.encrypted_cluster import EncryptedCluster
+
+    return EncryptedCluster
 
 
 def _tfra(

@@ -102,6 +102,8 @@ class PendingCall:
             raise self._channel.unavailable(self._method, _STUCK) from error
         except grpc.RpcError as error:
             raise self._channel.translate(error, self._method, self._deadline.timeout_s) from error
+        if data is None:  # so says gRPC's Python layer of a call that ends well and without a message
+            raise MessageError(f"{self._channel}: {self._method}: ended without an answer; is a kvemb shard at that address?")
         reply = Reply.decode(data)
         if reply.error:
             raise from_wire(reply.error)

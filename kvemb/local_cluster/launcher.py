@@ -154,7 +154,11 @@ class LocalCluster:
 
     def _node_addresses(self) -> list[str]:
         """Where the storage servers are reached."""
-        return [server.address for server in self.servers]
+        return [self._served_at(server) for server in self.servers]
+
+    def _served_at(self, server: StorageServer) -> str:
+        """The address at which kvemb is to reach a server."""
+        return server.address
 
     def _shard_addresses(self) -> list[str]:
         """Where the shards are to be reached."""

@@ -18,10 +18,11 @@ from chaos.catalogue import FAULTS, Fault, Scene
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
 from chaos.run import LedgerRun
-from chaos.tls_cluster import KINDS_WITH_TLS, TlsFaultyCluster
+from chaos.tls_cluster import TlsFaultyCluster
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
+from tests.integration.encrypted_cluster import KINDS_WITH_TLS
 
 CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""

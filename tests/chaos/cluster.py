@@ -108,10 +108,6 @@ class FaultyCluster(LocalCluster):
             self._await_cluster()
         return [proxy.address for proxy in self.node_proxies]
 
-    def _served_at(self, server: StorageServer) -> str:
-        """The address at which kvemb is to reach a server."""
-        return server.address
-
     def _shard_addresses(self) -> list[str]:
         self._shard_targets = super()._shard_addresses()
         self.shard_proxies = [FaultProxy(target, seed=100 + index) for index, target in enumerate(self._shard_targets)]

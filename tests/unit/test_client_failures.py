@@ -9,9 +9,10 @@ import pytest
 
 from kvemb.client import push_session
 from kvemb.client.outbox import WINDOW_PARTS
-from kvemb.errors import ClosedError, FencedError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
+from kvemb.client.shard_channel import ShardChannel
+from kvemb.errors import ClosedError, FencedError, MessageError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import PushPart, PushReply, Reply
+from kvemb.protocol.messages import DescribeReply, Empty, PushPart, PushReply, Reply
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
 
 
@@ -264,3 +265,20 @@ def test_a_forked_child_is_told_what_to_do(shards: list[FakeShard], connect: Con
             session.push(rows_of(2), soon())
         session.close(soon())  # forgets the connection and touches nothing
     session.push(rows_of(3), soon()).wait()
+
+
+def test_a_call_that_ends_well_and_without_an_answer_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's Python layer gives None for that; a server of another kind may do it."""
+
+    class Ended:
+        def future(self, *_: object, **__: object) -> "Ended":
+            return self
+
+        def result(self, _: float) -> None:
+            return None
+
+    channel = ShardChannel(0, "127.0.0.1:1")
+    monkeypatch.setattr(channel, "unary", lambda method: Ended())
+    with pytest.raises(MessageError, match=r"shard 0.*without an answer"):
+        channel.call("Describe", Empty(), DescribeReply, Deadline.after(1))
+    channel.close()
