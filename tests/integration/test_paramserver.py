@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,9 +19,9 @@ from kvemb.config import StorageConfig
 from kvemb.errors import (
     FencedError,
     KvembError,
-    MapChangedError,
     MessageError,
     PushRejectedError,
+    SlotsMovedError,
     TableMismatchError,
     UnknownTableError,
     WrongNodeError,
@@ -166,9 +167,19 @@ def test_strangers_and_older_incarnations_are_refused(cluster: Cluster) -> None:
     assert isinstance(pushes.error(), FencedError)
     with pytest.raises(WrongNodeError, match="cluster"):
         shard.call("Hello", HelloRequest("b", 0, b"x" * 16, 1), HelloReply)
-    cluster_id = shard.call("Describe", Empty(), DescribeReply).cluster_id
-    with pytest.raises(MapChangedError, match="cluster map of serial 3, this shard by that of serial 1"):
-        shard.call("Hello", HelloRequest("b", 0, cluster_id, 3), HelloReply)
+
+
+def test_a_part_that_was_routed_by_an_older_map_is_refused_and_the_same_by_the_map_in_force_taken(cluster: Cluster) -> None:
+    shard = cluster.start()
+    shard.create()
+    hello = shard.hello()
+    pushes = Pushes(shard)
+    pushes.send(replace(part(hello, 1, [1]), map_serial=0))
+    error = pushes.error()
+    assert isinstance(error, SlotsMovedError)
+    assert "routed by the cluster map of serial 0 came in when that of serial 1 was in force; nothing of them was taken" in str(error)
+    assert shard.count() == 0
+    assert pushes.applied(part(hello, 1, [1])).state == "applied"
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 100, b"\xdd\xff\xff\xff\xff", Empty().encode()[:-2], HelloReply(1, 2, "x").encode()])
