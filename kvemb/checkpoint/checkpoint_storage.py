@@ -56,7 +56,7 @@ class CheckpointStorage:
         self._puts_whole = bool(_PUTS_WHOLE & set(protocols))
 
     def __repr__(self) -> str:
-        return f"<CheckpointStorage {shown(self.url)}>"
+        return shown(self.url)  # messages name it so
 
     def where(self, path: str) -> str:
         """Return an object's URL, for messages."""

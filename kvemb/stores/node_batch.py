@@ -125,7 +125,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
     if text.startswith("-OOM") or "out of memory" in text:
         return NodeFullError(
             f"{node}: has no memory left ({text}). Give it more (maxmemory, -m). Shards "
-            "try again until the write succeeds; what they have accepted and not applied is lost if they are stopped before that."
+            "try again until the write succeeds; their journals keep what they have accepted."
         )
     if "object too large" in text:
         return NodeFullError(f"{node}: the record exceeds the server's item limit ({text}). Start it with a larger -I.")

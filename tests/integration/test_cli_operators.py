@@ -102,6 +102,13 @@ def test_show_says_where_a_row_is_what_it_holds_and_that_all_agree(cluster: Loca
     assert "epoch 1 batch 1" in text
 
 
+def test_show_of_a_row_without_optimizer_state_has_its_weights_alone(cluster: LocalCluster) -> None:
+    with kvemb.connect(cluster.url) as client:
+        client.create_table("plain", dim=2, optimizer=kvemb.optim.sgd()).assign([5], np.ones((1, 2)))
+    row = shown(cluster, "plain", "5")
+    assert (row["code"], row["weights"], row["state"]) == (0, [1.0, 1.0], {})
+
+
 def test_show_names_the_trainers_of_the_batch_that_wrote_a_row_last(cluster: LocalCluster) -> None:
     with kvemb.connect(cluster.url, trainer="anna") as client:
         client.table("user").push([3, 4], np.ones((2, 2))).wait_applied()
