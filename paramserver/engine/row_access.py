@@ -136,15 +136,21 @@ class RowAccess:
         if (second := self._second) is not None:
             for part in parts:
                 self._write_second(second, part)
-        return self._calls.write(parts, self.deadline())
+        results = self._calls.write(parts, self.deadline())
+        if (now := self._second) is not None and now is not second:
+            # Another thread follows the map. Where slots flipped between the two writes, both went to one node; no plan goes on from there
+            # before this batch is over.
+            for part, result in zip(parts, results, strict=True):
+                self._write_second(now, _taken(part, result.stored))
+        return results
 
     def erase_blindly(self, parts: Sequence[WritePart]) -> None:
         """Erase rows whatever they are, on storage without compare-and-swap."""
-        if (second := self._second) is not None:
-            moving = [some for some in (_moving(second, part) for part in parts) if len(some.keys)]
-            if moving:
-                second.erase(moving, self.deadline())
+        second = self._second
+        self._erase_second(second, parts)
         self._calls.erase(parts, self.deadline())
+        if (now := self._second) is not second:  # see `write`
+            self._erase_second(now, parts)
 
     def write_second(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
         """Write rows that are in storage to their other node, too, if they have one: whoever wrote them may not have come so far."""
@@ -154,6 +160,12 @@ class RowAccess:
     @property
     def _second(self) -> OtherNodes | None:
         return self._store.second if self._calls is self._store else None
+
+    def _erase_second(self, second: OtherNodes | None, parts: Sequence[WritePart]) -> None:
+        if second is not None:
+            moving = [some for some in (_moving(second, part) for part in parts) if len(some.keys)]
+            if moving:
+                second.erase(moving, self.deadline())
 
     def _write_second(self, second: OtherNodes, part: WritePart) -> None:
         """Write the rows of a part that have another node there. On storage with compare-and-swap a row that is newer there is left alone:
@@ -230,10 +242,16 @@ class RowAccess:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
             StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
         """
-        if (second := self._second) is not None and (moving := second.has(self.keys(definition, ids))).any():
-            self.by(second).erase(definition, ids[moving], may)
+        second = self._second
+        self._erase_at(second, definition, ids, may)
         n_bytes = len(ids) * definition.record.size_bytes
         self._until_none_is_left(definition, ids, lambda left: self._erase_once(definition, left, may), n_bytes)
+        if (now := self._second) is not second:  # see `write`
+            self._erase_at(now, definition, ids, may)
+
+    def _erase_at(self, second: OtherNodes | None, definition: TableDef, ids: Ids, may: Judge | None) -> None:
+        if second is not None and (moving := second.has(self.keys(definition, ids))).any():
+            self.by(second).erase(definition, ids[moving], may)
 
     def _erase_once(self, definition: TableDef, ids: Ids, may: Judge | None) -> Ids:
         """Look at rows once, and erase those that are there; return those that changed in between."""
