@@ -133,8 +133,8 @@ class NodeStore(Store):
             if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
                 return now is not before
             self._links.view = now.changed(cluster_map, places)
-        if places != now.places:
-            log.warning("storage nodes are now at %s; until now %s", ", ".join(filter(None, places)), ", ".join(now.addresses))
+        if (addresses := self._links.addresses) != now.addresses:
+            log.warning("storage nodes are now at %s; until now %s", ", ".join(addresses), ", ".join(now.addresses))
         return True
 
     def _follow(self, error: StorageError) -> bool:
