@@ -17,6 +17,7 @@ import numpy as np
 from chaos.catalogue import FAULTS, Fault, Scene
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
+from chaos.node_moves import MOVE_KINDS, Operator
 from chaos.run import LedgerRun
 from chaos.tls_cluster import TlsFaultyCluster
 from kvemb.errors import KvembError
@@ -24,7 +25,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
 from tests.integration.encrypted_cluster import KINDS_WITH_TLS
 
-CAN = frozenset({"journal", "takeover", "repair", "full", "swap"})
+CAN = frozenset({"journal", "takeover", "repair", "full", "swap", "moves"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
 _RECOVERY_S = 90.0
 _STORAGE_TIMEOUT_S = 2.0
@@ -91,6 +92,8 @@ class Chaos:
         """Stop the trainers and verify every row."""
         try:
             self._run.cluster.heal()
+            if self._run.cluster.store in MOVE_KINDS:
+                self.report.trouble = self.report.trouble or Operator(self._run.cluster, self._random).wait(_RECOVERY_S)
             self.report.verdict = self._run.finish()
         except (KvembError, OSError) as error:
             self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos import processes, storage
+from chaos.node_moves import MOVE_KINDS, Operator
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
 from kvemb.stores.storage_kinds import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
-_OWN_MAP_KINDS = ("valkey", "redis", "memcached")
+_OWN_MAP_KINDS = MOVE_KINDS
 _SHARD_GRACE_S = 40.0
 
 
@@ -160,6 +161,16 @@ def trainer_hangs(scene: Scene) -> None:
         scene.hold(0.3, 2)
 
 
+def _asked(what: Callable[[Operator], None]) -> Callable[[Scene], None]:
+    """A fault that has an operator ask for something, and leaves it going on."""
+
+    def act(scene: Scene) -> None:
+        what(Operator(scene.run.cluster, scene.random))
+        scene.hold(0, 2)
+
+    return act
+
+
 def _flows(*flows: Flow, way: str | None = None) -> Callable[[Scene], None]:
     """A fault that sets one of these flows on one proxy for a while."""
 
@@ -215,6 +226,11 @@ FAULTS = (
     Fault("node lost", node_lost, needs=_needs("repair")),
     Fault("node rolled back", node_rolled_back, _REDIS_KINDS, needs=_needs("repair")),
     Fault("nodes swapped", nodes_swapped, _OWN_MAP_KINDS, needs=_needs("swap")),
+    Fault("nodes added", _asked(Operator.add), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("node removed", _asked(Operator.remove), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("node exchanged", _asked(Operator.exchange), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("dead node replaced", _asked(Operator.replace_dead), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("nodes rebalanced", _asked(Operator.rebalance), _OWN_MAP_KINDS, needs=_needs("moves")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

@@ -11,6 +11,7 @@ from contextlib import closing
 from types import TracebackType
 
 import redis
+import yaml
 
 from chaos.proxy import FaultProxy
 from kvemb.local_cluster import LocalCluster
@@ -49,6 +50,7 @@ class FaultyCluster(LocalCluster):
         self._retired: list[LocalProcess] = []
         self._shard_targets: list[str] = []
         self.node_proxies: list[FaultProxy] = []
+        self.named: list[str] = []  # nodes that kvemb.yaml names
         self.shard_proxies: list[FaultProxy] = []
         super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
 
@@ -75,6 +77,33 @@ class FaultyCluster(LocalCluster):
         if self.store == "redis-cluster":
             self._announce(server, self.node_proxies[index])
             self._await_cluster()
+
+    def add_node(self) -> str:
+        """Start a further storage server, which is none of the cluster's yet; return its address."""
+        (server,) = self._start_servers(self.store, 1, self.folder, self._memory_mb)
+        proxy = FaultProxy(self._served_at(server), seed=server.port)
+        self.servers.append(server)
+        self.node_proxies.append(proxy)
+        return proxy.address
+
+    def drop_node(self, address: str) -> None:
+        """End a storage server that nobody is to need any more."""
+        node = self.node_at(address)
+        server, proxy = self.servers.pop(node), self.node_proxies.pop(node)
+        server.process.kill()
+        proxy.close()
+
+    def node_at(self, address: str) -> int:
+        """Where a storage server stands in the list of them."""
+        return [proxy.address for proxy in self.node_proxies].index(address)
+
+    def write_config(self, nodes: Sequence[str]) -> None:
+        """Have kvemb.yaml name these nodes from now on, for whoever is started."""
+        self.named = list(nodes)
+        config = self._config(*nodes, shards=self._addresses)
+        new = self.config_path.with_suffix(".new")
+        new.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        new.replace(self.config_path)
 
     def heal(self) -> None:
         """Let every proxy pass everything on, and every stopped process go on."""
@@ -106,7 +135,8 @@ class FaultyCluster(LocalCluster):
             for server, proxy in zip(self.servers, self.node_proxies, strict=True):
                 self._announce(server, proxy)
             self._await_cluster()
-        return [proxy.address for proxy in self.node_proxies]
+        self.named = [proxy.address for proxy in self.node_proxies]
+        return self.named
 
     def _shard_addresses(self) -> list[str]:
         self._shard_targets = super()._shard_addresses()
