@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, checkpoint, deepfm, dlrm, durability, memory, new_rows, pull, recovery, scale, train
+from benchmarks import apply, checkpoint, deepfm, dlrm, durability, elastic, memory, new_rows, pull, recovery, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -31,12 +31,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "deepfm": Benchmark(deepfm.deepfm, deepfm.add_arguments),
     "dlrm": Benchmark(dlrm.dlrm, dlrm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
+    "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm",)
-"""Left out when no name is given: it takes minutes of its own, and all of them together are to take less than fifteen."""
+BY_NAME_ONLY = ("dlrm", "elastic")
+"""Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 
 def build_parser() -> argparse.ArgumentParser:

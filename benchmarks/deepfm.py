@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(batch_size: int, options: argparse.Namespace, versions: dict[str, str]) -> Section:
-    log, _ = _example("synthetic").draw(options.lines, _SEED)
+    log, _ = example("synthetic").draw(options.lines, _SEED)
     order = np.random.default_rng(_SEED).permutation(len(log))
     batches = [log.take(order[at : at + batch_size]) for at in range(0, len(log) - batch_size + 1, batch_size)]
     if not batches:
@@ -175,12 +175,19 @@ def _stepper(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> Cal
 
 
 def _model_and_step(rows: Any, optimizer: Any, batches: Sequence[Any], dim: int) -> tuple[Any, Callable[[Any], float]]:
-    torch, training = _torch(), _example("training")
-    to_batch = _example("model").to_batch
+    torch, training = _torch(), example("training")
+    to_batch = example("model").to_batch
     torch.manual_seed(_SEED)  # every contender begins with the same dense weights
-    model = _example("model").DeepFM(rows.linear, rows.factors, dim=dim, n_fields=batches[0].n_fields, hidden=_HIDDEN)
+    model = example("model").DeepFM(rows.linear, rows.factors, dim=dim, n_fields=batches[0].n_fields, hidden=_HIDDEN)
     optimizers = [optimizer, torch.optim.Adam(model.dense_parameters(), lr=_LR)]
     return model, lambda batch: float(training.train_step(model, to_batch(batch), optimizers))
+
+
+def steps_of(cluster: Any, batches: Sequence[Any], dim: int) -> Callable[[Any], float]:
+    """Return what trains a new model on one of these batches, with rows in a cluster, and returns the loss."""
+    _torch().set_num_threads(1)
+    rows = _rows().stored_rows(cluster, _settings(dim))
+    return _model_and_step(rows, rows.optimizer, batches, dim)[1]
 
 
 def _settings(dim: int) -> Any:
@@ -200,7 +207,7 @@ def _rows() -> Any:
     return import_module("benchmarks.deepfm_rows")
 
 
-def _example(name: str) -> Any:
+def example(name: str) -> Any:
     """Return a module of examples/deepfm, which is no package of ours but a program's folder."""
     folder = str(Path(__file__).resolve().parents[1] / "examples")
     if folder not in sys.path:
