@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help demo test test-all test-matrix chaos fuzz libraries compose-test lint format types bench bench-peers setup clean
+.PHONY: help demo test test-all test-matrix chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
@@ -30,6 +30,7 @@ help:
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
 	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
+	@echo 'make frameworks  tests beside Keras on each backend, TensorFlow and JAX (docs/frameworks.md; installs them into .frameworks)'
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
@@ -64,6 +65,10 @@ fuzz: setup
 libraries: setup
 	@bash scripts/libraries.sh $(ARGS)
 
+frameworks: setup
+	@sh scripts/servers.sh
+	@bash scripts/frameworks.sh $(ARGS)
+
 chart: setup
 	@bash scripts/chart-tools.sh
 	@$(PYTEST) tests/chart $(ARGS)
@@ -93,5 +98,5 @@ setup:
 	@sh scripts/setup.sh dev
 
 clean:
-	rm -rf .venv .libraries .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .libraries .frameworks .chart-tools build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -74,7 +74,7 @@ _KINDS: Mapping[str, _OptimizerKind] = {
         numbers={_INITIAL: Value(0.1, low=1e-12)},  # never 0: with beta = 0 the step size is lr / sqrt(n)
     ),
     "rmsprop": _OptimizerKind(
-        {"lr": Value(0.01), "alpha": Value(0.99, high=1.0), "eps": _EPS, **_MOMENTUM},
+        {"lr": Value(0.01), "alpha": Value(0.99, high=1.0), "eps": _EPS, "eps_root": Value(0.0), **_MOMENTUM},
         (StateField("square_avg"), StateField("grad_avg", when="centered"), _MOMENTUM_SLOT),
         flags=("centered",),
     ),
@@ -310,14 +310,18 @@ def ftrl(lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 0.0, 
     return _make("ftrl", {"lr": lr, "l1": l1, "l2": l2, "beta": beta, _INITIAL: initial_accumulator_value})
 
 
-def rmsprop(lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, centered: bool = False) -> OptimizerSpec:
+def rmsprop(
+    lr: float = 0.01, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0, centered: bool = False, eps_root: float = 0.0
+) -> OptimizerSpec:
     """RMSprop (Hinton 2012; centered: Graves 2013), as torch.optim.RMSprop on the rows pushed.
+
+    Keras and optax's eps_in_sqrt have their epsilon under the root: that is `eps_root`, beside a tiny `eps`.
 
     Example:
         >>> rmsprop(momentum=0.9, centered=True).state_size(8)
         24
     """
-    return _make("rmsprop", {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "centered": centered})
+    return _make("rmsprop", {"lr": lr, "alpha": alpha, "eps": eps, "eps_root": eps_root, "momentum": momentum, "centered": centered})
 
 
 def chain(*parts: TransformSpec | OptimizerSpec) -> OptimizerSpec:

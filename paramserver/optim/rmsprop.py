@@ -14,7 +14,7 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
 
         v <- alpha * v + (1 - alpha) * g^2
         a <- a + (1 - alpha) * (g - a)              centered
-        u <- g / (sqrt(v) + eps), or g / (sqrt(max(v - a^2, 0)) + eps)        centered
+        u <- g / (sqrt(v + eps_root) + eps), or g / (sqrt(max(v - a^2, 0) + eps_root) + eps)        centered
         m <- momentum * m + u                       with momentum
         W <- W - lr * u, or W - lr * m              with momentum
 
@@ -46,7 +46,9 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
         if centered:
             _center(state[1], square, grads, scratch, factors["share"])
         else:
-            np.sqrt(square, out=scratch)
+            scratch[...] = square
+        scratch += factors.get("eps_root", 0.0)  # a journal from before it has none
+        np.sqrt(scratch, out=scratch)
         scratch += factors["eps"]
         grads /= scratch
         if momentum:
@@ -60,11 +62,10 @@ def rmsprop_kernel(spec: OptimizerSpec) -> Kernel:
 
 
 def _center(average: Array, square: Array, grads: Array, scratch: Array, share: float | Array) -> None:
-    """Move `average` towards the gradient and leave the standard deviation in `scratch`."""
+    """Move `average` towards the gradient and leave the variance in `scratch`."""
     np.subtract(grads, average, out=scratch)
     scratch *= share
     average += scratch
     np.square(average, out=scratch)
     np.subtract(square, scratch, out=scratch)
     np.maximum(scratch, 0.0, out=scratch)
-    np.sqrt(scratch, out=scratch)

@@ -37,7 +37,7 @@ def in_step(request: pytest.FixtureRequest, require_server: Callable[[str], str]
     """A sync job of one trainer, two shards: what is learned is what Keras learns."""
     require_server({"redis": "redis-server", "memcached": "memcached"}[request.param])
     local = kvemb.local(store=request.param, shards=2, mode="sync", trainers=1, durability="os")
-    with local as url, kvemb.connect(url, trainer="keras") as cluster:
+    with local as url, kvemb.connect(url, trainer="keras", timeout_s=60) as cluster:
         yield cluster
 
 
@@ -45,7 +45,10 @@ def in_step(request: pytest.FixtureRequest, require_server: Callable[[str], str]
 def cluster(require_server: Callable[[str], str]) -> Iterator[kvemb.Cluster]:
     """The same on Redis alone, where the kind of storage does not matter."""
     require_server("redis-server")
-    with kvemb.local(store="redis", mode="sync", trainers=1, durability="os") as url, kvemb.connect(url, trainer="keras") as cluster:
+    with (
+        kvemb.local(store="redis", mode="sync", trainers=1, durability="os") as url,
+        kvemb.connect(url, trainer="keras", timeout_s=60) as cluster,
+    ):
         yield cluster
 
 

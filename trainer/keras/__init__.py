@@ -6,6 +6,7 @@ not live here: storage, wire formats, update rules.
 """
 
 from .distributing.distribute_keras import distribute
+from .distributing.plain_copy import materialize
 from .layers.row_embedding import RowEmbedding as Embedding
 
-__all__ = ["Embedding", "distribute"]
+__all__ = ["Embedding", "distribute", "materialize"]

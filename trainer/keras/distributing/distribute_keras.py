@@ -21,7 +21,7 @@ from ...bridge.pushed_steps import PushedSteps
 from ...bridge.shared_lookups import SharedLookups
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
 from ..layers.row_embedding import RowEmbedding
-from ..steps.gradient_scale import refuse_unfit, rule_of
+from ..steps.gradient_scale import add_to_built, refuse_unfit, rule_of
 from ..steps.ids_plan import Feature, layers_over_tables
 from ..steps.model_state import ModelState
 from ..steps.step_seam import ConnectedModel
@@ -203,6 +203,8 @@ def _connect(
         return {name: ours if ours is not None and name in follows else StepValues(dict(table.hyper)) for name, table in tables.items()}
 
     connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, features)
+    if getattr(model, "optimizer", None) is not None:
+        add_to_built(model.optimizer, model)
     connected.install()
     return connected
 

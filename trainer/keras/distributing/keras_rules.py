@@ -46,6 +46,10 @@ def _adam(rule: Any, lr: float, step: int) -> StepValues:
     return StepValues(values | ({"weight_decay": float(rule.weight_decay or 0.0)} if isinstance(rule, keras.optimizers.AdamW) else {}))
 
 
+def _rmsprop(rule: Any, lr: float, step: int) -> StepValues:
+    return StepValues({"lr": lr, "alpha": float(rule.rho), "eps": _TINY, "eps_root": float(rule.epsilon), "momentum": float(rule.momentum)})
+
+
 def _ftrl(rule: Any, lr: float, step: int) -> StepValues:
     l2 = 2.0 * float(rule.l2_regularization_strength)
     return StepValues({"lr": lr, "l1": float(rule.l1_regularization_strength), "l2": l2, "beta": float(rule.beta)})
@@ -61,6 +65,7 @@ _RULES: Mapping[type, tuple[str, Values, Callable[[Any], dict[str, Any]]]] = {
     ),
     keras.optimizers.Adam: ("adam", _adam, _ADAM),
     keras.optimizers.AdamW: ("adamw", _adam, _ADAM),
+    keras.optimizers.RMSprop: ("rmsprop", _rmsprop, lambda rule: {"centered": bool(rule.centered)}),
     keras.optimizers.Ftrl: ("ftrl", _ftrl, lambda rule: {"initial_accumulator_value": float(rule.initial_accumulator_value)}),
 }
 

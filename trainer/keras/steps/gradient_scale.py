@@ -87,3 +87,17 @@ def refuse_unfit(optimizer: Any) -> None:
         )
     if rule.use_ema:
         raise InvalidInputError(f"use_ema=True of {who}: averages of rows are not kept. Compile without it")
+
+
+def add_to_built(optimizer: Any, model: Any) -> None:
+    """Let an optimizer that has its state already, as that of a loaded model, know the model's shadows: they have none."""
+    for one in {id(of): of for of in (optimizer, rule_of(optimizer))}.values():
+        if not one.built:
+            continue
+        before, now = list(one._trainable_variables), list(model.trainable_variables)
+        place = {id(variable): at for at, variable in enumerate(before)}
+        for name, held in list(vars(one).items()):
+            if isinstance(held, list) and len(held) == len(before) and name not in ("_variables", "_trainable_variables"):
+                object.__setattr__(one, name, [held[place[id(of)]] if id(of) in place else None for of in now])
+        object.__setattr__(one, "_trainable_variables", now)
+        object.__setattr__(one, "_trainable_variables_indices", {one._var_key(of): at for at, of in enumerate(now)})

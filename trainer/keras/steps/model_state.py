@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+_NAME = "rows_gradient"
+
 
 class ModelState:
     """The values now.
@@ -68,16 +70,37 @@ class ModelState:
         return None
 
 
+def is_shadow(variable: Any) -> bool:
+    """Whether a variable takes a table's gradient."""
+    return bool(variable.name == _NAME and getattr(variable, "overwrite_with_gradient", False))
+
+
 def make_shadow(layer: Any, dim: int) -> Any:
     """Add the variable to a layer that takes the gradient of its table's rows."""
     locked = layer._tracker.locked
     layer._tracker.unlock()
     shadow = layer.add_weight(
-        shape=(1, dim), initializer="zeros", dtype="float32", autocast=False, name="rows_gradient", overwrite_with_gradient=True
+        shape=(1, dim), initializer="zeros", dtype="float32", autocast=False, name=_NAME, overwrite_with_gradient=True
     )
     if locked:
         layer._tracker.lock()
     if keras.backend.backend() == "tensorflow":  # of any number of rows, so that nothing is traced anew where it changes
         kind = type(shadow._value)
-        shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name="rows_gradient")
+        shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name=_NAME)
     return shadow
+
+
+def give_back(model: Any, state: "list[Any]") -> None:
+    """Put values back into variables that Keras has emptied for a step that did not come about: on JAX they would be lost."""
+    if not state:
+        return
+    values = list(state[0])
+    lists = [model.trainable_variables, model.non_trainable_variables]
+    if len(values) == 4:
+        lists.append(model.optimizer.variables)
+    if len(values) > 2:
+        lists.append(model.metrics_variables)
+    for variables, held in zip(lists, values, strict=True):
+        for variable, value in zip(variables, held, strict=True):
+            if variable._value is None and not value.is_deleted():
+                variable._value = value

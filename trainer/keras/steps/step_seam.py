@@ -15,13 +15,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from kvemb.errors import InvalidInputError
+
 from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
 from .gradient_scale import GradientScale
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .model_state import ModelState, make_shadow
+from .model_state import ModelState, give_back, is_shadow, make_shadow
 from .step_values import StepValues
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
@@ -67,6 +69,22 @@ class ConnectedModel:
             object.__setattr__(self.model, f"{kind}_step", self._with_rows(step, training=kind == "train"))
             object.__setattr__(self.model, f"make_{kind}_function", self._around(make, kind))
             setattr(self.model, f"{kind}_function", None)
+        object.__setattr__(self.model, "get_weights", self._dense_weights)
+        object.__setattr__(self.model, "set_weights", self._set_dense_weights)
+
+    def _dense(self) -> list[Any]:
+        return [variable for variable in self.model.weights if not is_shadow(variable)]
+
+    def _dense_weights(self) -> list[Any]:
+        """Weights as EarlyStopping and others keep them: a shadow is none, and changes its shape."""
+        return [variable.numpy() for variable in self._dense()]
+
+    def _set_dense_weights(self, weights: list[Any]) -> None:
+        dense = self._dense()
+        if len(weights) != len(dense):
+            raise InvalidInputError(f"the model has {len(dense)} weights beside its tables, got {len(weights)}")
+        for variable, value in zip(dense, weights, strict=True):
+            variable.assign(value)
 
     def _with_rows(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
         def with_rows(*args: Any) -> Any:
@@ -155,6 +173,13 @@ class StepSeam:
             args: on JAX the state; then an iterator of batches, or a list of them.
         """
         *state, source = args
+        try:
+            return self._run(state, source)
+        except BaseException:
+            give_back(self._connected.model, state)
+            raise
+
+    def _run(self, state: list[Any], source: Any) -> Any:
         batches = self._batches(source)
         if self._training:
             return self._train(state, batches)

@@ -1,0 +1,169 @@
+"""What people do with a Keras model goes on: saving, mixed precision, callbacks, several steps at a time, copies; the rest is named."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("keras", exc_type=ImportError)
+
+import keras
+from keras_models import CLOSE, DIM, N_WORDS, both, functional, names_of, pairs, sequential, sgd
+
+import kvemb
+from kvemb.errors import InvalidInputError
+from kvemb.keras import Embedding, distribute, materialize
+
+
+def trained(cluster: kvemb.Cluster, name: str, make: Any = functional) -> tuple[Any, Any, Any]:
+    """A model over tables after a few steps; x and y."""
+    ours = both(make)[1]
+    distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
+    x, y = pairs(60)
+    ours.fit(x if make is functional else x[1], y, batch_size=20, verbose=0)
+    return ours, x if make is functional else x[1], y
+
+
+def test_a_saved_model_has_no_rows_and_goes_on_with_its_tables(cluster: kvemb.Cluster, name: str, tmp_path: Path) -> None:
+    ours, x, y = trained(cluster, name)
+    ours.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    with pytest.raises(InvalidInputError, match=r"does not know: call kvemb.keras.distribute"):
+        loaded(x)
+    distribute(loaded, cluster, quiet=True)
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), ours.predict(x, verbose=0), **CLOSE)
+    losses = [model.train_on_batch(x, y) for model in (loaded, ours)]  # the second sees rows after the first one's step
+    assert losses[1] < losses[0]
+
+
+def test_a_copy_of_plain_layers_predicts_the_same_without_a_cluster(cluster: kvemb.Cluster, name: str, tmp_path: Path) -> None:
+    ours, x, _ = trained(cluster, name)
+    plain = materialize(ours)
+    assert [type(layer) for layer in plain.layers if layer.name == "users"] == [keras.layers.Embedding]
+    np.testing.assert_allclose(plain.predict(x, verbose=0), ours.predict(x, verbose=0), **CLOSE)
+    plain.save(tmp_path / "plain.keras")
+    np.testing.assert_allclose(keras.saving.load_model(tmp_path / "plain.keras").predict(x, verbose=0), ours.predict(x, verbose=0), **CLOSE)
+
+
+def test_a_copy_beyond_max_bytes_is_refused(cluster: kvemb.Cluster, name: str) -> None:
+    ours = trained(cluster, name)[0]
+    with pytest.raises(InvalidInputError, match=r"above max_bytes=100; raise it"):
+        materialize(ours, max_bytes=100)
+
+
+def test_mixed_precision_is_computed_as_in_the_plain_model(cluster: kvemb.Cluster, name: str) -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        plain, ours = both(sequential)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
+    (_, x), y = pairs(60)
+    losses = [model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (plain, ours)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+    assert str(ours.layers[0].compute_dtype) == "bfloat16"
+
+
+def test_scaled_losses_are_taken_off_and_an_overflow_changes_no_row(cluster: kvemb.Cluster, name: str) -> None:
+    plain, ours = both(sequential, lambda: keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**10))
+    (table,) = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    (_, x), y = pairs(20)
+    for _ in range(3):
+        np.testing.assert_allclose(ours.train_on_batch(x, y), plain.train_on_batch(x, y), **CLOSE)
+    before = table.pull(np.arange(N_WORDS))
+    ours.train_on_batch(x, np.full_like(y, np.inf))
+    np.testing.assert_array_equal(table.pull(np.arange(N_WORDS)), before)
+    np.testing.assert_allclose(before, plain.layers[0].get_weights()[0], **CLOSE)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="Keras on torch has steps_per_execution=1 only")
+def test_several_steps_in_one_call_pull_and_push_each(cluster: kvemb.Cluster, name: str) -> None:
+    plain, ours = both(sequential)
+    ours.compile(sgd(), "mse", steps_per_execution=3)
+    distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
+    (_, x), y = pairs(100)
+    losses = [model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (plain, ours)]
+    np.testing.assert_allclose(losses[1], losses[0], **CLOSE)
+    np.testing.assert_allclose(ours.predict(x, verbose=0), plain.predict(x, verbose=0), **CLOSE)
+
+
+def test_callbacks_save_and_put_back_dense_weights(cluster: kvemb.Cluster, name: str, tmp_path: Path) -> None:
+    ours, x, y = trained(cluster, name)
+    kept = keras.callbacks.ModelCheckpoint(tmp_path / "best.weights.h5", save_weights_only=True)
+    stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0, restore_best_weights=True)
+    more_x, more_y = pairs(400)  # more rows than before: shadows grow
+    ours.fit(more_x, more_y, batch_size=200, epochs=3, callbacks=[kept, stopping], verbose=0)
+    ours.load_weights(tmp_path / "best.weights.h5")
+    ours.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_a_layer_over_a_table_combines_bags(cluster: kvemb.Cluster, name: str, combiner: str) -> None:
+    table = cluster.create_table(name, dim=DIM, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.uniform(-1, 1), num_ids=N_WORDS)
+    words = keras.Input((4,), dtype="int32")
+    model = keras.Model(words, keras.layers.Dense(1)(Embedding(table, combiner=combiner, mask_zero=True)(words)))
+    model.compile(sgd(), "mse")
+    distribute(model, cluster, quiet=True)
+    x = np.array([[1, 2, 0, 0], [3, 3, 5, 0], [0, 0, 0, 0]], np.int32)
+    rows, kernel, bias = table.pull(x), *model.layers[-1].get_weights()
+    n = (x != 0).sum(axis=1, keepdims=True)
+    divisor = {"sum": np.ones_like(n), "mean": n, "sqrtn": np.sqrt(n)}[combiner]
+    bags = (rows * (x != 0)[..., None]).sum(axis=1) / np.maximum(divisor, 1)
+    np.testing.assert_allclose(model.predict(x, verbose=0), bags @ kernel + bias, rtol=1e-4, atol=1e-5)
+    model.train_on_batch(x, np.zeros((3, 1), np.float32))
+    assert np.abs(table.pull([1, 3]) - rows[[0, 1], [0, 0]]).max() > 0
+    np.testing.assert_array_equal(table.pull([0]), rows[0, 2:3])
+
+
+def test_a_call_outside_of_a_step_looks_up_and_refuses_to_train(cluster: kvemb.Cluster, name: str) -> None:
+    ours, x, _ = trained(cluster, name, sequential)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(ours(x)), ours.predict(x, verbose=0), **CLOSE)
+    with pytest.raises(InvalidInputError, match="nobody would push its gradients"):
+        ours(x, training=True)
+
+
+class InNumbers(keras.Model):
+    """Its call cannot take symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary, self.top = keras.layers.Embedding(N_WORDS, DIM, name="vocabulary"), keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        if isinstance(x, keras.KerasTensor):
+            raise TypeError("numbers only")
+        return self.top(keras.ops.mean(self.vocabulary(x), axis=1))
+
+
+def test_a_model_that_cannot_be_followed_is_told_what_feeds_its_layers(cluster: kvemb.Cluster, name: str) -> None:
+    (_, x), y = pairs(40)
+    for features in (None, {"vocabulary": lambda x: x}):
+        model = InNumbers()
+        model(x)
+        model.compile(sgd(), "mse")
+        distribute(model, cluster, min_rows=1, names=names_of(name), features=features, quiet=True)
+        if features is None:
+            with pytest.raises(InvalidInputError, match=r"called with symbols it fails \(TypeError: numbers only\).*features="):
+                model.train_on_batch(x, y)
+        else:
+            assert model.train_on_batch(x, y) > model.train_on_batch(x, y)
+
+
+def test_an_embedding_that_is_not_built_is_drawn_by_its_initializer(cluster: kvemb.Cluster, name: str) -> None:
+    model = keras.Sequential([keras.layers.Embedding(10**9, 4, name="huge"), keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(sgd(), "mse")
+    (table,) = distribute(model, cluster, names=names_of(name), quiet=True).tables
+    assert table.definition.initializer == kvemb.init.uniform(-0.05, 0.05)
+    x = np.array([[10**9 - 1], [5]], np.int64)
+    assert model.train_on_batch(x, np.ones((2, 1), np.float32)) > model.train_on_batch(x, np.ones((2, 1), np.float32))
+
+
+def test_embeddings_that_cannot_be_tables_are_named_with_why(cluster: kvemb.Cluster, name: str) -> None:
+    layers = [keras.layers.Embedding(N_WORDS, DIM, embeddings_regularizer="l2", name="held"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+    model.compile(sgd(), "mse")
+    with pytest.raises(InvalidInputError, match=r"'held': embeddings_regularizer.*leave="):
+        distribute(model, cluster, min_rows=1, names=names_of(name), quiet=True)
+    with pytest.raises(InvalidInputError, match=r"there is no keras.layers.Embedding to replace: 'held' stays"):
+        distribute(model, cluster, min_rows=1, leave=["held"], quiet=True)
