@@ -58,7 +58,7 @@ ROOMS = {
         {"kvemb.interrupts", "kvemb.stores"},
         {"kvemb.datapath", "kvemb.local_cluster", "kvemb.stores.redis_server"},
         {"kvemb.client", "kvemb.stores.redis_cluster", "kvemb.stores.standalone"},
-        {"kvemb.checkpoint", "kvemb.status", "kvemb.testing"},
+        {"kvemb.checkpoint", "kvemb.status", "kvemb.stores.redis_cluster.scaling", "kvemb.testing"},
         {"kvemb.connection", "kvemb.doctor"},
         {"kvemb.table"},
         {"kvemb.cluster"},

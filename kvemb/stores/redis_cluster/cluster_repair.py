@@ -4,7 +4,8 @@ A repair is of the slots that a primary held when it began. A slot that moves me
 is then. So a shard reports the slots whose rows it has brought back, and only slots that every shard has reported are given new markers.
 
 What this cannot see: a process that is demoted, promoted again and serves, all while a client has a connection to it that lies idle. And
-what it sees without need: a primary that was added to the cluster and given slots is compared once, although nothing was lost.
+what it sees without need: a primary that somebody else than `scaling` added to the cluster and gave slots is compared once, although
+nothing was lost.
 """
 
 import logging

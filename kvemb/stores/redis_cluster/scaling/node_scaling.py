@@ -1,0 +1,227 @@
+"""Nodes of a Redis Cluster or Valkey Cluster join, leave, are replaced and given other shares, while everybody trains.
+
+The change that is under way lies in the cluster itself (`node_change`), so a command that was killed leaves nothing that the next cannot
+finish (`resume`) or take back (`abort`). One change at a time. A few slots move at once (`redis_slot_mover`); before them, a command looks
+whether another has taken its change over. Replicas are the operator's: they follow the slots of their primary by themselves.
+
+Example:
+    >>> from kvemb.config import StorageConfig
+    >>> from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
+    >>> with NodeScaling(StorageConfig("redis-cluster", ("10.0.0.1:6379",))) as nodes:  # doctest: +SKIP
+    ...     plan = nodes.plans.add("10.0.0.4:6379")
+    ...     nodes.carry_out(plan, progress=print)
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.config import StorageConfig
+from kvemb.errors import ConfigError, InvalidInputError, NodeUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.net.pool import Doubts, LinkPool
+from kvemb.net.tls_link import connector_of
+from kvemb.stores.owner_fence import OwnerFence
+from kvemb.stores.read_retry import ReadRetry
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
+from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView, OpenSlot
+from kvemb.stores.redis_cluster.scaling.key_migration import MigrationPace
+from kvemb.stores.redis_cluster.scaling.node_change import CHANGE_NAME, NodeChange
+from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
+from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
+from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner, new_holder, owners_among
+from kvemb.stores.redis_cluster.scaling.slot_loads import slot_loads
+from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
+from kvemb.stores.redis_server.redis_commands import RedisAccess
+
+_ROLE = "nodes"
+_PATIENCE_S = 30.0  # of a person, while the cluster has other things to do
+_AT_ONCE = 16  # slots that stand open together
+Progress = Callable[[str, int, int], None]
+"""Told what is going on, and how many bytes of how many have moved, about."""
+
+
+class NodeScaling:
+    """Changes the nodes of a cluster; a context manager. One thread.
+
+    Args:
+        config: the storage section of kvemb.yaml, with credentials of an administrator of the servers.
+        max_mb_per_s: how fast rows may travel; None: about half of the time goes to moves.
+
+    Attributes:
+        plans: says what a change would do, and what there is.
+    """
+
+    def __init__(self, config: StorageConfig, *, max_mb_per_s: float | None = None) -> None:
+        if max_mb_per_s is not None and not max_mb_per_s > 0:
+            raise InvalidInputError(f"max_mb_per_s is {max_mb_per_s!r}; give a number above 0")
+        self._config, self._access = config, RedisAccess(config, connector_of(config.tls))
+        connector = PrimaryConnector(self._access, _ROLE, OwnerFence())
+        self._pool = LinkPool(connector.connect, connector.dropped, Doubts())
+        self._values = ClusterValues(self._access, ClusterTopology(self._access), self._pool, ReadRetry(_ROLE, "wait"))
+        self._links = AdminLinks(self._access)
+        self._membership = NodeMembership(self._links, self._access, WholePrimaries(self._access, self._values))
+        self._pace = MigrationPace(None if max_mb_per_s is None else max_mb_per_s * 1e6)
+        self._mover = RedisSlotMover(self._links, self._access, self._pace)
+        self.plans = ScalingPlanner(self._links, self._access, self._values, self._membership)
+
+    def __enter__(self) -> "NodeScaling":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._links.__exit__(kind, error, trace)
+        self._pool.close()
+
+    def n_left(self, change: NodeChange) -> int:
+        """Return how many slots still have to move for a change."""
+        return int((owners_among(self.plans.view(), change.names) != change.goal).sum())
+
+    def carry_out(self, plan: ScalingPlan, progress: Progress | None = None) -> list[str]:
+        """Do it. When this returns it is done; what the operator should know besides is returned, in words.
+
+        Raises:
+            ConfigError: a change is under way already; nothing was changed.
+            StorageError: it could not go on. What has moved has moved and what has not has not; no row is lost. `resume` goes on,
+                `abort` takes all of it back.
+        """
+        change = plan.change
+        if plan.address:
+            joined = self._membership.join(plan.address, self.plans.view())
+            assert joined == change.joining
+            view = self.plans.view()
+            if change.kind == "replace" and view.nodes[change.leaving].failed:
+                return self._replace_dead(change, view)
+            self._membership.admit(plan.address)
+        if not self._begin(change):
+            raise ConfigError("a change of nodes is under way already: look at it, then resume or abort it. This one was not begun.")
+        return self._go_on(change, progress, plan.loads)
+
+    def resume(self, progress: Progress | None = None) -> list[str]:
+        """Go on with the change that is under way, whoever began it; without one, close slots that stand open. As `carry_out`."""
+        return self._take_over(progress, abort=False)
+
+    def abort(self, progress: Progress | None = None) -> list[str]:
+        """Take the change back: every slot goes to who had it, and who was to join leaves. As `carry_out`."""
+        return self._take_over(progress, abort=True)
+
+    # --- inside: carrying out ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, change: NodeChange) -> bool:
+        return self._values.swap(CHANGE_NAME, None, change.encode(), self._deadline())
+
+    def _replace_dead(self, change: NodeChange, view: ClusterView) -> list[str]:
+        """Give a dead node's slots to another without keys: the shards bring its rows back there, as they do for one that came back empty.
+
+        Nothing of it is kept in the cluster, which takes no value while slots are nobody's: the newcomer has all slots at once.
+        """
+        newcomer, slots = view.nodes[change.joining], np.flatnonzero(change.before != change.after).tolist()
+        self._mover.claim(slots, newcomer, [node for node in view.primaries if not node.failed])
+        return [
+            *self._membership.leave(change.leaving, view),
+            "the shards are bringing the rows of the dead node back on the new one; `kvemb status` shows how far they are",
+        ]
+
+    def _take_over(self, progress: Progress | None, *, abort: bool) -> list[str]:
+        data = self._values.get(CHANGE_NAME, self._deadline())
+        if data is None:
+            return self._close_strays()
+        change = NodeChange.decode(data)
+        change = replace(change, holder=new_holder(), aborting=abort or change.aborting)
+        if not self._values.swap(CHANGE_NAME, data, change.encode(), self._deadline()):
+            raise ConfigError("another command has just taken the change of nodes over. This one has changed nothing.")
+        return self._go_on(change, progress)
+
+    def _close_strays(self) -> list[str]:
+        """Close slots that somebody else has left open."""
+        view = self.plans.view()
+        for state in view.open_slots:
+            owner = view.nodes.get(view.owners[state.slot])
+            if owner is None:
+                raise NodeUnavailableError(f"slot {state.slot} stands open, and nobody holds it; CLUSTER NODES tells more")
+            holder = self._close(state, owner, view)
+            self._mover.drop_witnesses([state.slot], holder)
+        return [f"{len(view.open_slots)} slots stood open; no change of nodes was under way"] if view.open_slots else []
+
+    def _go_on(self, change: NodeChange, progress: Progress | None, loads: NDArray[np.float64] | None = None) -> list[str]:
+        view = self.plans.view()
+        if loads is None:
+            loads = slot_loads(self._links, view, self._config.timeout_s)
+        going, total = np.flatnonzero(change.before != change.after), float(loads[change.before != change.after].sum())
+        if leaver := view.nodes.get(change.joining if change.aborting else change.leaving):
+            # Without its last slot it would follow who got that, and copy all of its rows, a moment before it leaves.
+            self._links.run(leaver.address, [("CONFIG", "SET", "cluster-allow-replica-migration", "no")], self._config.timeout_s)
+        done, what = 0.0, "moving back" if change.aborting else "moving"
+        for group in self._groups(going, change, view):
+            self._require_ours(change)
+            self._bring_home(group, change, view)
+            done += float(loads[group].sum())
+            if progress is not None:
+                progress(what, int(done), int(total))
+        return self._end(change, going)
+
+    def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView) -> Iterator[list[int]]:
+        """Slots that can be moved at once: a few, from one node to another. Those that stand open come first, each alone."""
+        standing = [state.slot for state in view.open_slots]
+        yield from ([slot] for slot in going.tolist() if slot in standing)
+        by_pair: dict[tuple[str, str], list[int]] = {}
+        for slot in going.tolist():
+            if slot not in standing:
+                by_pair.setdefault((view.owners[slot], change.names[int(change.goal[slot])]), []).append(slot)
+        while by_pair:  # in turns, so that no node's clients have all of it at once
+            for pair, slots in list(by_pair.items()):
+                yield slots[:_AT_ONCE]
+                by_pair[pair] = slots[_AT_ONCE:]
+                if not by_pair[pair]:
+                    del by_pair[pair]
+
+    def _bring_home(self, slots: list[int], change: NodeChange, view: ClusterView) -> None:
+        """Let slots be where the change wants them, however far they have come."""
+        goal, owner_name = change.names[int(change.goal[slots[0]])], view.owners[slots[0]]
+        owner, target = view.nodes.get(owner_name), view.nodes.get(goal)
+        if owner is None or target is None:
+            missing = goal if target is None else owner_name or "nobody"
+            raise NodeUnavailableError(f"slot {slots[0]}: its node {missing} is not in the cluster any more; abort the change, or mend it")
+        found = next((state for state in view.open_slots if [state.slot] == slots), None)
+        if found is not None:
+            owner = self._close(found, owner, view)
+        if owner.name != goal:
+            self._mover.move(slots, owner, target, view.primaries)
+
+    def _close(self, state: OpenSlot, owner: ClusterNode, view: ClusterView) -> ClusterNode:
+        """Let a slot that stands open be somebody's alone; return whose."""
+        target = view.nodes.get(state.target)
+        if target is None or target.failed:
+            self._mover.give_up(state.slot, owner)
+            return owner
+        if target.name == owner.name:  # it had only not been told to everybody
+            self._mover.settle([state.slot], owner, view.primaries)
+        elif state.leaving or not self._mover.close_unused(state.slot, owner, target):
+            self._mover.move([state.slot], owner, target, view.primaries, state)
+        else:
+            return owner
+        return target
+
+    def _end(self, change: NodeChange, going: NDArray[np.int64]) -> list[str]:
+        view, trouble = self.plans.view(), []
+        for node in view.primaries:
+            self._mover.drop_witnesses([slot for slot in going.tolist() if view.owners[slot] == node.name], node)
+        leaver = change.joining if change.aborting else change.leaving
+        if leaver and not view.n_slots(leaver):
+            trouble = self._membership.leave(leaver, view)
+        self.plans.known = tuple(node.address for node in view.primaries if node.name != leaver)
+        self._values.drop(CHANGE_NAME, self._deadline())
+        return trouble
+
+    def _require_ours(self, change: NodeChange) -> None:
+        found = self.plans.under_way()
+        if found is None or found.holder != change.holder:
+            raise ConfigError("another command has taken this change of nodes over, or ended it; this one has stopped.")
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(max(_PATIENCE_S, self._config.timeout_s))
