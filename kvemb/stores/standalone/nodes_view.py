@@ -97,7 +97,8 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
     """Return where each number is, "" for those that are gone.
 
     A marker that was found at an address of kvemb.yaml comes first. Then what a command has said. Then the position in kvemb.yaml, for a
-    node that was in it from the beginning and may have moved and lost its rows at once; then where it was at last.
+    node that was in it from the beginning and may have moved and lost its rows at once, as long as no address there is known to be out of
+    order; then where it was at last.
 
     Args:
         cluster_map: the newest.
@@ -113,14 +114,16 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
     """
     proven = {number: address for address, number in numbers.items() if number is not None and address in in_file}
     elsewhere = {place.address: number for number, place in enumerate(cluster_map.places)}
+    # Whoever wrote the file anew, after nodes had come or gone, need not have kept to the order of their numbers.
+    in_order = all({elsewhere.get(address, at), numbers.get(address, at)} <= {at, None} for at, address in enumerate(in_file))
     places: list[str] = []
     for number in range(cluster_map.n_nodes):
         said = cluster_map.places[number] if cluster_map.places else None
         if said is not None and said.said_by == GONE:
             places.append("")
             continue
-        by_file = in_file[number] if number < len(in_file) and numbers.get(in_file[number]) is None else ""
-        if (said is not None and said.said_by != IN_FILE) or elsewhere.get(by_file, number) != number:
+        by_file = in_file[number] if in_order and number < len(in_file) and numbers.get(in_file[number]) is None else ""
+        if said is not None and said.said_by != IN_FILE:
             by_file = ""
         found = proven.get(number) or by_file or (said.address if said is not None else "")
         if not found or found in places:
