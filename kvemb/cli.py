@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
     drop.set_defaults(run=_drop)
     _add_checkpoint_verbs(verbs)
+    _add_move_verbs(verbs)
     add_plan(verbs).set_defaults(run=_plan)
     add_bench(verbs).set_defaults(run=_bench)
     completion = verbs.add_parser("completion", help="print a script that lets a shell complete this command's words")
@@ -135,6 +136,27 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
         verb.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
         verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
         verb.set_defaults(run=_table_verb, command=name)
+
+
+def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    nodes = verbs.add_parser("nodes", help="show the storage nodes; let some join, leave or take other shares while training goes on")
+    nodes.add_argument("words", nargs="*", metavar="WORD", help="[show | add | remove | replace | rebalance] kvemb.yaml [host:port ...]")
+    nodes.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of nodes; 1 of those that are not named")
+    nodes.add_argument("--max-mb-per-s", type=_count, default=0, metavar="N", help="copy no more than this, all shards together")
+    nodes.add_argument("--dry-run", action="store_true", help="only say what would move")
+    nodes.add_argument("--yes", action="store_true", help="do not ask")
+    moves = verbs.add_parser("moves", help="show the move of slots under way, take it back, or look on until it has ended")
+    moves.add_argument("words", nargs="*", metavar="WORD", help="[show | abort | resume] kvemb.yaml")
+    now = verbs.add_parser("config", help="show where nodes and shards are now, as the cluster itself knows it")
+    now.add_argument("words", nargs="*", metavar="WORD", help="[show] kvemb.yaml")
+    for verb in (nodes, moves, now):
+        verb.set_defaults(run=_move_verb)
+
+
+def _move_verb(args: argparse.Namespace) -> int:
+    from kvemb.commands.nodes_command import COMMANDS
+
+    return COMMANDS[args.verb](args)
 
 
 def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

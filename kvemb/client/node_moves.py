@@ -204,7 +204,7 @@ class NodeMoves:
             if address not in nodes.values():
                 raise InvalidInputError(f"node {address}: is none of the cluster's, which are {', '.join(state.nodes.values())}")
         if len(set(nodes.values())) < len(nodes):
-            raise InvalidInputError(f"{', '.join(join)}: such a node is there already; the cluster's are {', '.join(state.nodes.values())}")
+            raise InvalidInputError(f"node {', '.join(join)}: is one of the cluster's already, which are {', '.join(state.nodes.values())}")
         shares = {number: (weights or {}).get(address, 1.0) for number, address in nodes.items() if address not in leave}
         if not any(share > 0 for share in shares.values()):
             raise InvalidInputError("no node would be left that has slots; a cluster needs one")

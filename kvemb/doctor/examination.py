@@ -71,6 +71,7 @@ def examine(config: Config, our_version: str) -> list[Finding]:
 def _nodes(store: Store, config: Config) -> Iterator[Finding]:
     timeout_s = config.storage.timeout_s
     try:
+        store.find_nodes(Deadline.after(timeout_s))
         stats = store.stats(Deadline.after(timeout_s))
     except (StorageError, ConfigError) as problem:  # a Redis Cluster none of whose members answers; or files of ours that cannot be used
         stats = [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]

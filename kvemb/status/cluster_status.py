@@ -58,6 +58,7 @@ def survey(config: Config) -> ClusterStatus:
         replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)
         shards = tuple(_shard(i, address, reply) for i, (address, reply) in enumerate(zip(config.servers.shards, replies, strict=True)))
         try:
+            store.find_nodes(Deadline.after(config.storage.timeout_s))
             nodes = tuple(store.stats(Deadline.after(config.storage.timeout_s)))
         except StorageError as error:
             return ClusterStatus(shards, (), str(error))

@@ -134,6 +134,9 @@ class Store(Repairable, ABC):
             nodes_now: returns the addresses that kvemb.yaml says now; ConfigError where it cannot say.
         """
 
+    def find_nodes(self, deadline: Deadline) -> None:
+        """Find all nodes of a cluster that is not opened, as far as those of kvemb.yaml tell: for `stats`. Raises nothing."""
+
     def refresh_map(self, deadline: Deadline) -> bool:
         """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another.
 
@@ -247,6 +250,14 @@ class Store(Repairable, ABC):
     @abstractmethod
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         """Write that value to every node."""
+
+    def get_meta_where_possible(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        """The same as `get_meta`, with None for nodes that do not answer: for values of which the newest copy counts."""
+        return self.get_meta(name, deadline)
+
+    def put_meta_where_possible(self, name: str, value: bytes, deadline: Deadline) -> None:
+        """Write that value to the nodes that take it; raises StorageError where none does."""
+        self.put_meta(name, value, deadline)
 
     @abstractmethod
     def fence(self, shard: int, epoch: int, deadline: Deadline, *, still_ours: Callable[[], None] | None = None) -> None:

@@ -88,5 +88,7 @@ class MapFollower:
         told = self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
         if news or self._n_looks % _TELL_EVERY == 0:
-            self._store.put_meta(report_name(self._shard), report.encode(), Deadline.after(self._timeout_s))
+            self._store.put_meta_where_possible(
+                report_name(self._shard), report.encode(), Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
+            )
             self._told = report

@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.move_report import MoveReport, newest_report, report_name
+from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import InvalidInputError, KvembError, MapChangedError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MAX_WHY, MOVING, NODES, MovePlan
 from kvemb.stores.store import Store
 
+_LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
 log = logging.getLogger("paramserver")
 
 
@@ -195,13 +197,18 @@ class MoveCarrier:
     def _report(self, shard: int, version: int) -> MoveReport | None:
         name = report_name(shard)
         try:
-            report = newest_report(self._store.get_meta(name, Deadline.after(self._timeout_s)))
+            report = newest_report(self._store.get_meta_where_possible(name, self._deadline()))
             if report is None or report.version != version:
                 return None
-            return report if report.epoch == self._store.owner_epoch(shard, Deadline.after(self._timeout_s)) else None
+            # Whoever claims a shard puts his record on every node before he begins: any of them will do.
+            owner = newest_owner(self._store.get_meta_where_possible(owner_name(shard), self._deadline()), shard)
+            return report if owner is not None and report.epoch == owner.epoch else None
         except KvembError as error:
             self._say(f"the reports of the shards cannot be read: {error}")
             return None
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
 
     def _places(self, now: ClusterMap) -> tuple[NodePlace, ...]:
         """Where the nodes are, as this process knows it: kvemb.yaml may say something newer than the map."""

@@ -133,8 +133,8 @@ class SlotMover:
         self._slices = iter(())
         if plan is not None and plan.kind == NODES and plan.phase in (MOVING, CLEANING, ABORTING):
             moving = cluster_map.slot_nodes != plan.slot_owners
-            if plan.phase == CLEANING:  # what leaves may keep what it has
-                moving &= ~np.isin(plan.slot_owners, plan.leaving)
+            if plan.phase != MOVING:  # what goes may keep what it has
+                moving &= ~np.isin(plan.slot_owners, plan.leaving if plan.phase == CLEANING else plan.joining)
             todo = [(state, self._ids_in(state, moving)) for state in self._tables.all()]
             other = self._store.other
             assert other is not None

@@ -66,13 +66,12 @@ def test_status_of_a_cluster_with_a_dead_node_says_so_and_fails() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_status_says_that_nodes_are_swapped_or_that_the_cluster_has_another_name_though_all_answer(tmp_path: Path) -> None:
-    with LocalCluster("redis", 2, shards=1) as cluster:
+def test_status_says_that_nodes_or_the_cluster_are_others_than_kvemb_yaml_says_though_all_answer(tmp_path: Path) -> None:
+    with LocalCluster("redis", 2, shards=1) as cluster, LocalCluster("redis", 1, shards=1) as other:
         tree = yaml.safe_load(cluster.config_path.read_text())
         changed = tmp_path / "kvemb.yaml"
-        nodes = tree["storage"]["nodes"]
         for wrong, told in (
-            (tree | {"storage": tree["storage"] | {"nodes": nodes[::-1]}}, "WrongNodeError: node "),
+            (tree | {"storage": tree["storage"] | {"nodes": [other.servers[0].address]}}, "ParameterServerError: the storage nodes belong"),
             (tree | {"cluster": "another"}, "ConfigError: shard 0 "),
         ):
             changed.write_text(yaml.safe_dump(wrong))

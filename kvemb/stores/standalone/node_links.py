@@ -175,6 +175,25 @@ class NodeLinks:
         finally:
             link.close()
 
+    def put_at(self, address: str, key: bytes, value: bytes, deadline: Deadline) -> None:
+        """Write a small value to one node, whatever its marker says."""
+        with self.plain_pool.lease([address], deadline) as links:
+            step, reply = self._codec.put_step(key, value)
+            run([Conversation(links[address], [step])], deadline)
+        for _, line in reply.errors:
+            raise server_error(address, line)
+
+    def each(self, call: Callable[[str, Deadline], R], deadline: Deadline) -> list[R | StorageError]:
+        """Call for every node; a hung one leaves time for the others, and errors stand in the place of results."""
+        results: list[R | StorageError] = []
+        addresses = self.view.addresses
+        for index, address in enumerate(addresses):
+            try:
+                results.append(call(address, Deadline.after(deadline.remaining_s() / (len(addresses) - index))))
+            except StorageError as error:
+                results.append(error)
+        return results
+
     def blobs(self, key: bytes, deadline: Deadline) -> list[bytes | None]:
         """Read every node's copy of a small value."""
         view = self.view

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, dia
 from kvemb.errors import (
     ConfigError,
     InvalidInputError,
+    KvembError,
     MapChangedError,
     NodeLostError,
     NodeUnavailableError,
@@ -45,6 +46,7 @@ from kvemb.stores.store import NodeStats, Store
 from kvemb.wire.codec import Codec
 
 _FOLLOW_PAUSE_S, _FOLLOW_TIMEOUT_S = 1.0, 2.0
+_SLEPT_S, _LOOK_S = 2.0, 1.0
 log = logging.getLogger("kvemb")
 
 
@@ -70,6 +72,7 @@ class NodeStore(Store):
         self._publishing = MapPublisher(self._links, server)
         self._nodes_now: Callable[[], tuple[str, ...]] | None = None
         self._changing, self._not_before_s = threading.Lock(), 0.0
+        self._read_at_s = time.monotonic()
         self._other: tuple[ClusterMap, MovingRows] | None = None
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
@@ -111,16 +114,21 @@ class NodeStore(Store):
     def follow(self, nodes_now: Callable[[], tuple[str, ...]]) -> None:
         self._nodes_now = nodes_now
 
+    def find_nodes(self, deadline: Deadline) -> None:
+        with suppress(KvembError):
+            view = SeenNodes(self._server, self._links).view(None, deadline, inspect=False)
+            self._links.view = NodesView(view.map, view.places)
+
     def refresh_map(self, deadline: Deadline) -> bool:
         return not self._has_newest(deadline) and self._refresh_map(deadline)
 
     def _has_newest(self, deadline: Deadline) -> bool:
         """Whether every node answers, on connections that there are, and none has a newer map."""
-        view, key = self._links.view, MAP_NAME.encode()
-        try:
-            copies = [self._links.peek(address, [key], deadline)[0] for address in view.addresses]
-        except StorageError:
+        view, half = self._links.view, Deadline.after(deadline.remaining_s() / 2)
+        found = self._links.each(lambda address, share: self._links.peek(address, [MAP_NAME.encode()], share)[0], half)
+        if any(isinstance(copy, StorageError) for copy in found):
             return False
+        copies = [copy for copy in found if not isinstance(copy, StorageError)]
         newest = newest_map(copies, view.addresses, view.map)
         return newest is not None and newest.version <= view.map.version
 
@@ -211,6 +219,12 @@ class NodeStore(Store):
     # --- rows -------------------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
+        now_s = time.monotonic()
+        if self.role == "trainer" and now_s - self._read_at_s > _SLEPT_S and self._links.view.markers:
+            # Nodes may have left meanwhile, and been switched off: whoever asks them would wait for his whole deadline.
+            with suppress(StorageError, ConfigError):
+                self.refresh_map(Deadline.after(min(_LOOK_S, deadline.remaining_s() / 2)))
+        self._read_at_s = now_s
         return self._retry(self._links.following(lambda: self._read(parts, deadline)), deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
@@ -259,6 +273,15 @@ class NodeStore(Store):
 
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._links.put_blobs(name.encode(), value, deadline)
+
+    def get_meta_where_possible(self, name: str, deadline: Deadline) -> list[bytes | None]:
+        found = self._links.each(lambda address, share: self._links.peek(address, [name.encode()], share)[0], deadline)
+        return [None if isinstance(copy, StorageError) else copy for copy in found]
+
+    def put_meta_where_possible(self, name: str, value: bytes, deadline: Deadline) -> None:
+        errors = self._links.each(lambda address, share: self._links.put_at(address, name.encode(), value, share), deadline)
+        if errors and all(errors):
+            raise next(error for error in errors if error is not None)
 
     def mend_copies(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         self._repair.mend_copies(name, copies, damaged, value, deadline)

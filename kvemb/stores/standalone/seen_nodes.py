@@ -25,18 +25,19 @@ class SeenNodes:
         self._values: dict[str, list[bytes | None]] = {}  # marker and map
         self._errors: dict[str, KvembError] = {}
 
-    def view(self, known: Identity | None, deadline: Deadline) -> NodesView:
+    def view(self, known: Identity | None, deadline: Deadline, *, inspect: bool = True) -> NodesView:
         """Return the nodes of a cluster, found from those that kvemb.yaml names; markers are what they should be, not what they are.
 
         Args:
             known: the cluster, for those who know it without markers.
             deadline: of all of it.
+            inspect: whether their settings are to be looked at, too.
 
         Raises:
             NotProvisionedError: no node has a marker.
             KvembError: a node that there is cannot be used.
         """
-        self._look(self._links.in_file, deadline, inspect=True)
+        self._look(self._links.in_file, deadline, inspect=inspect)
         if not self._values or (self._errors and not any(marker for marker, _ in self._values.values())):
             raise next(iter(self._errors.values()))
         identity = known or self._identity()

@@ -1,0 +1,209 @@
+"""What `kvemb nodes`, `kvemb moves` and `kvemb config` do: storage nodes come and go, and what the cluster is now."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import yaml
+
+from kvemb.client.all_shards import AllShards
+from kvemb.client.node_moves import MoveState, NodeMoves, NodePlan
+from kvemb.commands.progress_meter import ProgressMeter
+from kvemb.commands.text_table import text_table
+from kvemb.config import Config, load
+from kvemb.errors import ConfigError, MoveRefusedError
+from kvemb.schema.cluster_map import GONE
+from kvemb.status.cluster_status import survey
+from kvemb.stores.store import NodeStats
+
+NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
+MOVE_ACTIONS = ("show", "abort", "resume")
+_MB = 1e6
+
+
+def nodes_command(args: argparse.Namespace) -> int:
+    """Show the nodes, or move slots between them."""
+    action, source, words = _words(args.words, NODE_ACTIONS)
+    config = load(source, os.environ)
+    with _moves(config) as moves:
+        if action == "show":
+            print(render_nodes(moves, survey(config).nodes))
+            return 0
+        if action == "replace":
+            return _replace(moves, config, words, args)
+        plan = _plan(moves, action, words, _weights(args.weights))
+        return _carry_out(moves, plan, args) if plan.n_slots or plan.join or plan.leave else _nothing_to_do()
+
+
+def moves_command(args: argparse.Namespace) -> int:
+    """Show the move under way, take it back, or look on until it has ended."""
+    action, source, words = _words(args.words, MOVE_ACTIONS)
+    if words:
+        raise ConfigError(f"kvemb moves {action}: {' '.join(words)}: takes nothing but the path of a kvemb.yaml")
+    with _moves(load(source, os.environ)) as moves:
+        if action == "abort":
+            moves.abort()
+            return _look_on(moves, expected_back=True)
+        if action == "resume":
+            return _look_on(moves)
+        print(describe(moves.state()))
+        return 0
+
+
+def config_command(args: argparse.Namespace) -> int:
+    """Show where nodes and shards are now, as the cluster itself knows it, in the form of a kvemb.yaml."""
+    _, source, _ = _words(args.words, ("show",))
+    config = load(source, os.environ)
+    with _moves(config) as moves:
+        state = moves.state()
+    shards = list(state.map.shards or config.servers.shards)
+    nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values()) or list(config.storage.nodes)}
+    print(yaml.safe_dump({"cluster": config.cluster, "storage": nodes, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
+    return 0
+
+
+def describe(state: MoveState) -> str:
+    """Return what is under way, in words."""
+    plan = state.map.plan
+    if plan is None:
+        return f"nothing moves; the cluster map is of version {state.map.version}"
+    n_slots = int(np.count_nonzero(state.map.slot_nodes != plan.slot_owners)) if plan.kind == "nodes" else 0
+    lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}, {state.rows:,} of {state.n_rows:,} rows gone through"]
+    lines += [f"taken back because: {plan.why}"] if plan.why else []
+    lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
+    return "\n".join([*lines, *state.troubles])
+
+
+def render_nodes(moves: NodeMoves, stats: Sequence[NodeStats]) -> str:
+    """Return the nodes as a table, and what moves."""
+    state, sizes, seen = moves.state(), moves.sizes(), {node.address: node for node in stats}
+    rows: list[tuple[object, ...]] = [("NODE", "ADDRESS", "SLOTS", "ROWS", "RECORDS", "USED", "HEADROOM")]
+    for number, place in enumerate(state.places):
+        slots = state.map.slot_nodes == number
+        if not place:
+            continue
+        node = seen.get(place)
+        used = "-" if node is None or node.error else f"{node.used_bytes / _MB:,.1f} MB"
+        free = "-" if node is None or node.error or not node.limit_bytes else f"{(node.limit_bytes - node.used_bytes) / _MB:,.1f} MB"
+        size = f"{int(sizes.record_bytes[slots].sum()) / _MB:,.1f} MB"
+        rows.append((number, place, f"{int(slots.sum()):,}", f"{int(sizes.rows[slots].sum()):,}", size, used, free))
+    gone = [number for number, place in enumerate(state.map.places) if place.said_by == GONE]
+    left = [f"gone: node {', '.join(map(str, gone))}"] if gone else []
+    return "\n".join([text_table(rows), *left, describe(state)])
+
+
+def _plan(moves: NodeMoves, action: str, words: Sequence[str], weights: Mapping[str, float] | None) -> NodePlan:
+    if action == "rebalance":
+        if words:
+            raise ConfigError(f"kvemb nodes rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
+        return moves.rebalance(weights)
+    if not words:
+        raise ConfigError(f"kvemb nodes {action}: give the path of kvemb.yaml, then host:port of the node")
+    return (moves.add if action == "add" else moves.remove)(*words, weights=weights)
+
+
+def _replace(moves: NodeMoves, config: Config, words: Sequence[str], args: argparse.Namespace) -> int:
+    if len(words) != 2:
+        raise ConfigError("kvemb nodes replace: give the path of kvemb.yaml, then host:port of the old node and of the new one")
+    old, new = words
+    stats = {node.address: node for node in survey(config).nodes}
+    if old in stats and not stats[old].error:
+        return _carry_out(moves, moves.exchange(old, new), args)
+    print(f"node {old} does not answer: the shards bring its rows back on {new}, from their journals and snapshots")
+    if args.dry_run or not _agreed(args, "is it gone for good"):
+        return 0 if args.dry_run else 1
+    moves.replace_dead(old, new)
+    print(f"node {new} has its number now; `kvemb status` shows how far the shards are")
+    return 0
+
+
+def _carry_out(moves: NodeMoves, plan: NodePlan, args: argparse.Namespace) -> int:
+    names = [f"{word} {', '.join(some)}" for word, some in (("joins:", plan.join), ("leaves:", plan.leave)) if some]
+    speed = f", {plan.n_bytes / _MB / args.max_mb_per_s:,.0f} s at least" if args.max_mb_per_s else ""
+    print(f"{plan.n_slots:,} slots move, with {plan.n_rows:,} rows of {plan.n_bytes / _MB:,.1f} MB{speed}", *names, sep="\n", flush=True)
+    if args.dry_run:
+        return 0
+    if not _agreed(args, "begin"):
+        return 1
+    moves.begin(plan, max_mb_per_s=args.max_mb_per_s)
+    return _look_on(moves)
+
+
+def _look_on(moves: NodeMoves, *, expected_back: bool = False) -> int:
+    said = ""
+
+    def show(state: MoveState) -> None:
+        nonlocal said
+        if state.phase:
+            meter(state.phase, state.rows, state.n_rows)
+        if state.troubles and said != (said := "; ".join(state.troubles)):
+            print(said, file=sys.stderr)
+
+    try:
+        with ProgressMeter(sys.stdout, "rows") as meter:
+            state = moves.wait(progress=show)
+    except MoveRefusedError as error:
+        if not expected_back:
+            raise
+        print(error)
+        return 0
+    except KeyboardInterrupt:
+        print(
+            "\nthe move goes on without this command: `kvemb moves` shows how far it is, `kvemb moves abort` takes it back", file=sys.stderr
+        )
+        raise
+    print(f"done: nodes {', '.join(state.nodes.values())} (cluster map of version {state.map.version})")
+    return 0
+
+
+def _agreed(args: argparse.Namespace, question: str) -> bool:
+    if args.yes:
+        return True
+    if not sys.stdin.isatty():
+        print("nothing was changed: say --yes to begin", file=sys.stderr)
+        return False
+    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _nothing_to_do() -> int:
+    print("nothing has to move")
+    return 0
+
+
+def _words(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows."""
+    action, rest = (words[0], words[1:]) if words and words[0] in actions else (actions[0], words)
+    if action == actions[0] and len(rest) > 1:
+        raise ConfigError(f"{rest[0]!r} is none of {', '.join(actions)}, and more than the path of a kvemb.yaml was given")
+    return action, (rest[0] if rest else "kvemb.yaml"), list(rest[1:])
+
+
+def _weights(text: str) -> dict[str, float] | None:
+    if not text:
+        return None
+    try:
+        pairs = [part.rpartition("=") for part in text.split(",")]
+        weights = {address: float(share) for address, _, share in pairs}
+    except ValueError as error:
+        raise ConfigError(f"--weights {text}: give shares as ADDR=2,ADDR=1") from error
+    if not all(address and share >= 0 for address, share in weights.items()):
+        raise ConfigError(f"--weights {text}: give shares as ADDR=2,ADDR=1")
+    return weights
+
+
+@contextmanager
+def _moves(config: Config) -> Iterator[NodeMoves]:
+    if config.storage.kind == "redis-cluster":
+        raise ConfigError("storage.kind redis-cluster: the cluster moves its slots itself; use redis-cli --cluster, see docs/scaling.md")
+    servers = AllShards.of(config.servers)
+    try:
+        yield NodeMoves(servers)
+    finally:
+        servers.close()
+
+
+Command = Callable[[argparse.Namespace], int]
+COMMANDS: Mapping[str, Command] = {"nodes": nodes_command, "moves": moves_command, "config": config_command}
