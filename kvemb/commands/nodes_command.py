@@ -11,6 +11,7 @@ import yaml
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.node_moves import MoveState, NodeMoves, NodePlan
+from kvemb.commands.cluster_nodes_command import agreed, cluster_moves, cluster_nodes
 from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.text_table import text_table
 from kvemb.config import Config, load
@@ -20,6 +21,7 @@ from kvemb.status.cluster_status import survey
 from kvemb.stores.store import NodeStats
 
 NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
+REDIS_CLUSTER = "redis-cluster"
 MOVE_ACTIONS = ("show", "abort", "resume")
 _MB = 1e6
 
@@ -28,6 +30,8 @@ def nodes_command(args: argparse.Namespace) -> int:
     """Show the nodes, or move slots between them."""
     action, source, words = _words(args.words, NODE_ACTIONS)
     config = load(source, os.environ)
+    if config.storage.kind == REDIS_CLUSTER:
+        return cluster_nodes(config.storage, action, words, _weights(args.weights), args)
     with _moves(config) as moves:
         if action == "show":
             print(render_nodes(moves, survey(config).nodes))
@@ -43,7 +47,10 @@ def moves_command(args: argparse.Namespace) -> int:
     action, source, words = _words(args.words, MOVE_ACTIONS)
     if words:
         raise ConfigError(f"kvemb moves {action}: {' '.join(words)}: takes nothing but the path of a kvemb.yaml")
-    with _moves(load(source, os.environ)) as moves:
+    config = load(source, os.environ)
+    if config.storage.kind == REDIS_CLUSTER:
+        return cluster_moves(config.storage, action)
+    with _moves(config) as moves:
         if action == "abort":
             moves.abort()
             return _look_on(moves, expected_back=True)
@@ -60,7 +67,7 @@ def config_command(args: argparse.Namespace) -> int:
     with _moves(config) as moves:
         state = moves.state()
     shards = list(state.map.shards or config.servers.shards)
-    nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values()) or list(config.storage.nodes)}
+    nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values())}
     print(yaml.safe_dump({"cluster": config.cluster, "storage": nodes, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
     return 0
 
@@ -113,7 +120,7 @@ def _replace(moves: NodeMoves, config: Config, words: Sequence[str], args: argpa
     if old in stats and not stats[old].error:
         return _carry_out(moves, moves.exchange(old, new), args)
     print(f"node {old} does not answer: the shards bring its rows back on {new}, from their journals and snapshots")
-    if args.dry_run or not _agreed(args, "is it gone for good"):
+    if args.dry_run or not agreed(args, "is it gone for good"):
         return 0 if args.dry_run else 1
     moves.replace_dead(old, new)
     print(f"node {new} has its number now; `kvemb status` shows how far the shards are")
@@ -126,7 +133,7 @@ def _carry_out(moves: NodeMoves, plan: NodePlan, args: argparse.Namespace) -> in
     print(f"{plan.n_slots:,} slots move, with {plan.n_rows:,} rows of {plan.n_bytes / _MB:,.1f} MB{speed}", *names, sep="\n", flush=True)
     if args.dry_run:
         return 0
-    if not _agreed(args, "begin"):
+    if not agreed(args, "begin"):
         return 1
     moves.begin(plan, max_mb_per_s=args.max_mb_per_s)
     return _look_on(moves)
@@ -159,15 +166,6 @@ def _look_on(moves: NodeMoves, *, expected_back: bool = False) -> int:
     return 0
 
 
-def _agreed(args: argparse.Namespace, question: str) -> bool:
-    if args.yes:
-        return True
-    if not sys.stdin.isatty():
-        print("nothing was changed: say --yes to begin", file=sys.stderr)
-        return False
-    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
-
-
 def _nothing_to_do() -> int:
     print("nothing has to move")
     return 0
@@ -196,8 +194,6 @@ def _weights(text: str) -> dict[str, float] | None:
 
 @contextmanager
 def _moves(config: Config) -> Iterator[NodeMoves]:
-    if config.storage.kind == "redis-cluster":
-        raise ConfigError("storage.kind redis-cluster: the cluster moves its slots itself; use redis-cli --cluster, see docs/scaling.md")
     servers = AllShards.of(config.servers)
     try:
         yield NodeMoves(servers)

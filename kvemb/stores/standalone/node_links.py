@@ -44,6 +44,8 @@ class NodeServer(Protocol):
 class NodeLinks:
     """Opens connections to nodes, checks each node's marker, and lends them.
 
+    One class, because whatever is asked of a node goes by the same view and the same pools.
+
     Args:
         server: of the nodes' kind.
         codec: of their protocol.
