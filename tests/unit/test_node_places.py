@@ -2,8 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from kvemb.config import StorageConfig
+from kvemb.errors import InvalidInputError, NodeSuspectError
+from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import GONE, IN_FILE, ClusterMap, NodePlace
-from kvemb.stores.standalone.nodes_view import places_of
+from kvemb.schema.keys import RowKeys
+from kvemb.schema.move_plan import ABORTING, NODES, MovePlan
+from kvemb.stores.row_io import ReadPart
+from kvemb.stores.standalone.nodes_view import NodesView, places_of
+from kvemb.stores.standalone.redis_store import RedisStore
 
 FIRST = ClusterMap.first(3, 1, ("a:1", "b:1", "c:1"))
 
@@ -19,3 +29,15 @@ def test_a_node_that_is_down_is_not_sought_at_whatever_address_a_file_in_another
     assert places_of(after, ["b:1", "a:1", "c:1"], {"c:1": 2}) == ("a:1", "", "c:1")
     assert places_of(after, ["b:1", "c:1"], {"c:1": 2}) == ("a:1", "", "c:1")
     assert places_of(after, ["new:1", "c:1"], {"c:1": 2, "new:1": None}) == ("a:1", "", "c:1")
+
+
+def test_a_repair_whose_rows_were_chosen_before_a_plan_went_on_is_tried_again_and_fails_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RedisStore(StorageConfig("redis", ("a:1",)), "shard:0")
+    aborting = MovePlan(NODES, ABORTING, FIRST.slot_nodes, (), (), 0)
+    monkeypatch.setattr(store, "keys_of", lambda address, keys: np.zeros(len(keys), bool))
+    part = ReadPart(RowKeys(b"tag", np.arange(3, dtype=np.uint64)), 16, 16)
+    with pytest.raises(InvalidInputError):
+        store.read_in_repair("a:1", "nonce", [part], Deadline.after(1))
+    store._links.view = NodesView(replace(FIRST, plan=aborting), ("a:1", "b:1", "c:1"))
+    with pytest.raises(NodeSuspectError):
+        store.read_in_repair("a:1", "nonce", [part], Deadline.after(1))

@@ -40,7 +40,7 @@ from kvemb.stores.standalone.moving_rows import MovingRows
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_repair import NodeRepair
 from kvemb.stores.standalone.node_rows import NodeRows, RepairLane
-from kvemb.stores.standalone.nodes_view import NodesView
+from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
 from kvemb.stores.standalone.seen_nodes import SeenNodes, new_marker
 from kvemb.stores.store import NodeStats, Store
 from kvemb.wire.codec import Codec
@@ -313,5 +313,7 @@ class NodeStore(Store):
     def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> RepairLane:
         """What a batch in repair is sent by."""
         if not all(self.keys_of(address, part.keys).all() for part in parts):
+            if self._links.map.plan is not None:  # its phase has changed since the caller chose the rows
+                raise moved_meanwhile(address)
             raise InvalidInputError(f"a batch that repairs node {address} holds rows of other nodes")
         return RepairLane(self._links.number_of(address), self._repair.require_repair(address, nonce, deadline))
