@@ -66,7 +66,7 @@ class OtherNodes(Protocol):
     """Rows of moving slots at their other node."""
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:
-        """Return which keys have another node: bool [n]. The calls below take such keys alone."""
+        """Return which keys have another node, one that stays in the cluster: bool [n]. The calls below take such keys alone."""
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         """See `Store.read`."""

@@ -109,6 +109,7 @@ class BackgroundWork:
         timeout_s: float = 5.0,
     ) -> None:
         self._mover = mover
+        self._applied: Position | None = None
         self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
@@ -173,7 +174,8 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        moving = self._mover is not None and self._mover.step(pause)
+        loaded, self._applied = applied != self._applied, applied
+        moving = self._mover is not None and self._mover.step(pause, loaded=loaded)
         if self._step_snapshot(applied, pause) or moving:
             return True
         self._step_scrub()

@@ -146,11 +146,11 @@ class RowAccess:
 
     def erase_blindly(self, parts: Sequence[WritePart]) -> None:
         """Erase rows whatever they are, on storage without compare-and-swap."""
-        second = self._second
-        self._erase_second(second, parts)
+        other = self._other
+        self._erase_other(other, parts)
         self._calls.erase(parts, self.deadline())
-        if (now := self._second) is not second:  # see `write`
-            self._erase_second(now, parts)
+        if (now := self._other) is not other:  # see `write`
+            self._erase_other(now, parts)
 
     def write_second(self, definition: TableDef, ids: Ids, records: NDArray[np.uint8]) -> None:
         """Write rows that are in storage to their other node, too, if they have one: whoever wrote them may not have come so far."""
@@ -161,11 +161,16 @@ class RowAccess:
     def _second(self) -> OtherNodes | None:
         return self._store.second if self._calls is self._store else None
 
-    def _erase_second(self, second: OtherNodes | None, parts: Sequence[WritePart]) -> None:
-        if second is not None:
-            moving = [some for some in (_moving(second, part) for part in parts) if len(some.keys)]
+    @property
+    def _other(self) -> OtherNodes | None:
+        """Where rows may be besides, also while they are erased there: one that is left would come back with its slot."""
+        return self._store.other if self._calls is self._store else None
+
+    def _erase_other(self, other: OtherNodes | None, parts: Sequence[WritePart]) -> None:
+        if other is not None:
+            moving = [some for some in (_moving(other, part) for part in parts) if len(some.keys)]
             if moving:
-                second.erase(moving, self.deadline())
+                other.erase(moving, self.deadline())
 
     def _write_second(self, second: OtherNodes, part: WritePart) -> None:
         """Write the rows of a part that have another node there. On storage with compare-and-swap a row that is newer there is left alone:
@@ -242,16 +247,16 @@ class RowAccess:
             RecordError: `may` is to judge a value that another program wrote; nothing was erased.
             StorageError: rows may have been erased, some possibly later, but none that has been written anew (on storage with tokens).
         """
-        second = self._second
-        self._erase_at(second, definition, ids, may)
+        other = self._other
+        self._erase_at(other, definition, ids, may)
         n_bytes = len(ids) * definition.record.size_bytes
         self._until_none_is_left(definition, ids, lambda left: self._erase_once(definition, left, may), n_bytes)
-        if (now := self._second) is not second:  # see `write`
+        if (now := self._other) is not other:  # see `write`
             self._erase_at(now, definition, ids, may)
 
-    def _erase_at(self, second: OtherNodes | None, definition: TableDef, ids: Ids, may: Judge | None) -> None:
-        if second is not None and (moving := second.has(self.keys(definition, ids))).any():
-            self.by(second).erase(definition, ids[moving], may)
+    def _erase_at(self, other: OtherNodes | None, definition: TableDef, ids: Ids, may: Judge | None) -> None:
+        if other is not None and (moving := other.has(self.keys(definition, ids))).any():
+            self.by(other).erase(definition, ids[moving], may)
 
     def _erase_once(self, definition: TableDef, ids: Ids, may: Judge | None) -> Ids:
         """Look at rows once, and erase those that are there; return those that changed in between."""

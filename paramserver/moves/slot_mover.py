@@ -17,18 +17,21 @@ from numpy.typing import NDArray
 from kvemb.errors import LostRowError, StorageError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, CLEANING, MOVING, NODES
+from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import OtherNodes, Store
 
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause
 from ..engine.row_access import RowAccess
 from ..model.tables import Tables, TableState
-from ..repair.repairer import Repairer
+from ..repair.repairer import Repairer, kept_records
+from ..snapshot import WantedVersions
 
 Ids = NDArray[np.uint64]
 _SLICE_BYTES = 1 << 20  # of rows copied at once: so long a batch waits at most
 _ERASE_ROWS = 1 << 13
 _RETRY_S = 0.2
+_LEFT_TO_BATCHES = 2.0  # times what a slice took
 _TROUBLE_S = 3.0
 log = logging.getLogger("paramserver")
 
@@ -101,8 +104,12 @@ class SlotMover:
             return None
         return max(0.0, self._not_before_s - self._clock())
 
-    def step(self, pause: Pause) -> bool:
+    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
         """Do a slice of what the map in force asks for; return whether there is more at once.
+
+        Args:
+            pause: between tries of what storage does not take.
+            loaded: whether batches came since the last slice: most of the time is theirs then.
 
         Raises:
             LostRowError: a row cannot be restored: the shard must stop.
@@ -112,6 +119,7 @@ class SlotMover:
             self._begin(cluster_map)
         if self.progress.done or self._clock() < self._not_before_s:
             return False
+        begun_s = self._clock()
         try:
             self._engine.write_dirty(pause)
             n_rows = next(self._slices, None)
@@ -123,6 +131,8 @@ class SlotMover:
             self._not_before_s = self._clock() + _RETRY_S
             return False
         self._failing_since_s = 0.0
+        if loaded:
+            self._not_before_s = max(self._not_before_s, self._clock() + _LEFT_TO_BATCHES * (self._clock() - begun_s))
         now = self.progress
         self.progress = MoveProgress(now.version, n_rows is None, now.rows + (n_rows or 0), now.n_rows)
         return n_rows is not None and self._clock() >= self._not_before_s
@@ -132,19 +142,15 @@ class SlotMover:
         todo: list[tuple[TableState, Ids]] = []
         self._slices = iter(())
         if plan is not None and plan.kind == NODES and plan.phase in (MOVING, CLEANING, ABORTING):
-            moving = cluster_map.slot_nodes != plan.slot_owners
-            if plan.phase != MOVING:  # what goes may keep what it has
-                moving &= ~np.isin(plan.slot_owners, plan.leaving if plan.phase == CLEANING else plan.joining)
-            todo = [(state, self._ids_in(state, moving)) for state in self._tables.all()]
             other = self._store.other
             assert other is not None
+            todo = [(state, self._ids_at(other, state)) for state in self._tables.all()]
             self._slices = self._copy(todo, other, plan.max_bytes_per_s) if plan.phase == MOVING else self._erase(todo, other)
         self.progress = MoveProgress(cluster_map.version, False, 0, sum(len(ids) for _, ids in todo))
 
-    @staticmethod
-    def _ids_in(state: TableState, slots: NDArray[np.bool_]) -> Ids:
+    def _ids_at(self, other: OtherNodes, state: TableState) -> Ids:
         ids, _ = state.arrays()
-        return ids[slots[state.definition.placement.slots(ids)]]
+        return ids[other.has(self._access.keys(state.definition, ids))]
 
     def _copy(self, todo: list[tuple[TableState, Ids]], other: OtherNodes, max_bytes_per_s: int) -> Iterator[int]:
         there = self._access.by(other)
@@ -163,6 +169,7 @@ class SlotMover:
         definition, wanted = state.definition, state.versions(ids)
         seen = there.look(definition, ids)
         differ = (seen.versions != wanted) | seen.foreign
+        tokens = None if seen.tokens is None else seen.tokens[differ]
         ids, wanted = ids[differ], wanted[differ]
         gone = wanted == 0  # erased since the phase began, or brought by another's write
         if gone.any():
@@ -170,14 +177,26 @@ class SlotMover:
         ids, wanted = ids[~gone], wanted[~gone]
         if not len(ids):
             return 0
-        read = self._access.read([(definition, ids)])[0]
-        if not (read.found & (definition.record.versions(read.records) == wanted)).all():
-            self._repairer.compare(state, ids, self._timeout_s)
-            read = self._access.read([(definition, ids)])[0]
-        there.write_over(definition, ids, read.records)
+        records = self._records(state, ids, wanted)
+        part = WritePart(there.keys(definition, ids).of_any_rows(), records, None if tokens is None else tokens[~gone])
+        stored = there.write([part])[0].stored
+        if not stored.all():
+            there.write_over(definition, ids[~stored], records[~stored])
         self.figures.copied += len(ids)
         self.figures.copied_bytes += len(ids) * definition.record.size_bytes
         return len(ids)
+
+    def _records(self, state: TableState, ids: Ids, wanted: Ids) -> NDArray[np.uint8]:
+        """The records of rows at these versions: from the shard's cache, and for those that it lacks from where they are now."""
+        records, kept = kept_records(WantedVersions(state, ids, wanted))
+        lacking, definition = ~kept, state.definition
+        if lacking.any():
+            read = self._access.read([(definition, ids[lacking])])[0]
+            if not (read.found & (definition.record.versions(read.records) == wanted[lacking])).all():
+                self._repairer.compare(state, ids[lacking], self._timeout_s)
+                read = self._access.read([(definition, ids[lacking])])[0]
+            records[lacking] = read.records
+        return records
 
     def _erase(self, todo: list[tuple[TableState, Ids]], other: OtherNodes) -> Iterator[int]:
         there = self._access.by(other)

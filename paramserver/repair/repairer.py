@@ -326,7 +326,7 @@ class Repairer:
 
     def _records(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
         """The records at these versions: from the cache where it has them, the others reconstructed."""
-        found = [_kept(one) for one in wanted]
+        found = [kept_records(one) for one in wanted]
         lacking = [(one, records, ~kept) for one, (records, kept) in zip(wanted, found, strict=True) if not kept.all()]
         if lacking:
             made = self._reconstruct([WantedVersions(one.table, one.ids[which], one.versions[which]) for one, _, which in lacking])
@@ -389,7 +389,7 @@ def _by_table(wanted: Sequence[WantedVersions]) -> list[WantedVersions]:
     return merged
 
 
-def _kept(wanted: WantedVersions) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+def kept_records(wanted: WantedVersions) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Room for records, those filled in that the cache has at the version wanted; and which those are."""
     record, cache = wanted.table.definition.record, wanted.table.cache
     at = cache.find(wanted.ids)

@@ -11,6 +11,7 @@ from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
+from kvemb.schema.move_plan import CLEANING
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.node_rows import NodeRows
 
@@ -24,9 +25,12 @@ class MovingRows:
     """
 
     def __init__(self, rows: NodeRows, cluster_map: ClusterMap) -> None:
-        assert cluster_map.plan is not None
-        self._rows, self._owners = rows, cluster_map.plan.slot_owners
+        plan = cluster_map.plan
+        assert plan is not None
+        self._rows, self._owners = rows, plan.slot_owners
         self._moving = cluster_map.slot_nodes != self._owners
+        if not plan.writes_both:  # what goes keeps what it has, and need not be there any more
+            self._moving &= ~np.isin(self._owners, plan.leaving if plan.phase == CLEANING else plan.joining)
         self._failing_since_s, self._why = 0.0, ""
 
     def has(self, keys: RowKeys) -> NDArray[np.bool_]:
