@@ -15,8 +15,8 @@ from kvemb.stores.store import Store
 from ..owned_thread import OwnedThread
 from .slot_mover import SlotMover
 
-IDLE_S, BUSY_S = 1.0, 0.05
-_TELL_EVERY = 20  # looks, between two reports that only tell of progress
+IDLE_S, BUSY_S = 0.25, 0.02
+_TELL_EVERY = 50  # looks, between two reports that only tell of progress
 _LOOK_TIMEOUT_S = 2.0
 log = logging.getLogger("paramserver")
 

@@ -31,7 +31,7 @@ Ids = NDArray[np.uint64]
 _SLICE_BYTES = 1 << 20  # of rows copied at once: so long a batch waits at most
 _ERASE_ROWS = 1 << 13
 _RETRY_S = 0.2
-_LEFT_TO_BATCHES = 2.0  # times what a slice took
+_LEFT_TO_BATCHES = 6.0  # times what a slice took
 _TROUBLE_S = 3.0
 log = logging.getLogger("paramserver")
 
