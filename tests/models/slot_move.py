@@ -25,6 +25,7 @@ class Shard(NamedTuple):
         copied: whether it has copied its row since it began to write to both.
         restored: nodes in repair whose row it has rewritten.
         reported: the phase that its report names, "" after a new start: a report names the owner's epoch.
+        seen: the phase of the map that it follows: what it writes into a marker, at a repair, is of that map.
         crashes: how often it may still die.
     """
 
@@ -35,6 +36,7 @@ class Shard(NamedTuple):
     copied: bool = False
     restored: frozenset[int] = frozenset()
     reported: str = ""
+    seen: str = NONE
     crashes: int = 0
 
 
@@ -113,7 +115,7 @@ def _plan_steps(state: State) -> Iterator[tuple[str, State]]:
         yield "abort", replace(state, phase=ABORTING)
         if reports == {MOVING}:
             yield "flip", replace(state, phase=FLIPPED)
-    if state.phase == FLIPPED:
+    if state.phase == FLIPPED and reports == {FLIPPED}:  # no shard writes a marker of before the flip any more
         for node in (OLD, NEW):
             if state.markers[node] == OLD:
                 yield f"renew marker of node {node}", replace(state, markers=_put(state.markers, node, NEW))
@@ -135,8 +137,17 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
         written = shard._replace(pending=left, confirmed=shard.confirmed if left else shard.version)
         if state.markers[node] is not None:  # a node in repair takes nothing but the repair's writes
             yield f"write to node {node}", _with(_stored(state, node, number, shard.version), number, written)
+    if shard.seen != state.phase and _may_follow(shard, state.phase):
+        # The map is followed at any moment, between the two writes of a row too: what the new map wants is written then.
+        wanted = _targets(state.phase)
+        pending = frozenset(wanted) if shard.pending else frozenset[int]()
+        copied = shard.copied and state.phase == FLIPPED
+        yield (
+            f"follow the map: {state.phase}",
+            _with(state, number, shard._replace(seen=state.phase, targets=wanted, pending=pending, copied=copied)),
+        )
     if not shard.pending:  # between two batches
-        yield from _look_at_plan(state, number)
+        yield from _do_its_part(state, number)
     for node in shard.targets:
         if state.markers[node] is None and node not in shard.restored:  # the repair writes what the index says, pending batch included
             left = shard.pending - {node}
@@ -145,19 +156,26 @@ def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
     if shard.crashes:
         # Start: the plan is read before anything is written; what the journal has is written again, and reports of the old epoch are void.
         targets = _targets(state.phase)
-        again = Shard(targets, shard.version, frozenset(targets), shard.confirmed, crashes=shard.crashes - 1)
+        again = Shard(targets, shard.version, frozenset(targets), shard.confirmed, seen=state.phase, crashes=shard.crashes - 1)
         yield "crash and start", _with(state, number, again)
 
 
-def _look_at_plan(state: State, number: int) -> Iterator[tuple[str, State]]:
+def _may_follow(shard: Shard, phase: str) -> bool:
+    """A shard that erased its rows at one node when it followed the end of the plan does so as its part, between two batches."""
+    return phase in (MOVING, FLIPPED, CLEANING, ABORTING) and shard.reported != phase
+
+
+def _do_its_part(state: State, number: int) -> Iterator[tuple[str, State]]:
     shard, wanted = state.shards[number], _targets(state.phase)
-    if shard.targets != wanted and not set(wanted) < set(shard.targets):
-        yield "acknowledge", _with(state, number, shard._replace(targets=wanted, copied=False))
-    if state.phase == MOVING and shard.targets == wanted and not shard.copied and state.markers[NEW] is not None:
+    if shard.seen != state.phase:
+        return
+    if state.phase == MOVING and not shard.copied and state.markers[NEW] is not None:
         copied = shard._replace(copied=True)
         yield "copy", _with(_stored(state, NEW, number, shard.version), number, copied)
     if state.phase == MOVING and shard.copied and shard.reported != MOVING:
         yield "report copy", _with(state, number, shard._replace(reported=MOVING))
+    if state.phase == FLIPPED and shard.reported != FLIPPED:
+        yield "report that the flip is followed", _with(state, number, shard._replace(reported=FLIPPED))
     if state.phase in (CLEANING, ABORTING) and shard.reported != state.phase:
         (away,) = {OLD, NEW} - set(wanted)
         ended = shard._replace(targets=wanted, reported=state.phase, copied=False)
@@ -184,13 +202,11 @@ def _node_steps(state: State) -> Iterator[tuple[str, State]]:
     for node in (OLD, NEW):
         if state.markers[node] is None:
             if all(node in shard.restored for shard in state.shards if node in shard.targets):
-                names = NEW if state.phase in (FLIPPED, CLEANING, DONE) else OLD
                 shards = tuple(shard._replace(restored=shard.restored - {node}) for shard in state.shards)
                 repairs = tuple(n + (node == at) for at, n in enumerate(state.repairs))
-                yield (
-                    f"repair of node {node} ends",
-                    replace(state, markers=_put(state.markers, node, names), repairs=repairs, shards=shards),
-                )
+                for names in {NEW if shard.seen in (FLIPPED, CLEANING, DONE) else OLD for shard in state.shards}:  # any shard may end it
+                    markers = _put(state.markers, node, names)
+                    yield f"repair of node {node} ends", replace(state, markers=markers, repairs=repairs, shards=shards)
         elif state.losses:
             emptied = tuple((0, 0) if node == at else rows for at, rows in enumerate(state.rows))
             shards = tuple(shard._replace(restored=shard.restored - {node}) for shard in state.shards)
