@@ -43,8 +43,8 @@ def two_words() -> Any:
 def all_words(n_steps: int) -> tuple[Any, Any]:
     """Batches of `two_words` that have every id, once.
 
-    Keras also moves rows that are in no batch, where a rule has a memory; and on TensorFlow it squares the gradients of an id that comes
-    twice before it adds them up.
+    Keras also moves rows that are in no batch, where a rule has a memory; and on TensorFlow it clips and squares the gradients of an id
+    that comes twice before it adds them up.
     """
     rng = np.random.default_rng(5)
     x = np.concatenate([rng.permutation(N_WORDS).reshape(BATCH, 2) for _ in range(n_steps)]).astype("int32")
@@ -76,11 +76,13 @@ def test_a_rate_that_a_callback_sets_is_followed(cluster: kvemb.Cluster, name: s
 
 @pytest.mark.parametrize("clip", [{"clipnorm": 0.02}, {"clipvalue": 0.002}])
 def test_rows_are_clipped_as_the_dense_weight(cluster: kvemb.Cluster, name: str, clip: dict[str, float]) -> None:
-    plain, ours = both(sequential, lambda: keras.optimizers.SGD(1.0, **clip))
+    plain, ours = both(two_words, lambda: keras.optimizers.SGD(1.0, **clip))
     distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
-    (_, x), y = pairs(60)
-    losses = [model.fit(x, 5 * y, batch_size=20, epochs=2, shuffle=False, verbose=0).history["loss"] for model in (plain, ours)]
+    x, y = all_words(6)
+    losses = [model.fit(x, 5 * y, batch_size=BATCH, shuffle=False, verbose=0).history["loss"] for model in (plain, ours)]
     np.testing.assert_allclose(losses[1], losses[0], **CLOSE)
+    unclipped, _ = both(two_words, lambda: keras.optimizers.SGD(1.0))
+    assert abs(unclipped.fit(x, 5 * y, batch_size=BATCH, shuffle=False, verbose=0).history["loss"][0] - losses[0][0]) > 1e-3
 
 
 @pytest.mark.parametrize(
