@@ -46,7 +46,7 @@ def moves_command(args: argparse.Namespace) -> int:
     """Show the move under way, take it back, or look on until it has ended."""
     action, source, words = _words(args.words, MOVE_ACTIONS)
     if words:
-        raise ConfigError(f"kvemb moves {action}: {' '.join(words)}: takes nothing but the path of a kvemb.yaml")
+        raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
         return cluster_moves(config.storage, action)
@@ -173,9 +173,12 @@ def _nothing_to_do() -> int:
 
 def _words(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list[str]]:
     """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows."""
-    action, rest = (words[0], words[1:]) if words and words[0] in actions else (actions[0], words)
-    if action == actions[0] and len(rest) > 1:
+    named = bool(words) and words[0] in actions
+    action, rest = (words[0], words[1:]) if named else (actions[0], words)
+    if not named and len(rest) > 1:
         raise ConfigError(f"{rest[0]!r} is none of {', '.join(actions)}, and more than the path of a kvemb.yaml was given")
+    if action == actions[0] and len(rest) > 1:
+        raise ConfigError(f"{' '.join(rest[1:])}: {action} takes nothing but the path of a kvemb.yaml")
     return action, (rest[0] if rest else "kvemb.yaml"), list(rest[1:])
 
 

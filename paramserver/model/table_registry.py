@@ -17,6 +17,7 @@ from kvemb.errors import (
     UnknownTableError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.schema.keys import RowKeys
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
@@ -213,10 +214,17 @@ class Registry:
             if one is None or one.gone:
                 return
             for keys in one.definition.leftovers(pages=self._store.capabilities.pages):
-                self._store.erase([WritePart(keys, np.empty((len(keys), 0), np.uint8))], Deadline.after(self._timeout_s))
+                self._erase_whole(keys)
             dropped = {**self._copies.now.dropped, key: Dropped(one.definition, True)}
             self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
         log.info("table %s was dropped", one.definition.name)
+
+    def _erase_whole(self, keys: RowKeys) -> None:
+        """Delete buckets or pages, also where a move brings them, or has taken them from."""
+        none = np.empty((0, 0), np.uint8)
+        if (other := self._store.other) is not None and (moving := other.has(keys)).any():
+            other.erase([WritePart(keys.take(np.flatnonzero(moving)), none)], Deadline.after(self._timeout_s))
+        self._store.erase([WritePart(keys, none)], Deadline.after(self._timeout_s))
 
     def _next_life(self, table: TableDef) -> TableDef:
         """The definition as none was that had this name: nothing written for one of those is taken for it."""

@@ -1,0 +1,113 @@
+"""`kvemb nodes`, `kvemb moves` and `kvemb config` against real clusters."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import yaml
+from moving_load import further_node
+
+import kvemb
+import kvemb.optim
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import accepts, free_ports
+from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
+from kvemb.net.deadline import Deadline
+
+IDS = np.arange(5000)
+PATIENCE_S = 90.0
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvemb.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+
+
+def fill(local: LocalCluster) -> np.ndarray:
+    with kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.adam(lr=0.1))
+        table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+        rows: np.ndarray = table.pull(IDS)
+        return rows
+
+
+def require_rows(local: LocalCluster, rows: np.ndarray) -> None:
+    with kvemb.connect(local.url, read_only=True) as cluster:
+        np.testing.assert_array_equal(cluster.table("t").pull(IDS, timeout_s=PATIENCE_S), rows)
+
+
+def test_a_node_joins_and_is_replaced_when_dead_and_what_is_asked_for_is_said_before(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=2, memory_mb=64) as local, further_node(local) as third, further_node(local) as fourth:
+        rows, path = fill(local), str(local.config_path)
+        dry = run("nodes", "add", path, third.address, "--dry-run")
+        assert dry.returncode == 0
+        assert f"joins: {third.address}" in dry.stdout
+        unasked = run("nodes", "add", path, third.address)
+        assert (unasked.returncode, third.address in run("nodes", path).stdout) == (1, False)
+        assert "say --yes" in unasked.stderr
+
+        done = run("nodes", "add", path, third.address, "--yes")
+        assert done.returncode == 0, done.stderr
+        assert third.address in run("nodes", "show", path).stdout
+        now = yaml.safe_load(run("config", "show", path).stdout)
+        assert now["storage"]["nodes"] == [*(server.address for server in local.servers), third.address]
+        assert "nothing moves" in run("moves", path).stdout
+        assert run("nodes", "rebalance", path).stdout.strip() == "nothing has to move"
+        require_rows(local, rows)
+
+        third.process.kill()
+        replaced = run("nodes", "replace", path, third.address, fourth.address, "--yes")
+        assert replaced.returncode == 0, replaced.stderr
+        require_rows(local, rows)
+        assert fourth.address in run("status", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "code"),
+    [
+        (("nodes", "remove", "PATH", "127.0.0.1:1", "--yes"), "is none of the cluster's", 1),
+        (("nodes", "add", "PATH", "NODE", "--yes"), "is one of the cluster's already", 1),
+        (("nodes", "add", "PATH"), "then host:port of the node", 2),
+        (("nodes", "grow", "PATH"), "'grow' is none of show, add", 2),
+        (("nodes", "rebalance", "PATH", "--weights", "NODE"), "give shares as ADDR=2", 2),
+        (("moves", "abort", "PATH"), "no move is under way", 1),
+        (("moves", "show", "PATH", "more"), "takes nothing but the path", 2),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_changes_nothing(words: tuple[str, ...], says: str, code: int, cluster: LocalCluster) -> None:
+    found = {"PATH": str(cluster.config_path), "NODE": cluster.servers[0].address}
+    done = run(*(found.get(word, word) for word in words))
+    assert done.returncode == code
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "map is of version 1" in run("moves", str(cluster.config_path)).stdout
+
+
+@pytest.fixture(scope="module")
+def cluster(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=1, memory_mb=64) as running:
+        yield running
+
+
+def test_a_node_joins_a_redis_cluster_and_leaves_it(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis-cluster", 3, shards=1, memory_mb=64) as local:
+        rows, path = fill(local), str(local.config_path)
+        fourth = StorageServer("redis-cluster", free_ports(1)[0], local.folder, 64)
+        try:
+            fourth.process.wait_until(lambda: accepts(fourth.port), Deadline.after(START_TIMEOUT_S))
+            assert "slots move" in run("nodes", "add", path, fourth.address, "--dry-run").stdout
+            done = run("nodes", "add", path, fourth.address, "--yes")
+            assert done.returncode == 0, done.stderr
+            assert fourth.address in run("nodes", path).stdout
+            require_rows(local, rows)
+            assert run("nodes", "remove", path, fourth.address, "--yes").returncode == 0
+            assert fourth.address not in run("nodes", path).stdout
+            assert "nothing moves" in run("moves", path).stdout
+        finally:
+            fourth.process.kill()
+        require_rows(local, rows)
