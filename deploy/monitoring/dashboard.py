@@ -42,7 +42,14 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "bytes",
         ((f"kvemb_shard_journal_bytes{_OF}", "shard {{shard}}"), (f"kvemb_shard_disk_free_bytes{_OF}", "free, {{shard}}")),
     ),
-    ("Rows rewritten by repairs", "rowsps", ((_rate("kvemb_shard_repaired_rows_total"), "shard {{shard}}"),)),
+    (
+        "Rows rewritten by repairs and moves",
+        "rowsps",
+        (
+            (_rate("kvemb_shard_repaired_rows_total"), "repaired, shard {{shard}}"),
+            (_rate("kvemb_shard_moved_rows_total"), "{{what}} by moves, shard {{shard}}"),
+        ),
+    ),
     ("Trainers", "short", ((f"max(sum by (shard) (kvemb_shard_trainer_connected{_OF}))", "connected"),)),
     ("Wait of a sync step", "s", ((f"kvemb_shard_step_wait_seconds{_OF}", "shard {{shard}}"),)),
     ("Pulls of trainers, 99 %", "s", ((_quantile(0.99, "kvemb_pull_seconds", "table"), "{{table}}"),)),

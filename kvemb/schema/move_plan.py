@@ -14,7 +14,7 @@ from kvemb.schema.slots import from_runs, runs_of
 
 NODES, SHARDS = "nodes", "shards"
 MOVING, FLIPPED, CLEANING, ABORTING = "moving", "flipped", "cleaning", "aborting"
-_PHASES = (MOVING, FLIPPED, CLEANING, ABORTING)
+PHASES = (MOVING, FLIPPED, CLEANING, ABORTING)
 MAX_WHY = 1000
 
 
@@ -64,7 +64,7 @@ class MovePlan:
         if not isinstance(items, list) or [type(item) for item in items] != [str, str, bytes, list, list, int, str]:
             raise ValueError("no plan")
         kind, phase, runs, leaving, joining, max_bytes_per_s, why = items
-        if kind not in n_owners or phase not in _PHASES or max_bytes_per_s < 0 or len(why) > MAX_WHY:
+        if kind not in n_owners or phase not in PHASES or max_bytes_per_s < 0 or len(why) > MAX_WHY:
             raise ValueError("no plan of this release")
         if not all(type(number) is int and 0 <= number < n_owners[kind] for number in [*leaving, *joining]):
             raise ValueError("an owner comes or goes that there is not")

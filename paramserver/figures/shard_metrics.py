@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.schema.move_plan import PHASES, MovePlan
 
 from ..apply.apply_figures import ApplyFigures
 from ..checkpoint.save_job import SaveFigures
+from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
 from ..repair.node_watch import NodesSeen
 from .node_metrics import add_nodes
@@ -30,6 +32,7 @@ class ShardMetrics:
         saves: counted by its saves.
         saving: whether one is under way.
         nodes: the storage nodes, as this shard saw them last.
+        moves: of rows between nodes, counted by the apply thread.
     """
 
     parts: ShardParts
@@ -37,6 +40,7 @@ class ShardMetrics:
     saves: SaveFigures
     saving: Callable[[], bool]
     nodes: Callable[[], NodesSeen]
+    moves: MoveFigures
 
     def collect(self) -> "Iterable[Metric]":
         """Return every family as it is now."""
@@ -46,6 +50,7 @@ class ShardMetrics:
         self._add_memory(families)
         self._add_journal(families)
         self._add_history(families)
+        self._add_moves(families)
         add_nodes(families, self.nodes())
         return families
 
@@ -94,6 +99,15 @@ class ShardMetrics:
         to.gauge("kvemb_shard_disk_free_bytes", "Room on the journal's disk for the shard.", disk.f_bavail * disk.f_frsize)
         to.gauge("kvemb_shard_disk_bytes", "Size of the journal's disk.", disk.f_blocks * disk.f_frsize)
 
+    def _add_moves(self, to: MetricFamilies) -> None:
+        cluster_map, moves = self.parts.maps.cluster_map, self.moves
+        rows = [({"what": "copied"}, float(moves.copied)), ({"what": "erased"}, float(moves.erased))]
+        to.counter("kvemb_shard_moved_rows_total", "Rows copied to other nodes, and erased on nodes that they have left.", rows)
+        to.counter("kvemb_shard_moved_bytes_total", "Bytes of the records copied.", moves.copied_bytes)
+        to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
+        text = "Whether slots move, as this shard knows; by phase."
+        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in PHASES])
+
     def _add_history(self, to: MetricFamilies) -> None:
         repairs, saves, recovered = self.parts.repairer.figures, self.saves, self.parts.recovered
         to.counter("kvemb_shard_repaired_nodes_total", "Repairs of nodes that the shard has had a part in.", repairs.nodes)
@@ -106,3 +120,7 @@ class ShardMetrics:
         to.gauge("kvemb_shard_last_save_timestamp_seconds", "When the shard last finished its part of a checkpoint.", last)
         to.gauge("kvemb_shard_recovered_rows", "Rows that the shard replayed from its journal when it started.", recovered.rows)
         to.gauge("kvemb_shard_recovery_seconds", "How long that took.", recovered.seconds)
+
+
+def _is(plan: MovePlan | None, phase: str) -> float:
+    return float(plan is not None and plan.phase == phase)

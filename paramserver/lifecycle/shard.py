@@ -175,7 +175,12 @@ class Shard:
         if not port:
             return None
         figures = ShardMetrics(
-            self._parts, self._applier.figures, self._saver.figures, saving=lambda: observer.running, nodes=lambda: self._watch.seen
+            self._parts,
+            self._applier.figures,
+            self._saver.figures,
+            saving=lambda: observer.running,
+            nodes=lambda: self._watch.seen,
+            moves=self._mover.figures,
         )
         return MetricsEndpoint(figures, self.address.rpartition(":")[0], port, "Is another process there? See docs/operations.md.")
 

@@ -214,17 +214,10 @@ class Registry:
             if one is None or one.gone:
                 return
             for keys in one.definition.leftovers(pages=self._store.capabilities.pages):
-                self._erase_whole(keys)
+                _erase_whole(self._store, keys, self._timeout_s)
             dropped = {**self._copies.now.dropped, key: Dropped(one.definition, True)}
             self._copies.write(self._copies.now._replace(serial=self._copies.now.serial + 1, dropped=dropped))
         log.info("table %s was dropped", one.definition.name)
-
-    def _erase_whole(self, keys: RowKeys) -> None:
-        """Delete buckets or pages, also where a move brings them, or has taken them from."""
-        none = np.empty((0, 0), np.uint8)
-        if (other := self._store.other) is not None and (moving := other.has(keys)).any():
-            other.erase([WritePart(keys.take(np.flatnonzero(moving)), none)], Deadline.after(self._timeout_s))
-        self._store.erase([WritePart(keys, none)], Deadline.after(self._timeout_s))
 
     def _next_life(self, table: TableDef) -> TableDef:
         """The definition as none was that had this name: nothing written for one of those is taken for it."""
@@ -258,3 +251,11 @@ class Registry:
                 f"table {tables[-1].name!r}: the definitions of {len(tables)} tables take {size} bytes, at most {MAX_REGISTRY_BYTES} are "
                 "kept in storage; put several embeddings into one table, or give shorter names"
             )
+
+
+def _erase_whole(store: Store, keys: RowKeys, timeout_s: float) -> None:
+    """Delete buckets or pages, also where a move brings them, or has taken them from."""
+    none = np.empty((0, 0), np.uint8)
+    if (other := store.other) is not None and (moving := other.has(keys)).any():
+        other.erase([WritePart(keys.take(np.flatnonzero(moving)), none)], Deadline.after(timeout_s))
+    store.erase([WritePart(keys, none)], Deadline.after(timeout_s))
