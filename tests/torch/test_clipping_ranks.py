@@ -70,7 +70,11 @@ def say(model: nn.Sequential, cluster: MemoryCluster) -> None:
 
 
 def run(folder: Path, norm_type: float, which: str) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent, Path(__file__).parents[1]))),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, __file__, str(folder), str(norm_type), which]
     started = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

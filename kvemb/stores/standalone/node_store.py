@@ -40,7 +40,7 @@ from kvemb.stores.standalone.moving_rows import MovingRows
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_repair import NodeRepair
 from kvemb.stores.standalone.node_rows import NodeRows, RepairLane
-from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile
+from kvemb.stores.standalone.nodes_view import NodesView, moved_meanwhile, places_to_write
 from kvemb.stores.standalone.seen_nodes import SeenNodes, new_marker
 from kvemb.stores.store import NodeStats, Store
 from kvemb.wire.codec import Codec
@@ -107,7 +107,8 @@ class NodeStore(Store):
             view.markers[address] = accept(address, expected, value, run_id, view.placements)
         self._links.view = view
         self._links.follow = self._follow
-        return list(view.markers.values())
+        with self._links.meta_pool.lease(view.addresses, deadline):  # so that the first batch need not connect
+            return list(view.markers.values())
 
     # --- following the cluster map ------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,8 @@ class NodeStore(Store):
         cluster_map, places = seen.places(before, newest or before.map, deadline)
         with self._changing:
             now = self._links.view
+            if self.role != "trainer":
+                places = places_to_write(now, cluster_map, places)
             if (cluster_map.version, places) == (now.map.version, now.places) or cluster_map.version < now.map.version:
                 return now is not before
             self._links.view = now.changed(cluster_map, places)

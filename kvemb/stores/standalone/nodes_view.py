@@ -11,7 +11,7 @@ from functools import cached_property
 
 from kvemb.coordination.markers import Marker, Placements, as_under, diagnose, placements_of
 from kvemb.errors import ConfigError, NodeSuspectError, WrongNodeError
-from kvemb.schema.cluster_map import GONE, IN_FILE, ClusterMap
+from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +133,20 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
             )
         places.append(found)
     return tuple(places)
+
+
+def places_to_write(before: NodesView, cluster_map: ClusterMap, places: Sequence[str]) -> tuple[str, ...]:
+    """Return where a process that writes goes on: a node stays where it was, unless a command has said another address.
+
+    A write that is in doubt at a node's address could not be told of any more once the node is sought elsewhere.
+    """
+    known, said_before, kept = before.places, before.map.places, list(places)
+    for number, address in enumerate(known):
+        said = cluster_map.places[number] if cluster_map.places else None
+        moved = said is not None and said.said_by == BY_COMMAND and (number >= len(said_before) or said != said_before[number])
+        if address and kept[number] and not moved:
+            kept[number] = address
+    return tuple(kept)
 
 
 def moved_meanwhile(address: str) -> NodeSuspectError:
