@@ -12,6 +12,8 @@ from importlib.metadata import EntryPoint
 import hypothesis
 import pytest
 
+collect_ignore = ["conftest.py"]  # searched for doctests, it would be imported beside another folder's of the same name
+
 pytest.register_assert_rewrite("kvemb.testing")
 
 # A shell ignores SIGINT for what a script starts in the background, and nohup ignores SIGHUP; whatever is started from there inherits it.

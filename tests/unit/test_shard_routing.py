@@ -78,7 +78,7 @@ class OneShard:
     def wait_accepted(self, deadline: Deadline) -> None:
         self.sent.append((0, deadline.at_s))
 
-    def call_each(self, method: str, requests: list[RowsRequest], reply_type: object, deadline: Deadline) -> list[CountReply]:
+    def try_each(self, method: str, requests: list[RowsRequest], reply_type: object, deadline: Deadline) -> list[CountReply]:
         self.sent.append((len(requests[0].rows.ids), deadline.at_s))
         return [CountReply(len(requests[0].rows.ids))]
 
