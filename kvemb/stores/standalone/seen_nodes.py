@@ -1,14 +1,17 @@
 """A look at nodes before anything is expected of them: which cluster they are of, which number each has, and the newest map they know."""
 
+import logging
 from collections.abc import Iterable
 
 from kvemb.coordination.map_copies import MAP_NAME, map_in_force, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, first_identity
-from kvemb.errors import KvembError, NotProvisionedError, WrongNodeError
+from kvemb.errors import ConfigError, KvembError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.nodes_view import NodesView, places_of
+
+log = logging.getLogger("kvemb")
 
 
 class SeenNodes:
@@ -58,7 +61,11 @@ class SeenNodes:
         copies = [copy for _, copy in self._values.values()]
         cluster_map = newest_map(copies, [f"node {address}" for address in self._values], known) or known
         ours = next(iter(before.markers.values())).cluster_id
-        return cluster_map, places_of(cluster_map, self._links.in_file, self._numbers(ours))
+        try:
+            return cluster_map, places_of(cluster_map, self._links.in_file, self._numbers(ours))
+        except ConfigError as error:  # addresses lead elsewhere just now; what was known is good until they lead right again
+            log.warning("the cluster map of version %d is not followed yet: %s", cluster_map.version, error)
+            return before.map, before.places
 
     def require(self, address: str, deadline: Deadline) -> tuple[str, bytes | None]:
         """Return a node's run id, and what stands in the place of its marker.
