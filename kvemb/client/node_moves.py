@@ -24,7 +24,6 @@ from kvemb.schema.slot_dealing import deal
 from kvemb.schema.slots import runs_of
 
 _LOOK_S = 0.1
-_PHASES = ("moving", "flipped", "cleaning")
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,6 @@ class SlotMover:
         self._access = RowAccess(store, timeout_s)
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[int] = iter(())
-        self._again: tuple[TableState, Ids] | None = None  # of the slice that met trouble
         self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
         self.figures = MoveFigures()
         self.progress = MoveProgress(0, True, 0, 0)

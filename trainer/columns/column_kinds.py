@@ -6,7 +6,7 @@ DenseFeatures has them), and how values come in (`feature_bags`).
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -276,3 +276,20 @@ def _require(key: str, values: NDArray[Any], kinds: str, expected: str) -> None:
     if values.dtype.kind not in kinds and len(values):
         got = "text" if values.dtype.kind == "O" else str(values.dtype)
         raise InvalidInputError(f"feature {key!r} holds {got}, its column expects {expected}; convert it, or give the column that dtype")
+
+
+def checked_dense_columns(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
+    """Return the columns of a dense input, in their order.
+
+    Raises:
+        InvalidInputError: one is none that gives numbers, or two have one name, or there is none.
+    """
+    listed = list(columns)
+    for column in listed:
+        if not isinstance(column, DenseColumn):
+            hint = "; wrap it with embedding_column" if isinstance(column, CategoricalColumn) else ""
+            raise InvalidInputError(f"feature_columns takes numeric and embedding columns, got {type(column).__name__}{hint}")
+    names = [column.name for column in listed]
+    if not names or len(set(names)) < len(names):
+        raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
+    return listed

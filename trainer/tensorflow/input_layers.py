@@ -18,7 +18,15 @@ from kvemb.optim import OptimizerSpec
 
 from ..bridge.cluster_ports import TablePort
 from ..bridge.table_creator import TableCreator
-from ..columns.column_kinds import BucketizedColumn, CategoricalColumn, DenseColumn, EmbeddingColumn, NumericColumn, WeightedColumn
+from ..columns.column_kinds import (
+    BucketizedColumn,
+    CategoricalColumn,
+    DenseColumn,
+    EmbeddingColumn,
+    NumericColumn,
+    WeightedColumn,
+    checked_dense_columns,
+)
 from ..columns.column_tables import ColumnOptions, tables_of
 from ..columns.feature_bags import MISSING_INTEGER
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
@@ -134,15 +142,7 @@ def sequence_input_from_feature_columns(
 
 
 def _sorted(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
-    listed = list(columns)
-    for column in listed:
-        if not isinstance(column, DenseColumn):
-            hint = "; wrap it with embedding_column" if isinstance(column, CategoricalColumn) else ""
-            raise InvalidInputError(f"feature_columns takes numeric and embedding columns, got {type(column).__name__}{hint}")
-    names = [column.name for column in listed]
-    if not names or len(set(names)) < len(names):
-        raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
-    return sorted(listed, key=lambda column: column.name)
+    return sorted(checked_dense_columns(columns), key=lambda column: column.name)
 
 
 def _embedded(columns: Sequence[DenseColumn], features: Features, tables: Mapping[str, TablePort], *, sequence: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
 from ...bridge.table_creator import TableCreator
-from ...columns.column_kinds import CategoricalColumn, DenseColumn, EmbeddingColumn
+from ...columns.column_kinds import DenseColumn, EmbeddingColumn, checked_dense_columns
 from ...columns.column_tables import ColumnOptions, tables_of
 from ..lookup.eager import eager
 from .column_recipe import ColumnRecipe
@@ -69,7 +69,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     ) -> None:
         if isinstance(emb_num_groups, bool) or not isinstance(emb_num_groups, int) or emb_num_groups < 1:
             raise InvalidInputError(f"emb_num_groups is {emb_num_groups!r}; give an integer of at least 1")
-        columns = sorted(_checked(feature_columns), key=lambda column: column.name)
+        columns = sorted(checked_dense_columns(feature_columns), key=lambda column: column.name)
         embedded = [column for column in columns if isinstance(column, EmbeddingColumn)]
         options = ColumnOptions(optimizer, reduce, emb_dtype, emb_wire_dtype, emb_unique)
         specs = tables_of(embedded, options)
@@ -98,15 +98,3 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
             InvalidInputError: a feature is missing or does not fit its column, naming it; nothing was sent.
         """
         return self.recipe.run(features, self._look_up).to(self.dtype)
-
-
-def _checked(columns: Iterable[DenseColumn]) -> list[DenseColumn]:
-    listed = list(columns)
-    for column in listed:
-        if not isinstance(column, DenseColumn):
-            hint = "; wrap it with embedding_column" if isinstance(column, CategoricalColumn) else ""
-            raise InvalidInputError(f"feature_columns takes numeric and embedding columns, got {type(column).__name__}{hint}")
-    names = [column.name for column in listed]
-    if not names or len(set(names)) < len(names):
-        raise InvalidInputError(f"feature_columns must be columns of distinct names, got {names}")
-    return listed
