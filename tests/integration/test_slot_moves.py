@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvemb.arrays.hashing import mix64
-from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeLostError, UnsafeNodeError, WrongNodeError
+from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeLostError, NodeUnavailableError, UnsafeNodeError, WrongNodeError
 from kvemb.local_cluster import storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
@@ -198,13 +198,17 @@ def test_a_full_target_leaves_every_slot_as_it_was_and_the_change_can_go_on_when
             limit = client.config_get("maxmemory")["maxmemory"]
             client.config_set("maxmemory", 1)
             try:
-                with pytest.raises(NodeFullError, match=target.address):
+                # The record of the change may lie on this server, too; shards try such a small write again, so its error is the other one.
+                with pytest.raises((NodeFullError, NodeUnavailableError), match=f"{target.address}.*no memory left"):
                     nodes.carry_out(plan)
             finally:
                 client.config_set("maxmemory", limit)
         assert nodes.plans.view().open_slots == ()
         require_rows(store, ROWS, records_of(ROWS))
-        nodes.resume()
+        if nodes.plans.under_way() is None:  # nothing was begun
+            nodes.carry_out(plan)
+        else:
+            nodes.resume()
         require_settled(running, nodes, plan.change.names, plan.change.after)
         require_rows(store, ROWS, records_of(ROWS))
 
