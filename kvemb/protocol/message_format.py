@@ -237,7 +237,12 @@ def _check_of(annotation: Any) -> Check:
         return lambda at, value: TableRows.from_list(value)
     if annotation in (list[TableRows], list[ChangedRowsBlock]):
         return partial(_rows_of, kind=annotation.__args__[0])
-    items = {list[bytes]: (bytes, "a list of bytes"), list[str]: (str, "a list of texts"), list[dict[str, Any]]: (dict, "a list of maps")}
+    items: dict[Any, tuple[type, str]] = {
+        list[bytes]: (bytes, "a list of bytes"),
+        list[str]: (str, "a list of texts"),
+        list[int]: (int, "a list of numbers"),
+        list[dict[str, Any]]: (dict, "a list of maps"),
+    }
     if annotation in items:
         kind, what = items[annotation]
         return partial(_list_of, kind=kind, what=what)

@@ -404,14 +404,17 @@ class SampleIdsRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class MoveRequest(Message):
-    """Begin to move slots between nodes (shard 0); answered once the plan is on the nodes.
+    """Begin to move slots between nodes, or between shards (shard 0); answered once the plan is on the nodes.
 
     Args:
         version: of the cluster map that it was worked out from.
-        slot_nodes: runs of slots, see `kvemb.schema.slots.runs_of`; new nodes have the numbers behind those there are.
+        slot_nodes: runs of slots, see `kvemb.schema.slots.runs_of`; new nodes have the numbers behind those there are. b"" for shards.
         join: addresses of new nodes.
         leave: addresses of nodes that are to have nothing left.
         max_bytes_per_s: of copies, all shards together; 0 for no bound.
+        slot_shards: runs of slots likewise, of a move between shards; b"" for nodes.
+        join_shards: addresses of new shards.
+        leave_shards: numbers of shards that are to have nothing left.
     """
 
     version: int
@@ -419,6 +422,9 @@ class MoveRequest(Message):
     join: list[str]
     leave: list[str]
     max_bytes_per_s: int
+    slot_shards: bytes = b""
+    join_shards: list[str] = field(default_factory=list)
+    leave_shards: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,6 +464,39 @@ class SlotSizesReply(Message):
 
     rows: bytes
     record_bytes: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class SlotEntriesRequest(Message):
+    """A shard that takes slots over asks the one that has them what it knows of their rows, a page at a time.
+
+    Args:
+        version: of the cluster map whose plan says so.
+        shard: who asks.
+        start: how many rows it has had of this version already.
+    """
+
+    version: int
+    shard: int
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class SlotEntriesReply(Message):
+    """A page of that.
+
+    Args:
+        ready: whether the shard follows that version and, where they are to be final, has written all that it had taken; else ask again.
+        epoch: of the shard that answers.
+        tables: of each its "definition", how often it was applied there ("step"), and how many "rows" are handed over, in their order.
+        ids, versions: uint64, least significant byte first; ascending within a table.
+    """
+
+    ready: bool
+    epoch: int
+    tables: list[dict[str, Any]]
+    ids: bytes
+    versions: bytes
 
 
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:

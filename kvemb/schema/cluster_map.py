@@ -113,6 +113,26 @@ class ClusterMap:
         plan = self.plan
         return plan.slot_owners if plan is not None and plan.kind == NODES and plan.writes_both else None
 
+    def gives(self, shard: int) -> NDArray[np.bool_]:
+        """Return which slots a plan takes from a shard, before and after its flip: bool [16384]."""
+        before, after = self._shards_of_plan
+        which: NDArray[np.bool_] = (before == shard) & (after != shard)
+        return which
+
+    def takes(self, shard: int) -> NDArray[np.bool_]:
+        """Return which slots a plan brings to a shard, before and after its flip: bool [16384]."""
+        before, after = self._shards_of_plan
+        which: NDArray[np.bool_] = (before != shard) & (after == shard)
+        return which
+
+    @property
+    def _shards_of_plan(self) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+        """Who writes each slot when a plan begins, and when it is done; both the same where none moves slots between shards."""
+        plan = self.plan
+        if plan is None or plan.kind != SHARDS:
+            return self.slot_shards, self.slot_shards
+        return (plan.slot_owners, self.slot_shards) if plan.flipped else (self.slot_shards, plan.slot_owners)
+
     @cached_property
     def former(self) -> "ClusterMap | None":
         """The map that markers may still name, because the one in force has just followed it; None for none."""

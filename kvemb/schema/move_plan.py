@@ -1,4 +1,4 @@
-"""A plan of slots that move between nodes, or between shards, while training goes on. Pure; docs/adr/0058 and 0060 say how it goes.
+"""A plan of slots that move between nodes, or between shards, while training goes on. Pure; docs/adr/0058, 0060 and 0062 say how it goes.
 
 Of a plan the map says who has the slots now, and the plan who else: while it moves them, who is to have them; once it is flipped, who had
 them.
@@ -14,7 +14,9 @@ from kvemb.schema.slots import from_runs, runs_of
 
 NODES, SHARDS = "nodes", "shards"
 MOVING, FLIPPED, CLEANING, ABORTING = "moving", "flipped", "cleaning", "aborting"
-PHASES = (MOVING, FLIPPED, CLEANING, ABORTING)
+DRAINING, SERVING = "draining", "serving"
+PHASES_OF = {NODES: (MOVING, FLIPPED, CLEANING, ABORTING), SHARDS: (MOVING, DRAINING, FLIPPED, SERVING, ABORTING)}
+PHASES = (MOVING, DRAINING, FLIPPED, SERVING, CLEANING, ABORTING)
 MAX_WHY = 1000
 
 
@@ -24,7 +26,8 @@ class MovePlan:
 
     Args:
         kind: "nodes" or "shards".
-        phase: "moving", "flipped", "cleaning" or "aborting".
+        phase: between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "draining", "flipped", "serving" or
+            "aborting".
         slot_owners: uint16 [16384], the other owner of each slot; of slots that stay, the same one.
         leaving: numbers of owners that have nothing left, and are gone, when the plan is done.
         joining: numbers of owners that came with the plan, and are gone when it was aborted.
@@ -46,9 +49,14 @@ class MovePlan:
         return self.phase in (MOVING, FLIPPED)
 
     @property
+    def flipped(self) -> bool:
+        """Whether the map names those who are to have the slots, and the plan those who had them."""
+        return self.phase in (FLIPPED, CLEANING, SERVING)
+
+    @property
     def renews_markers(self) -> bool:
         """Whether nodes may still have markers of the map before the flip."""
-        return self.phase == FLIPPED
+        return self.phase in (FLIPPED, SERVING)
 
     def to_list(self) -> list[Any]:
         """Return what stands in the map's bytes."""
@@ -64,7 +72,7 @@ class MovePlan:
         if not isinstance(items, list) or [type(item) for item in items] != [str, str, bytes, list, list, int, str]:
             raise ValueError("no plan")
         kind, phase, runs, leaving, joining, max_bytes_per_s, why = items
-        if kind not in n_owners or phase not in PHASES or max_bytes_per_s < 0 or len(why) > MAX_WHY:
+        if kind not in n_owners or phase not in PHASES_OF[kind] or max_bytes_per_s < 0 or len(why) > MAX_WHY:
             raise ValueError("no plan of this release")
         if not all(type(number) is int and 0 <= number < n_owners[kind] for number in [*leaving, *joining]):
             raise ValueError("an owner comes or goes that there is not")

@@ -27,21 +27,25 @@ log = logging.getLogger("paramserver")
 
 @dataclass(frozen=True, eq=False)
 class WantedMove:
-    """What an operator asks for.
+    """What an operator asks for: a move between nodes, or one between shards.
 
     Args:
         version: of the map that it was worked out from.
-        slot_nodes: uint16 [16384], the node that each slot is to lie on; new nodes have the numbers behind those there are.
+        slot_nodes: uint16 [16384], the node that each slot is to lie on; new nodes have the numbers behind those there are. None of shards.
         join: addresses of new nodes.
         leave: numbers of nodes that are to have nothing then, and go.
         max_bytes_per_s: of copies, all shards together; 0 for no bound.
+        slot_shards, join_shards, leave_shards: likewise, of a move between shards. None of nodes.
     """
 
     version: int
-    slot_nodes: NDArray[np.uint16]
+    slot_nodes: NDArray[np.uint16] | None = None
     join: tuple[str, ...] = ()
     leave: tuple[int, ...] = ()
     max_bytes_per_s: int = 0
+    slot_shards: NDArray[np.uint16] | None = None
+    join_shards: tuple[str, ...] = ()
+    leave_shards: tuple[int, ...] = ()
 
 
 class MoveCarrier:
@@ -86,8 +90,10 @@ class MoveCarrier:
                     "changed. Ask again."
                 )
             places = self._places(now)
+            if wanted.slot_nodes is None:
+                raise MoveRefusedError("slots do not move between shards yet; nothing was changed")
             joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
-            self._check(now, places, wanted)
+            self._check(now, places, wanted, wanted.slot_nodes)
             for number, address in zip(joining, wanted.join, strict=True):
                 self._store.prepare_node(address, number, self._metas(), deadline)
             plan = MovePlan(NODES, MOVING, wanted.slot_nodes, wanted.leave, joining, wanted.max_bytes_per_s)
@@ -224,10 +230,10 @@ class MoveCarrier:
                 "`kvemb moves abort` takes it back."
             )
 
-    def _check(self, now: ClusterMap, places: Sequence[NodePlace], wanted: WantedMove) -> None:
+    def _check(self, now: ClusterMap, places: Sequence[NodePlace], wanted: WantedMove, slot_nodes: NDArray[np.uint16]) -> None:
         there = {at for at, place in enumerate(places) if place.said_by != GONE} | set(range(now.n_nodes, now.n_nodes + len(wanted.join)))
         self._require_new(places, wanted.join)
-        named = set(np.unique(wanted.slot_nodes).tolist())
+        named = set(np.unique(slot_nodes).tolist())
         if not named <= there - set(wanted.leave) or not set(wanted.leave) <= there:
             raise InvalidInputError(
                 f"slots for nodes {sorted(named - there)}, and nodes {sorted(wanted.leave)} to leave: there are {sorted(there)}"

@@ -1,6 +1,7 @@
 """The shard's end of moves: messages in, messages out. What they do is in `paramserver.moves`."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
@@ -26,14 +27,20 @@ class MoveHandlers:
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         """Begin a plan."""
-        n_nodes = self._store.cluster_map.n_nodes + len(request.join)
-        try:
-            slot_nodes = from_runs(request.slot_nodes, max(1, n_nodes))
-        except ValueError as error:
-            raise InvalidInputError(f"slot_nodes: {error}") from error
-        leave = tuple(self._number_of(address) for address in request.leave)
-        wanted = WantedMove(request.version, slot_nodes, tuple(request.join), leave, max(0, request.max_bytes_per_s))
-        self._on_shard_0().begin(wanted, deadline)
+        carrier, now = self._on_shard_0(), self._store.cluster_map
+        wanted = WantedMove(
+            request.version,
+            _owners("slot_nodes", request.slot_nodes, now.n_nodes + len(request.join)),
+            tuple(request.join),
+            tuple(self._number_of(address) for address in request.leave),
+            max(0, request.max_bytes_per_s),
+            _owners("slot_shards", request.slot_shards, now.n_shards + len(request.join_shards)),
+            tuple(request.join_shards),
+            tuple(request.leave_shards),
+        )
+        if (wanted.slot_nodes is None) == (wanted.slot_shards is None):
+            raise InvalidInputError("slots move between nodes or between shards, one at a time: give slot_nodes or slot_shards")
+        carrier.begin(wanted, deadline)
         return self.status(Empty(), deadline)
 
     def replace_node(self, request: ReplaceNodeRequest, deadline: Deadline) -> MoveStatusReply:
@@ -74,3 +81,13 @@ class MoveHandlers:
         if not address or address not in places:
             raise InvalidInputError(f"node {address}: is none of the cluster's, which are {', '.join(filter(None, places))}")
         return places.index(address)
+
+
+def _owners(what: str, runs: bytes, n_owners: int) -> NDArray[np.uint16] | None:
+    """The owner of each slot; None where nothing is said of them."""
+    if not runs:
+        return None
+    try:
+        return from_runs(runs, max(1, n_owners))
+    except ValueError as error:
+        raise InvalidInputError(f"{what}: {error}") from error

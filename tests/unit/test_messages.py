@@ -77,11 +77,13 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, False, 9, ["anna"]),
     "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
     "SampleIdsRequest": m.SampleIdsRequest("user", 1000),
-    "MoveRequest": m.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33),
+    "MoveRequest": m.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
     "ReplaceNodeRequest": m.ReplaceNodeRequest(7, "n:1", "n:4"),
     "AbortMoveRequest": m.AbortMoveRequest("too slow"),
     "MoveStatusReply": m.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
     "SlotSizesReply": m.SlotSizesReply(bytes(8), bytes(8)),
+    "SlotEntriesRequest": m.SlotEntriesRequest(7, 2, 2**19),
+    "SlotEntriesReply": m.SlotEntriesReply(True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8)),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
