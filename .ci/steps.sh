@@ -1,0 +1,106 @@
+# Steps of a run, and the summary that closes its output. Sourced by .ci/run.
+#
+#   step NAME COMMAND...     run it, and show its output as it comes
+#   begin NAME COMMAND...    begin it, beside what follows
+#   end NAME...              wait for what was begun, and show its output
+#   alone NAME COMMAND...    where NAME has failed: once more, when nothing runs beside it. What passes then has passed, and is named
+#   passed NAME...           did all of them?
+#
+# A step that fails keeps no other from running. When the script ends, for whatever reason, `summary` says what came of each, and sets the code.
+# COMMAND is a program, not a function, so that what ends the script can end it, too.
+
+declare -A running began_s lasted_s outcome
+names=()
+logs=$(mktemp -d)
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+step() {
+    title "$1"
+    begin "$@"
+    tail -n +1 --pid="${running[$1]}" --sleep-interval=0.5 -f "$logs/$1"
+    ended "$1"
+}
+
+begin() {
+    names+=("$1")
+    outcome[$1]='did not come to its end'
+    began_s[$1]=$(date +%s)
+    : >"$logs/$1"
+    "${@:2}" >"$logs/$1" 2>&1 &
+    running[$1]=$!
+}
+
+end() {
+    local name
+    for name; do
+        ended "$name"
+        title "$name"
+        cat "$logs/$name"
+    done
+}
+
+# A run that was stopped because it took too long has hung; that is not tried again.
+alone() {
+    local name=$1
+    case ${outcome[$name]} in passed | 'did not'* | *'code 124' | *'code 137') return ;; esac
+    step "$name, alone" "${@:2}"
+    unset 'names[-1]'
+    if [ "${outcome["$name, alone"]}" = passed ]; then
+        outcome[$name]='passed alone, failed beside others'
+    else
+        mv "$logs/$name, alone" "$logs/$name"
+    fi
+}
+
+passed() {
+    local name
+    for name; do
+        case ${outcome[$name]} in passed*) ;; *) return 1 ;; esac
+    done
+}
+
+title() { printf '\n== %s  [%d s]\n' "$1" "$SECONDS"; }
+
+ended() {
+    local code=0
+    wait "${running[$1]}" || code=$?
+    unset "running[$1]"
+    # Of what ran beside others: until its last word.
+    lasted_s[$1]=$(($(date -r "$logs/$1" +%s) - began_s[$1]))
+    outcome[$1]=passed
+    [ "$code" = 0 ] || outcome[$1]="FAILED with code $code"
+}
+
+# What is written here is short, because it is all that some readers see.
+summary() {
+    local name code=0
+    title summary
+    for name in "${names[@]}"; do
+        printf '%6s s  %s: %s\n' "${lasted_s[$name]:-?}" "$name" "${outcome[$name]}"
+        passed "$name" || code=1
+        case ${outcome[$name]} in
+        passed) ;;
+        passed*) what_failed "$logs/$name" | sed 's/FAILED //' ;;
+        *) what_failed "$logs/$name" ;;
+        esac
+    done
+    return $code
+}
+
+what_failed() { # log: the tests that failed; its last words where it names none
+    local tests
+    tests=$(grep -aE '^(FAILED|ERROR) [^ ]+\.(py|md)' "$1" | sort -u | cut -c 1-200)
+    [ -n "$tests" ] || tests=$(grep -av '^ *$' "$1" | tail -n 3 | cut -c 1-200)
+    printf '%s\n' "$tests" | head -n 25 | sed 's/^./            &/'
+}
+
+finish() {
+    local code=$?
+    # shellcheck disable=SC2046  # a list of numbers
+    kill $(jobs -p) 2>/dev/null
+    summary || code=$((code > 1 ? code : 1))
+    rm -rf "$logs"
+    exit "$code"
+}

@@ -1,0 +1,56 @@
+"""What .ci/run makes of its steps: none keeps another from running, and its last lines say what failed."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTEST = "printf 'FAILED tests/a.py::test_it[x] - KeyError: 1\\n1 failed\\n'; exit 2"
+
+
+def run(folder: Path, script: str) -> tuple[int, list[str], list[str]]:
+    """Its exit code, what it wrote before the summary, and the summary's lines."""
+    words = ["bash", "-uo", "pipefail", "-c", f". '{ROOT}/.ci/steps.sh'\n{script}"]
+    done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False)
+    before, _, summary = done.stdout.partition("\n== summary")
+    assert done.stderr == ""
+    return done.returncode, before.splitlines(), [line.split(" s  ", 1)[-1] for line in summary.splitlines()[1:]]
+
+
+def test_a_step_that_fails_keeps_no_other_from_running_and_the_end_names_its_tests(tmp_path: Path) -> None:
+    three = f'begin beside sh -c "echo slow; exit 3"\nstep first sh -c "{PYTEST}"\nstep last echo reached\nend beside'
+    code, before, summary = run(tmp_path, three)
+    assert code == 1
+    assert before.index("reached") < before.index("slow")
+    assert summary == [
+        "beside: FAILED with code 3",
+        "            slow",
+        "first: FAILED with code 2",
+        "            FAILED tests/a.py::test_it[x] - KeyError: 1",
+        "last: passed",
+    ]
+
+
+def test_what_passes_alone_has_passed_and_is_named(tmp_path: Path) -> None:
+    once = f'step it sh -c "{PYTEST}"\nstep fine true\nalone it sh -c "echo again"\nalone fine echo never'
+    code, before, summary = run(tmp_path, once)
+    assert code == 0
+    assert ("again" in before, "never" in before) == (True, False)
+    assert summary == [
+        "it: passed alone, failed beside others",
+        "            tests/a.py::test_it[x] - KeyError: 1",
+        "fine: passed",
+    ]
+
+
+def test_what_fails_alone_too_fails_the_run_and_a_hang_is_not_tried_again(tmp_path: Path) -> None:
+    twice = f'step it sh -c "{PYTEST}"\nstep hung timeout 0.1 sleep 60\nalone it sh -c "echo still; exit 2"\nalone hung echo never'
+    code, before, summary = run(tmp_path, twice)
+    assert code == 1
+    assert "never" not in before
+    assert summary == ["it: FAILED with code 2", "            still", "hung: FAILED with code 124", ""]
+
+
+def test_a_run_that_is_stopped_says_which_steps_had_not_ended_and_ends_them(tmp_path: Path) -> None:
+    code, _, summary = run(tmp_path, 'begin long sh -c "echo begun; exec sleep 600"\nbegin short true\nend short\npassed long || exit 7')
+    assert code == 7
+    assert summary == ["long: did not come to its end", "            begun", "short: passed"]
