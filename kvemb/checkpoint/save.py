@@ -64,15 +64,24 @@ def save(
     storage = CheckpointStorage(url)
     if storage.size(MANIFEST) is not None:
         raise CheckpointError(f"{storage!r} holds a checkpoint already; save under another name, or delete it first")
+    saving.servers.refresh_map(Deadline.after(timeout_s))
     below = None if base is None else _open_base(saving, storage, base, weights_only)
     info = _info(saving, storage, below, weights_only, check_extra(dict(extra or {})), resume=resume)
     n_shards = len(saving.servers)
     cuts = [0] * n_shards if below is None else [cut.version for cut in below.manifest.cuts]
     requests = [SaveRequest(info.save_id, storage.url, cuts[shard], weights_only, timeout_s) for shard in range(n_shards)]
     saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
+    _require_same_shares(saving.servers, info, timeout_s)
     _wait(saving.servers, info.save_id, requests, progress)
     manifest = _finish(storage, info, n_shards, below)
     return SaveResult(storage.url, manifest, time.monotonic() - begun)
+
+
+def _require_same_shares(servers: AllShards, info: SaveInfo, timeout_s: float) -> None:
+    """Refuse to go on when slots have changed their shard while the shards were cut one after the other; once all are cut, none does."""
+    servers.refresh_map(Deadline.after(timeout_s))
+    if servers.cluster_map.shard_runs != info.slots:
+        raise CheckpointError("slots moved between shards while the save began, so that a row may be in two shares or in none; save again")
 
 
 def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_only: bool) -> Checkpoint:

@@ -6,7 +6,7 @@ A certificate says it in URIs among its subject alternative names, `kvemb://CLUS
     kvemb://ads/trainer/*          … under any name
     kvemb://ads/admin/alice        also erases, drops, loads, repairs; takes no trainer's place
     kvemb://ads/reader/dashboard   only asks
-    kvemb://ads/shard/0            serves; a shard's certificate is not a client's
+    kvemb://ads/shard/0            serves, and asks other shards for slots that they hand over; no client's
 
 What must not live here: how a certificate is read and checked, which TLS does.
 """
@@ -32,6 +32,7 @@ MAY_CALL = {
     **dict.fromkeys(("Hello", "Push", "Bye"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
     **dict.fromkeys(("MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
+    "SlotEntries": frozenset({SHARD}),
 }
 """Verb of the shards' service: roles that may call it."""
 
@@ -74,7 +75,7 @@ class Caller:
             )
 
 
-ANYBODY = Caller("anybody", ((TRAINER, "*"), (ADMIN, "*")))
+ANYBODY = Caller("anybody", ((TRAINER, "*"), (ADMIN, "*"), (SHARD, "*")))
 """Without TLS, and for the holder of the token: nobody is told apart."""
 
 

@@ -29,12 +29,13 @@ from kvemb.net.deadline import Deadline
 from ..engine.repair_port import NO_BATCH, Pause
 from ..journal import Position
 from ..model.tables import TableState
-from ..moves.slot_mover import SlotMover
+from ..moves.plan_work import PlanWork
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
 from ..snapshot.snapshot_schedule import LocalSnapshots
 
 _RETRY_S = 5.0
+_AFTER_A_HANDOVER_S = 0.1
 log = logging.getLogger("paramserver")
 
 
@@ -93,7 +94,7 @@ class BackgroundWork:
         repairer: restores rows.
         snapshots: taken as the journal grows.
         scrub: compares rows that nobody touches.
-        mover: moves rows between nodes; None where nothing does.
+        mover: does the shard's part in plans; None where there are none.
         wake: makes the apply thread call `step`.
         timeout_s: of one look at rows that were asked about.
     """
@@ -105,11 +106,11 @@ class BackgroundWork:
         scrub: Scrub,
         wake: Callable[[], None],
         *,
-        mover: SlotMover | None = None,
+        mover: PlanWork | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self._mover = mover
-        self._applied: Position | None = None
+        self.applied: Position | None = None  # as `step` was told last
         self._repairer, self._snapshots, self._wake, self.scrub, self._timeout_s = repairer, snapshots, wake, scrub, timeout_s
         self._lock = threading.Lock()
         self._asked: list[RepairTicket] = []
@@ -167,6 +168,7 @@ class BackgroundWork:
             LostRowError: a row cannot be restored: the shard must stop.
             JournalBehindError: rows show that the journal lacks batches: the same.
         """
+        loaded, self.applied = applied != self.applied, applied
         with self._lock:
             asked, self._asked = self._asked, []
             to_compare, self._to_compare = self._to_compare, []
@@ -174,7 +176,9 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        loaded, self._applied = applied != self._applied, applied
+        if self._mover is not None and self._mover.changes_runs:
+            self._snapshots.give_up()
+            self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
         moving = self._mover is not None and self._mover.step(pause, loaded=loaded)
         if self._step_snapshot(applied, pause) or moving:
             return True

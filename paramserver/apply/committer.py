@@ -124,6 +124,11 @@ class Committer:
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
 
+    def rise(self, epoch: int) -> int:
+        """Number batches in a higher epoch from now on; return the last number that may have been given in the one before. Any thread."""
+        self._epoch = epoch  # before `k` is read: a batch that is being numbered now may still get the older one
+        return self.k + 1
+
     def _run(self) -> None:
         try:
             while room := self._handover.wait_for_room():

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ from kvemb.stores.store import Store
 from ..disk.data_dir import DataDir
 from ..engine.repair_port import Pause
 from ..model.table_registry import Registry
-from ..recovery.claim_shard import require_owner, save
+from ..recovery.claim_shard import save
 from ..recovery.shard_parts import ShardParts
 from ..recovery.state_file import TableImage
 from ..recovery.state_image import image
@@ -92,7 +91,7 @@ class Loader:
         self._parts, self._store, self._data = parts, store, data
         self._servers, self._timeout_s = parts.config.servers, parts.config.storage.timeout_s
         self._writer = UnconditionalWriter(store, self._timeout_s, pause, parts.repairer)
-        self._still_ours = partial(require_owner, data, parts.engine.epoch)
+        self._still_ours = parts.claim.require
         self._reported = 0.0
         self._done = self._rows = 0
 

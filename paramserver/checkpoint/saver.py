@@ -19,6 +19,7 @@ from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.move_plan import SHARDS
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
@@ -87,6 +88,7 @@ class Saver:
             raise CheckpointError(f"shard {self._shard}: a save to {before.order.url} is under way; wait for its end")
         require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
+        self._refuse_in_mid_move()
         self._observer.follow(None)
         self._finished = _finished(storage, order, self._shard)
         if self._finished is not None:
@@ -95,10 +97,23 @@ class Saver:
         self._wait_applied(deadline)
         with self._engine.batch_boundary.between(deadline):
             job = self._cut(order, definitions)
-            self._observer.follow(job)
+            self._observer.follow(job)  # from here on no slot leaves the shard, or comes
+            try:
+                self._refuse_in_mid_move()
+            except CheckpointError:
+                self._observer.follow(None)
+                raise
         if self._engine.behind is not None:
             self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
         job.thread.start()
+
+    def _refuse_in_mid_move(self) -> None:
+        plan = self._store.cluster_map.plan
+        if plan is not None and plan.kind == SHARDS:
+            raise CheckpointError(
+                f"shard {self._shard}: slots move between shards (phase {plan.phase}); nothing was saved. `kvemb moves` shows how "
+                "far that is; save again when it is done."
+            )
 
     def progress(self, save_id: str) -> tuple[str, str, int, int, int]:
         """Return (state, error, rows done, rows in all, bytes written) of a save; state is "running", "done", "failed" or "unknown"."""

@@ -69,7 +69,7 @@ class Engine:
     ) -> None:
         self._tables, self._pace = tables, Pace(timeout_s)
         self._writer = PieceWriter(store, tables, timeline, timeout_s, ports)
-        self.epoch, self.k, self.rows_applied = timeline.epoch, k, rows_applied
+        self._timeline, self.k, self.rows_applied = timeline, k, rows_applied
         self.batch_boundary = BatchBoundary()
         self._observer, self._repair, self.behind = ports.observer, ports.repair, ports.behind
 
@@ -106,6 +106,17 @@ class Engine:
             applied = self._run(change, batch, pause, between)
             self._write_due(pause)
             return applied
+
+    @property
+    def epoch(self) -> int:
+        """Of the versions that this process writes now. Any thread."""
+        return self._timeline.epoch
+
+    def rise(self, epoch: int, k: int) -> None:
+        """Go on in a higher epoch, in which all batches behind k are numbered. Between batches, apply thread only."""
+        self._timeline.rise(epoch, k)
+        if self.behind is not None:
+            self.behind.epoch = epoch
 
     @property
     def stored_k(self) -> int:

@@ -97,7 +97,7 @@ class WriteBehind:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tables, self._bound = store, tables, bound
-        self._epoch, self._repair, self._wake, self._clock_s = epoch, repair, wake, clock_s
+        self.epoch, self._repair, self._wake, self._clock_s = epoch, repair, wake, clock_s
         self._arena, self._access = RecordArena(), RowAccess(store, timeout_s)
         self._unwritten: list[_UnwrittenRecords] = []
         self._oldest_k, self._oldest_s = 0, 0.0  # of the first change that is not written; 0 for none
@@ -237,7 +237,7 @@ class WriteBehind:
         """Read what stands where writes met a conflict: our own record, whose write was not answered, or one to be written over."""
         definition, cache, at, ids = dirty.state.definition, dirty.state.cache, dirty.at[which], dirty.ids[which]
         seen = self._access.look(definition, ids)
-        refuse_later_epoch(definition, ids, seen.versions, self._epoch)
+        refuse_later_epoch(definition, ids, seen.versions, self.epoch)
         if seen.tokens is not None:
             cache.tokens[at] = seen.tokens
         cache.unpin(at[seen.versions == definition.record.versions(dirty.part.records)[which]])

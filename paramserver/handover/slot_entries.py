@@ -1,5 +1,6 @@
 """What a shard knows of the rows of some slots, as it hands them over: ids, versions, and how often each table was applied. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,20 @@ def entries_of(state: TableState, slots: NDArray[np.bool_]) -> SlotEntries:
     ids, versions = ids[ours], versions[ours]
     order = np.argsort(ids)
     return SlotEntries(state.definition, state.step, ids[order], versions[order])
+
+
+def put_together(entries: Sequence[SlotEntries]) -> list[SlotEntries]:
+    """Return what several givers say as one of each table: a table counts as many applies as the giver that has counted most."""
+    by_table: dict[str, list[SlotEntries]] = {}
+    for one in entries:
+        by_table.setdefault(one.definition.key, []).append(one)
+    return [_joined(some) for some in by_table.values()]
+
+
+def _joined(some: Sequence[SlotEntries]) -> SlotEntries:
+    ids, versions = np.concatenate([one.ids for one in some]), np.concatenate([one.versions for one in some])
+    order = np.argsort(ids)
+    return SlotEntries(some[0].definition, max(one.step for one in some), ids[order], versions[order])
 
 
 def versions_among(ids: Ids, known: Ids, versions: Ids) -> Ids:

@@ -31,10 +31,10 @@ class SlotTaker:
         runs: its local snapshot.
         read: the records of rows in storage.
         save: saves an image of the index as it is, durably.
-        epoch: of this shard.
+        epoch: returns that of this shard.
     """
 
-    def __init__(self, tables: Tables, runs: Runs, read: ReadRecords, save: Callable[[], None], *, epoch: int) -> None:
+    def __init__(self, tables: Tables, runs: Runs, read: ReadRecords, save: Callable[[], None], *, epoch: Callable[[], int]) -> None:
         self._tables, self._runs, self._read, self._save, self._epoch = tables, runs, read, save, epoch
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
@@ -64,9 +64,9 @@ class SlotTaker:
             StorageError, JournalFullError: nothing changed; call again.
             OSError, FencedError: the rows are known and not durable; call again.
         """
-        if giver_epoch >= self._epoch:
+        if giver_epoch >= self._epoch():
             raise FencedError(
-                f"slots of a shard in epoch {giver_epoch} cannot be taken by one in epoch {self._epoch}: what it writes would look older "
+                f"slots of a shard in epoch {giver_epoch} cannot be taken by one in epoch {self._epoch()}: what it writes would look older "
                 "than what it was given. Nothing was taken; it is to start again with a higher epoch."
             )
         rest: list[RunWriter] = []

@@ -50,6 +50,12 @@ class Backlog:
                 state.changed.wait(min(POLL_S, deadline.remaining_s()))
             return not owes and state.failure is None
 
+    @property
+    def quiet(self) -> bool:
+        """Whether everything that was accepted is applied. What waits for others of its sync step, or for its last part, was not."""
+        with self._state.changed:
+            return len(self._pending) == len(self._queue.in_unfinished_steps())
+
     def n_and_age_s(self) -> tuple[int, float]:
         """Return (pushes and row changes that wait, age of the oldest in seconds)."""
         with self._state.changed:

@@ -153,17 +153,6 @@ class Ingest:
         with self.state.changed:
             self._tables_gone.add(key)
 
-    def hold(self) -> None:
-        """Let whatever comes wait, until `release` or a newer map: slots are handed over. What was taken is applied."""
-        with self.state.changed:
-            self._gate.hold()
-
-    def release(self) -> None:
-        """Take rows again; those that came by an older map are refused."""
-        with self.state.changed:
-            self._gate.release()
-            self.state.changed.notify_all()
-
     def hold_steps(self, last: int | None = None) -> int:
         """Hand out no step of a sync job behind this one; see `Barrier.hold`. 0 in async mode, which has none."""
         with self.state.changed:

@@ -1,47 +1,44 @@
 """Which cluster map the rows that come in must be routed by: the one in force. Ingest locks.
 
 Whatever came by an older map is refused as a whole, however late it is: its slots may have another writer by now. What comes by a newer one
-waits until this shard has seen that. While slots are handed over everything waits (`hold`). docs/adr/0062 says why. What must not live
-here: what a hand-over consists of.
+waits until this shard has seen that. While slots are handed over everything waits. docs/adr/0062 says why. What must not live here: what a
+hand-over consists of.
 """
 
 from collections.abc import Callable
 
 from kvemb.errors import SlotsMovedError
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, SHARDS
+
+_FIRST = ClusterMap.first(0, 1)
 
 
 class MapGate:
     """The map that one shard takes rows by.
 
+    What waits follows from the map alone, so that a new start of the shard in the middle of a hand-over changes nothing.
+
     Args:
         shard: number.
-        serial: returns the serial of the map in force, as far as this shard has seen.
+        cluster_map: returns the map in force, as far as this shard has seen.
 
     Example:
-        >>> gate = MapGate(0, lambda: 2)
-        >>> gate.holds(2), gate.holds(3)
+        >>> gate = MapGate(0)
+        >>> gate.holds(1), gate.holds(2)
         (False, True)
-        >>> gate.hold()
-        >>> gate.holds(2)
-        True
     """
 
-    def __init__(self, shard: int = 0, serial: Callable[[], int] = lambda: 1) -> None:
-        self._shard, self._serial = shard, serial
-        self._held = False
-
-    def hold(self) -> None:
-        """Let everything wait that is routed by the map in force."""
-        self._held = True
-
-    def release(self) -> None:
-        """Take rows again."""
-        self._held = False
+    def __init__(self, shard: int = 0, cluster_map: Callable[[], ClusterMap] = lambda: _FIRST) -> None:
+        self._shard, self._map = shard, cluster_map
+        self._known, self._held = _FIRST, False
 
     def holds(self, serial: int) -> bool:
         """Whether rows that were routed by this map are to wait."""
-        now = self._serial()
-        return serial > now or (serial == now and self._held)
+        now = self._map()
+        if now is not self._known:
+            self._known, self._held = now, hands_over(now, self._shard)
+        return serial > now.serial or (serial == now.serial and self._held)
 
     def require(self, serial: int) -> None:
         """Refuse rows that were routed by an older map.
@@ -49,9 +46,18 @@ class MapGate:
         Raises:
             SlotsMovedError: naming both.
         """
-        now = self._serial()
+        now = self._map().serial
         if serial < now:
             raise SlotsMovedError(
                 f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "
                 "nothing of them was taken. They are to be sent again by the map in force."
             )
+
+
+def hands_over(cluster_map: ClusterMap, shard: int) -> bool:
+    """Whether a plan is in a phase in which this shard takes nothing: its slots go, or come, and are nobody's to write."""
+    plan = cluster_map.plan
+    if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
+        return False
+    gives, takes = bool(cluster_map.gives(shard).any()), bool(cluster_map.takes(shard).any())
+    return gives or (takes and plan.phase == FLIPPED)

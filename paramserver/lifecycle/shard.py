@@ -13,6 +13,7 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.metrics.metrics_endpoint import MetricsEndpoint
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import TlsFiles
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
@@ -28,11 +29,17 @@ from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause
 from ..figures.shard_metrics import ShardMetrics
+from ..handover.giver_questions import GiverQuestions
+from ..handover.slot_giver import SlotGiver
+from ..handover.slot_offers import SlotOffers
+from ..handover.slot_taker import SlotTaker
 from ..journal import Position
+from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
+from ..moves.plan_work import PlanWork
 from ..moves.slot_mover import SlotMover
-from ..recovery.claim_shard import require_owner, save
+from ..recovery.claim_shard import save
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts
 from ..recovery.state_image import image
@@ -93,7 +100,8 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced = False
-        self._mover = SlotMover(store, parts.tables, engine, parts.repairer, n_shards=len(parts.config.servers.shards), timeout_s=timeout_s)
+        offers = SlotOffers(store, parts.tables, parts.shard, lambda: engine.epoch)
+        self._mover = self._make_mover(offers, observer)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
             parts.ingest,
@@ -108,16 +116,16 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
-        checkpoints = CheckpointHandlers(self._saver, parts.registry, on_load)
-        still_ours = partial(require_owner, data, engine.epoch)
+        checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
+        still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         carrier = MoveCarrier(store, keep=keep, metas=self._metas, timeout_s=timeout_s) if parts.shard == 0 else None
-        moves = MoveHandlers(parts, store, carrier)
+        moves = MoveHandlers(parts, store, carrier, offers)
         self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
         self._follower = MapFollower(
             store,
             parts.shard,
-            engine.epoch,
+            lambda: engine.epoch,
             self._mover,
             keep=keep,
             wake=handover.wake,
@@ -199,6 +207,28 @@ class Shard:
             timeout_s=parts.config.storage.timeout_s,
         )
 
+    def _make_mover(self, offers: SlotOffers, observer: SaveObserver) -> PlanWork:
+        parts, store, engine, servers = self._parts, self._store, self._parts.engine, self._parts.config.servers
+        timeout_s = parts.config.storage.timeout_s
+        nodes = SlotMover(store, parts.tables, engine, parts.repairer, n_shards=len(servers.shards), timeout_s=timeout_s)
+        applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
+        giver = SlotGiver(parts.tables, parts.runs, self._save_now, applied)
+        taker = SlotTaker(parts.tables, parts.runs, from_storage(store, timeout_s), self._save_now, epoch=lambda: engine.epoch)
+        tls = None if servers.tls is None else TlsFiles(servers.tls, "parameter_servers.tls")
+        ports = HandoverPorts(
+            rise=lambda above: parts.claim.rise_above(above, self._risen),
+            quiet=lambda: parts.ingest.backlog.quiet,
+            saving=lambda: observer.running,
+            write_dirty=engine.write_dirty,
+        )
+        questions = GiverQuestions(parts.shard, lambda shard: servers.shards[shard], tls)
+        return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
+
+    def _risen(self, epoch: int) -> None:
+        """Write in a higher epoch from now on."""
+        self._parts.engine.rise(epoch, self._committer.rise(epoch))
+        log.info("epoch %d from now on, above that of the shards whose slots come", epoch)
+
     def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
         n_shards = len(parts.config.servers.shards)
@@ -240,6 +270,11 @@ class Shard:
         self._parts.engine.write_dirty(pause)
         self._parts.ingest.outcomes.written()
         save(self._data, image(self._parts, position))
+
+    def _save_now(self) -> None:
+        """Save the image as of the last batch applied; between two batches, apply thread only."""
+        assert self._background.applied is not None
+        self._save_image(self._background.applied, self._applier.pause)
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
         storage = self._parts.config.storage

@@ -4,7 +4,6 @@ Claiming fences older processes.
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from kvemb.config import Config
@@ -35,7 +34,7 @@ from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..recovery.claim_shard import CLUSTER_NAME, claim_shard, require_owner, save
+from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
 from ..recovery.shard_parts import ShardParts
@@ -164,7 +163,8 @@ class _Start:
         sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
         members = Membership(servers.trainers, state.members, state.complete)
         journal = self._open_journal()
-        still_ours = partial(require_owner, data, state.epoch)
+        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
+        still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)
         try:
             assert state.journal is not None
@@ -172,7 +172,7 @@ class _Start:
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
-            repairer = self._repairer(timeline, journal, runs, registry, tables)
+            repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
             handover, observer = Handover(), SaveObserver(make_version(state.epoch, state.k))
             behind = self._write_behind(tables, state.epoch, repairer, handover.wake)
             ports = EnginePorts(repairer, observer, behind)
@@ -183,7 +183,7 @@ class _Start:
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
-            gate = MapGate(shard, lambda: self._store.cluster_map.serial)
+            gate = MapGate(shard, lambda: self._store.cluster_map)
             ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind, gate=gate)
             parts = ShardParts(
                 self._config,
@@ -199,6 +199,7 @@ class _Start:
                 runs,
                 repairer,
                 self._store,
+                claim,
                 due,
             )
             self._settle(parts)
@@ -224,7 +225,15 @@ class _Start:
         if not self._roll_back:
             require_reached(state, self._store, self._data.path / JOURNAL, self._config.storage.timeout_s)
 
-    def _repairer(self, timeline: Timeline, journal: Journal, runs: Runs, registry: Registry, tables: Tables) -> Repairer:
+    def _repairer(
+        self,
+        timeline: Timeline,
+        journal: Journal,
+        runs: Runs,
+        registry: Registry,
+        tables: Tables,
+        still_ours: Callable[[], None],
+    ) -> Repairer:
         return Repairer(
             self._store,
             tables,
@@ -233,7 +242,7 @@ class _Start:
             reconstruct=Reconstructor(runs, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,
             metas=lambda: [(META_NAME, registry.encoded)],
-            still_ours=partial(require_owner, self._data, timeline.epoch),
+            still_ours=still_ours,
         )
 
     def _write_behind(self, tables: Tables, epoch: int, repairer: Repairer, wake: Callable[[], None]) -> WriteBehind | None:

@@ -21,7 +21,7 @@ ORDERS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timeline:
     """What a process of a shard knows of versions.
 
@@ -36,6 +36,10 @@ class Timeline:
     k: int = MAX_K
     where: str = "this shard's journal"
     roll_back: bool = False
+
+    def rise(self, epoch: int, k: int) -> None:
+        """Go on in a higher epoch; no batch above k was numbered before. Apply thread only."""
+        self.epoch, self.k = epoch, k
 
     def refuse_lost(self, definition: TableDef, ids: NDArray[np.uint64], stored: NDArray[np.uint64], known: NDArray[np.uint64]) -> None:
         """Look for rows that only a batch which the journal does not have can have written.

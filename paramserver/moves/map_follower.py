@@ -13,7 +13,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
 from ..owned_thread import OwnedThread
-from .slot_mover import SlotMover
+from .plan_work import PlanWork
 
 IDLE_S, BUSY_S = 0.25, 0.02
 _TELL_EVERY = 50  # looks, between two reports that only tell of progress
@@ -26,7 +26,8 @@ class MapFollower:
 
     Args:
         store: open.
-        shard, epoch: whose.
+        shard: number.
+        epoch: returns that of the shard's process.
         mover: does the shard's part.
         keep: keeps a map in the data folder.
         wake: makes the apply thread look at the map.
@@ -38,8 +39,8 @@ class MapFollower:
         self,
         store: Store,
         shard: int,
-        epoch: int,
-        mover: SlotMover,
+        epoch: Callable[[], int],
+        mover: PlanWork,
         *,
         keep: Callable[[ClusterMap], None],
         wake: Callable[[], None],
@@ -83,7 +84,7 @@ class MapFollower:
         now = self._mover.progress
         done = now.done and now.version == cluster_map.version
         rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)
-        report = MoveReport(self._epoch, cluster_map.version, done, rows, n_rows, self._mover.trouble[:MAX_TROUBLE])
+        report = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, self._mover.trouble[:MAX_TROUBLE])
         self._n_looks += 1
         told = self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))

@@ -18,10 +18,15 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import InvalidInputError, KvembError, MapChangedError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
-from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MAX_WHY, MOVING, NODES, MovePlan
+from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, MAX_WHY, MOVING, NODES, SERVING, SHARDS, MovePlan
 from kvemb.stores.store import Store
 
 _LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
+_AFTER = {
+    NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
+    SHARDS: {MOVING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
+}
+"""Of each phase the next one; of the others the end of the plan."""
 log = logging.getLogger("paramserver")
 
 
@@ -83,29 +88,46 @@ class MoveCarrier:
         """
         with self._lock:
             now = self._store.cluster_map
-            self._require_quiet(now)
+            _require_quiet(now)
             if now.version != wanted.version:
                 raise MapChangedError(
                     f"the cluster map is of version {now.version}, the request was worked out from version {wanted.version}; nothing was "
                     "changed. Ask again."
                 )
-            places = self._places(now)
-            if wanted.slot_nodes is None:
-                raise MoveRefusedError("slots do not move between shards yet; nothing was changed")
-            joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
-            self._check(now, places, wanted, wanted.slot_nodes)
-            for number, address in zip(joining, wanted.join, strict=True):
-                self._store.prepare_node(address, number, self._metas(), deadline)
-            plan = MovePlan(NODES, MOVING, wanted.slot_nodes, wanted.leave, joining, wanted.max_bytes_per_s)
-            places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
-            planned = replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)
+            nodes = wanted.slot_nodes
+            planned = self._of_shards(now, wanted) if nodes is None else self._of_nodes(now, wanted, nodes, deadline)
             self._follow(planned)
-            n_slots = int(np.count_nonzero(now.slot_nodes != wanted.slot_nodes))
-            log.info("a move of %d slots begins (map version %d)", n_slots, planned.version)
+            log.info("a move of slots begins (map version %d)", planned.version)
             return planned
 
+    def _of_nodes(self, now: ClusterMap, wanted: WantedMove, slot_nodes: NDArray[np.uint16], deadline: Deadline) -> ClusterMap:
+        places = self._places(now)
+        joining = tuple(range(now.n_nodes, now.n_nodes + len(wanted.join)))
+        _check(now, places, wanted, slot_nodes)
+        for number, address in zip(joining, wanted.join, strict=True):
+            self._store.prepare_node(address, number, self._metas(), deadline)
+        plan = MovePlan(NODES, MOVING, slot_nodes, wanted.leave, joining, wanted.max_bytes_per_s)
+        places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join))
+        return replace(now, version=now.version + 1, n_nodes=len(places), places=places, plan=plan)
+
+    def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
+        slot_shards = wanted.slot_shards
+        assert slot_shards is not None
+        joining = tuple(range(now.n_shards, now.n_shards + len(wanted.join_shards)))
+        there, named = set(range(now.n_shards)) | set(joining), set(np.unique(slot_shards).tolist())
+        if not named <= there - set(wanted.leave_shards) or not set(wanted.leave_shards) <= there - {0}:
+            raise InvalidInputError(
+                f"slots for shards {sorted(named - there)}, and shards {sorted(wanted.leave_shards)} to leave: there are {sorted(there)}, "
+                "and shard 0 stays, since it carries moves"
+            )
+        plan = MovePlan(SHARDS, MOVING, slot_shards, wanted.leave_shards, joining)
+        planned = replace(now, version=now.version + 1, n_shards=now.n_shards + len(joining), plan=plan)
+        if both := [shard for shard in there if planned.gives(shard).any() and planned.takes(shard).any()]:
+            raise InvalidInputError(f"shards {both} would give slots and take others in one move; do it in two")
+        return planned
+
     def abort(self, why: str) -> ClusterMap:
-        """Take a plan back that is not flipped yet; return the map. Calling it again, or after the end, changes nothing.
+        """Take a plan back that is not flipped yet; return the map. Calling it again changes nothing.
 
         Raises:
             MoveRefusedError: there is none, or it is past the point from which it can only go on.
@@ -114,7 +136,7 @@ class MoveCarrier:
             now = self._store.cluster_map
             if now.plan is None:
                 raise MoveRefusedError("no move is under way")
-            if now.plan.phase == MOVING:
+            if now.plan.phase in (MOVING, DRAINING):
                 self._abort(now, now.plan, why)
             elif now.plan.phase != ABORTING:
                 raise MoveRefusedError(
@@ -132,11 +154,11 @@ class MoveCarrier:
         """
         with self._lock:
             now = self._store.cluster_map
-            self._require_quiet(now)
+            _require_quiet(now)
             places = self._places(now)
             if now.version != version or not 0 <= number < now.n_nodes or places[number].said_by == GONE:
                 raise MapChangedError(f"the cluster map is of version {now.version}; nothing was changed. Ask again.")
-            self._require_new(places, [address])
+            _require_new(places, [address])
             self._store.require_empty(address, deadline)
             changed = tuple(NodePlace(address, BY_COMMAND) if at == number else place for at, place in enumerate(places))
             self._follow(replace(now, version=now.version + 1, places=changed))
@@ -159,30 +181,45 @@ class MoveCarrier:
             self._publish(now)
             reports = self.reports(now.n_shards)
             troubles = [f"shard {shard}: {one.trouble}" for shard, one in enumerate(reports) if one is not None and one.trouble]
-            if now.plan.phase == MOVING and troubles:
+            if now.plan.phase in (MOVING, DRAINING) and troubles:
                 self._abort(now, now.plan, troubles[0])
-            elif all(one is not None and one.done for one in reports):
+            elif all((one := reports[shard]) is not None and one.done for shard in _who_reports(now, now.plan)):
                 self._next(now, now.plan)
 
     def _next(self, now: ClusterMap, plan: MovePlan) -> None:
-        """Every shard has done its part of the phase."""
-        version = now.version + 1
-        if plan.phase == MOVING:
-            flipped = replace(plan, phase=FLIPPED, slot_owners=now.slot_nodes)
-            self._follow(replace(now, version=version, serial=now.serial + 1, slot_nodes=plan.slot_owners, plan=flipped))
-        elif plan.phase == FLIPPED:  # no shard writes a marker of before the flip any more
-            if missed := self._store.renew_markers(Deadline.after(self._timeout_s)):
-                self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
-                return
-            self._follow(replace(now, version=version, plan=replace(plan, phase=CLEANING)))
+        """Everybody whose report the phase takes has done his part."""
+        after = _AFTER[plan.kind].get(plan.phase)
+        renews = plan.renews_markers and after != SERVING  # no shard writes a marker of before the flip any more
+        if renews and (missed := self._store.renew_markers(Deadline.after(self._timeout_s))):
+            self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
+            return
+        if after is None:
+            self._end(now, plan)
+        elif after == FLIPPED:
+            self._flip(now, plan)
         else:
-            gone = plan.leaving if plan.phase == CLEANING else plan.joining
-            places = tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(now.places))
-            self._follow(replace(now, version=version, places=places, plan=None))
-            log.info("the move is %s (map version %d)", "done" if plan.phase == CLEANING else "taken back", version)
+            self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=after)))
+
+    def _flip(self, now: ClusterMap, plan: MovePlan) -> None:
+        flipped = replace(now, version=now.version + 1, serial=now.serial + 1)
+        if plan.kind == NODES:
+            self._follow(replace(flipped, slot_nodes=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_nodes)))
+        else:
+            self._follow(replace(flipped, slot_shards=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_shards)))
+
+    def _end(self, now: ClusterMap, plan: MovePlan) -> None:
+        version, done = now.version + 1, plan.phase not in (MOVING, ABORTING)
+        gone = plan.leaving if done else plan.joining
+        if plan.kind == NODES:
+            now = replace(now, places=tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(now.places)))
+        self._follow(replace(now, version=version, plan=None))
+        log.info("the move is %s (map version %d)", "done" if done else "taken back", version)
 
     def _abort(self, now: ClusterMap, plan: MovePlan, why: str) -> None:
         log.warning("the move is taken back: %s", why)
+        if plan.kind == SHARDS and plan.phase == MOVING:  # nothing was taken over yet, and nobody waits
+            self._end(now, plan)
+            return
         self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=ABORTING, why=why[:MAX_WHY])))
 
     def _follow(self, cluster_map: ClusterMap) -> None:
@@ -222,26 +259,36 @@ class MoveCarrier:
         kept = now.places or tuple(NodePlace(address, IN_FILE) for address in known)
         return tuple(place if place.said_by == GONE else place._replace(address=known[at]) for at, place in enumerate(kept))
 
-    @staticmethod
-    def _require_quiet(now: ClusterMap) -> None:
-        if now.plan is not None:
-            raise MoveRefusedError(
-                f"a move of {now.plan.kind} is under way (phase {now.plan.phase}); nothing was changed. `kvemb moves` shows how far it is, "
-                "`kvemb moves abort` takes it back."
-            )
 
-    def _check(self, now: ClusterMap, places: Sequence[NodePlace], wanted: WantedMove, slot_nodes: NDArray[np.uint16]) -> None:
-        there = {at for at, place in enumerate(places) if place.said_by != GONE} | set(range(now.n_nodes, now.n_nodes + len(wanted.join)))
-        self._require_new(places, wanted.join)
-        named = set(np.unique(slot_nodes).tolist())
-        if not named <= there - set(wanted.leave) or not set(wanted.leave) <= there:
-            raise InvalidInputError(
-                f"slots for nodes {sorted(named - there)}, and nodes {sorted(wanted.leave)} to leave: there are {sorted(there)}"
-            )
+def _who_reports(now: ClusterMap, plan: MovePlan) -> list[int]:
+    """The shards that must have done their part of the phase before it may end."""
+    shards = range(now.n_shards)
+    if plan.kind == NODES or plan.phase in (MOVING, SERVING):
+        return list(shards)
+    judge = now.gives if plan.phase == FLIPPED else now.takes
+    return [shard for shard in shards if judge(shard).any()]
 
-    @staticmethod
-    def _require_new(places: Sequence[NodePlace], addresses: Sequence[str]) -> None:
-        known = {place.address for place in places}
-        for address in addresses:
-            if address in known or list(addresses).count(address) > 1:
-                raise InvalidInputError(f"node {address} is one of the cluster's already; nothing was changed")
+
+def _require_quiet(now: ClusterMap) -> None:
+    if now.plan is not None:
+        raise MoveRefusedError(
+            f"a move of {now.plan.kind} is under way (phase {now.plan.phase}); nothing was changed. `kvemb moves` shows how far it is, "
+            "`kvemb moves abort` takes it back."
+        )
+
+
+def _check(now: ClusterMap, places: Sequence[NodePlace], wanted: WantedMove, slot_nodes: NDArray[np.uint16]) -> None:
+    there = {at for at, place in enumerate(places) if place.said_by != GONE} | set(range(now.n_nodes, now.n_nodes + len(wanted.join)))
+    _require_new(places, wanted.join)
+    named = set(np.unique(slot_nodes).tolist())
+    if not named <= there - set(wanted.leave) or not set(wanted.leave) <= there:
+        raise InvalidInputError(
+            f"slots for nodes {sorted(named - there)}, and nodes {sorted(wanted.leave)} to leave: there are {sorted(there)}"
+        )
+
+
+def _require_new(places: Sequence[NodePlace], addresses: Sequence[str]) -> None:
+    known = {place.address for place in places}
+    for address in addresses:
+        if address in known or list(addresses).count(address) > 1:
+            raise InvalidInputError(f"node {address} is one of the cluster's already; nothing was changed")

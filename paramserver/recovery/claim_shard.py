@@ -6,6 +6,7 @@ which holds the rest; it is replaced as a whole, never used up.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -75,6 +76,57 @@ def claim_shard(
     store.fence(shard, epoch, Deadline.after(timeout_s), still_ours=partial(require_owner, data, epoch))
     store.kill_other_writers(Deadline.after(timeout_s))
     return replace(state, epoch=epoch)
+
+
+class Claim:
+    """This process's hold on the shard, and the epoch that it has it in. Thread-safe.
+
+    Args:
+        data: the shard's folder.
+        store: open, and fenced.
+        shard: number.
+        epoch: as claimed.
+        timeout_s: of one storage call.
+    """
+
+    def __init__(self, data: DataDir, store: Store, shard: int, epoch: int, timeout_s: float) -> None:
+        self._data, self._store, self._shard, self._timeout_s = data, store, shard, timeout_s
+        self._lock = threading.Lock()
+        self._told = self.epoch = epoch  # what the nodes were told last; what counts
+
+    def require(self) -> None:
+        """Raise FencedError once another process owns the shard."""
+        with self._lock:
+            require_owner(self._data, self.epoch)
+
+    def rise_above(self, other: int, risen: Callable[[int], None]) -> None:
+        """Go on in an epoch above another shard's, which is to hand slots over; folder and nodes have it when this returns.
+
+        Args:
+            other: that shard's epoch.
+            risen: told the new epoch when the folder has it: whatever is written from then on is written in it.
+
+        Raises:
+            FencedError: another process owns the shard.
+            StorageError, OSError: call again.
+        """
+        with self._lock:
+            require_owner(self._data, self.epoch)
+            if other >= self.epoch:
+                if other + 1 > MAX_EPOCH:
+                    raise ParameterServerError(f"shard {self._shard}: epoch {other + 1} does not fit its 16 bits")
+                self._data.write(EPOCH, [b"%d\n" % (other + 1)])
+                self.epoch = other + 1
+                risen(self.epoch)
+        if self._told != self.epoch:
+            deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
+            # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            owner = newest_owner(self._store.get_meta(name, deadline), self._shard, self._store.copies_on(name))
+            assert owner is not None
+            self._store.put_meta(name, replace(owner, epoch=self.epoch).encode(), deadline)
+            self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._told = self.epoch
 
 
 def save(data: DataDir, state: ShardState) -> None:

@@ -13,6 +13,7 @@ from ..model.tables import Tables
 from ..model.timeline import Timeline
 from ..repair.repairer import Repairer
 from ..snapshot import Runs
+from .claim_shard import Claim
 from .replay import Recovered
 
 
@@ -33,4 +34,5 @@ class ShardParts:
     runs: Runs
     repairer: Repairer
     maps: MapSource
+    claim: Claim
     snapshot_due: bool = False

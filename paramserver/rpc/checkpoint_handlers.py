@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
-from kvemb.errors import ParameterServerError
+from kvemb.errors import CheckpointError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, LoadRequest, SaveReply, SaveRequest, SaveStatusRequest
+from kvemb.protocol.shard_routing import MapSource
+from kvemb.schema.move_plan import SHARDS
 
 from ..checkpoint.loader import check
 from ..checkpoint.save_job import SaveOrder
@@ -18,11 +20,12 @@ class CheckpointHandlers:
     Args:
         saver: of the shard.
         registry: of the shard.
+        maps: says which map is in force.
         on_load: called once when the shard is to start anew, to load; None where nobody would start it.
     """
 
-    def __init__(self, saver: Saver, registry: Registry, on_load: Callable[[], None] | None) -> None:
-        self._saver, self._registry, self._on_load = saver, registry, on_load
+    def __init__(self, saver: Saver, registry: Registry, maps: MapSource, on_load: Callable[[], None] | None) -> None:
+        self._saver, self._registry, self._maps, self._on_load = saver, registry, maps, on_load
 
     def save(self, request: SaveRequest, deadline: Deadline) -> SaveReply:
         """Cut the shard and begin to save it; answered once it is cut."""
@@ -38,6 +41,12 @@ class CheckpointHandlers:
         """Check whether this shard could load a checkpoint, or begin; it stops serving then and starts anew."""
         if self._on_load is None:
             raise ParameterServerError("this shard is not run by `kvemb shard`: stop and start it to load")
+        plan = self._maps.cluster_map.plan
+        if plan is not None and plan.kind == SHARDS:
+            raise CheckpointError(
+                f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; load "
+                "when it is done."
+            )
         if request.begin:
             self._on_load()
         else:

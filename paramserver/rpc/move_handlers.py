@@ -5,25 +5,36 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveRequest, MoveStatusReply, ReplaceNodeRequest, SlotSizesReply
+from kvemb.protocol.messages import (
+    AbortMoveRequest,
+    Empty,
+    MoveRequest,
+    MoveStatusReply,
+    ReplaceNodeRequest,
+    SlotEntriesReply,
+    SlotEntriesRequest,
+    SlotSizesReply,
+)
 from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.stores.store import Store
 
+from ..handover.slot_offers import SlotOffers
 from ..moves.move_carrier import MoveCarrier, WantedMove
 from ..recovery.shard_parts import ShardParts
 
 
 class MoveHandlers:
-    """The verbs by which operators move slots. Thread-safe.
+    """The verbs by which operators move slots, and shards hand them over. Thread-safe.
 
     Args:
         parts: of the shard.
         store: open.
         carrier: of plans; None on every shard but the first.
+        offers: what this shard hands over to others.
     """
 
-    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None) -> None:
-        self._parts, self._store, self._carrier = parts, store, carrier
+    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None, offers: SlotOffers) -> None:
+        self._parts, self._store, self._carrier, self._offers = parts, store, carrier, offers
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         """Begin a plan."""
@@ -70,6 +81,10 @@ class MoveHandlers:
             rows += counts
             size += counts * np.uint64(state.definition.record.size_bytes)
         return SlotSizesReply(rows.astype("<u8").tobytes(), size.astype("<u8").tobytes())
+
+    def slot_entries(self, request: SlotEntriesRequest, deadline: Deadline) -> SlotEntriesReply:
+        """Tell another shard what this one knows of the rows that it hands over to it."""
+        return self._offers.page(request)
 
     def _on_shard_0(self) -> MoveCarrier:
         if self._carrier is None:

@@ -38,6 +38,7 @@ from kvemb.protocol.messages import (
     SaveRequest,
     SaveStatusRequest,
     ShowRowRequest,
+    SlotEntriesRequest,
     TableRequest,
 )
 
@@ -141,6 +142,7 @@ class Server:
             "AbortMove": self._unary(AbortMoveRequest, handlers.moves.abort, waits=True),
             "MoveStatus": self._unary(Empty, handlers.moves.status, waits=True),
             "SlotSizes": self._unary(Empty, handlers.moves.slot_sizes, waits=True),
+            "SlotEntries": self._unary(SlotEntriesRequest, handlers.moves.slot_entries, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}
         return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}

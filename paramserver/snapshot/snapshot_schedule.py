@@ -6,7 +6,7 @@ index. Only then the journal's entries up to the snapshot's cut are let go. Appl
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
@@ -45,7 +45,7 @@ class LocalSnapshots:
         self._fenced_log, self._snapshotter, self._tables = fenced_log, snapshotter, tables
         self._save, self._max_bytes = save, max_bytes
         self._due_bytes, self._needed = max_bytes, needed
-        self._steps: Iterator[SnapshotProgress] | None = None
+        self._steps: Generator[SnapshotProgress, None, None] | None = None
         self._now: tuple[Position, Pause]  # of the step under way
         self._cut = START
         self._begun_s = 0.0
@@ -77,6 +77,12 @@ class LocalSnapshots:
         except BaseException:
             self._steps = None
             raise
+
+    def give_up(self) -> None:
+        """Leave the snapshot before in force: runs are about to come from elsewhere. It is taken again when it is due."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
 
     def _end(self) -> None:
         self._steps, self._needed = None, False

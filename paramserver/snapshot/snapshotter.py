@@ -4,7 +4,7 @@ Training goes on meanwhile. A row may be newer in the snapshot than the cut, nev
 Call every step on the apply thread, between batches: then the index, storage and the last applied version agree with each other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,7 @@ class Snapshotter:
     def __init__(self, runs: Runs, read: ReadRecords, applied: Callable[[], int]) -> None:
         self._runs, self._read, self._applied = runs, read, applied
 
-    def steps(self, tables: Sequence[TableState], save: Callable[[], None] = lambda: None) -> Iterator[SnapshotProgress]:
+    def steps(self, tables: Sequence[TableState], save: Callable[[], None] = lambda: None) -> Generator[SnapshotProgress, None, None]:
         """Take a snapshot, a slice of rows for every value that is asked for; it counts when the iterator has ended.
 
         Its cut is the version applied when the first value is asked for. Once it has ended, the journal's entries up to the cut may be

@@ -27,6 +27,9 @@ class NoShard:
     def __len__(self) -> int:
         return 1
 
+    def refresh_map(self, deadline: Deadline) -> None:
+        pass
+
     def describe(self, config: object, deadline: Deadline) -> SimpleNamespace:
         return SimpleNamespace(cluster_id=bytes(16))
 

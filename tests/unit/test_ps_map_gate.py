@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from kvemb.errors import DeadlineExceededError, PushRejectedError, ShardUnavailableError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING, SHARDS, MovePlan
+from kvemb.schema.slots import N_SLOTS
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.map_gate import MapGate
 from paramserver.ingest.sessions import Sessions
@@ -20,13 +24,32 @@ ROWS = CheckedRows(TABLE, np.array([1], np.uint64), np.ones((1, 1), np.float32),
 ERASED = RowsWork(ERASE, CheckedRows(TABLE, ROWS.ids, np.empty((1, 0), np.float32), ROWS.versions, {}))
 
 
+BEFORE, AFTER = np.full(N_SLOTS, 3, np.uint16), np.full(N_SLOTS, 0, np.uint16)
+
+
+def in_phase(phase: str) -> ClusterMap:
+    """A map whose plan brings all slots of shard 3 to shard 0."""
+    plan, first = MovePlan(SHARDS, phase, AFTER), replace(ClusterMap.first(0, 4), slot_shards=BEFORE)
+    return (
+        replace(first, serial=2, slot_shards=AFTER, plan=replace(plan, slot_owners=BEFORE)) if plan.flipped else replace(first, plan=plan)
+    )
+
+
 class Gated:
-    """An ingest whose map has the serial that a test gives it."""
+    """An ingest of shard 3 by the map that a test gives it."""
 
     def __init__(self) -> None:
-        self.serial = 1
-        self.ingest = Ingest(Sessions(issues=True), None, gate=MapGate(3, lambda: self.serial))
+        self.map = ClusterMap.first(0, 4)
+        self.ingest = Ingest(Sessions(issues=True), None, gate=MapGate(3, lambda: self.map))
         self.incarnation = self.ingest.attendance.hello("a", 0)[0]
+
+    @property
+    def serial(self) -> int:
+        return self.map.serial
+
+    @serial.setter
+    def serial(self, serial: int) -> None:
+        self.map = replace(self.map, serial=serial, plan=None)
 
     def push(self, sequence: int, serial: int, *, more: bool = False, cancelled: Callable[[], bool] = lambda: False) -> Outcome:
         part, outcome = PushPart("a", self.incarnation, sequence, sequence, more, [], sequence, map_serial=serial), Outcome()
@@ -89,13 +112,13 @@ def test_the_first_parts_of_a_push_fail_with_its_last_one(gated: Gated) -> None:
 def test_parts_wait_while_slots_are_handed_over_and_are_taken_or_refused_then(
     gated: Gated, other_thread: ThreadPoolExecutor, serial: int
 ) -> None:
-    gated.ingest.hold()
+    gated.map = in_phase(DRAINING)
     waiting = other_thread.submit(gated.push, 1, 1)
     with pytest.raises(TimeoutError):
         waiting.result(0.1)
     assert gated.taken() == 0
     gated.serial = serial
-    gated.ingest.release()
+    gated.ingest.wake()
     if serial == 2:
         with pytest.raises(SlotsMovedError):
             waiting.result(10)
@@ -115,7 +138,7 @@ def test_a_part_of_a_newer_map_waits_until_this_shard_has_seen_it(gated: Gated, 
 
 
 def test_a_part_that_waits_ends_with_its_stream(gated: Gated, other_thread: ThreadPoolExecutor) -> None:
-    gated.ingest.hold()
+    gated.map = in_phase(DRAINING)
     over = threading.Event()
     waiting = other_thread.submit(gated.push, 1, 1, cancelled=over.is_set)
     over.set()
@@ -126,7 +149,7 @@ def test_a_part_that_waits_ends_with_its_stream(gated: Gated, other_thread: Thre
 
 
 def test_a_part_that_waits_ends_with_the_shard(gated: Gated, other_thread: ThreadPoolExecutor) -> None:
-    gated.ingest.hold()
+    gated.map = in_phase(DRAINING)
     waiting = other_thread.submit(gated.push, 1, 1)
     gated.ingest.state.stop()
     with pytest.raises(ShardUnavailableError, match="the shard is draining"):
@@ -135,11 +158,22 @@ def test_a_part_that_waits_ends_with_the_shard(gated: Gated, other_thread: Threa
 
 
 def test_an_erase_waits_no_longer_than_it_may_and_is_refused_when_its_rows_have_moved(gated: Gated) -> None:
-    gated.ingest.hold()
+    gated.map = in_phase(DRAINING)
     with pytest.raises(DeadlineExceededError, match="the end of a move of slots"):
         gated.ingest.submit_rows(ERASED, Deadline.after(0.05), 1)
-    gated.ingest.release()
     gated.serial = 2
     with pytest.raises(SlotsMovedError):
         gated.ingest.submit_rows(ERASED, Deadline.after(5), 1)
     assert gated.ingest.backlog.n_and_age_s()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("phase", "giver_waits", "taker_waits"),
+    [(MOVING, False, False), (DRAINING, True, False), (FLIPPED, True, True), (SERVING, False, False), (ABORTING, True, False)],
+)
+def test_who_hands_slots_over_or_takes_them_waits_while_nobody_may_write_their_rows(
+    phase: str, giver_waits: bool, taker_waits: bool
+) -> None:
+    now = in_phase(phase)
+    waits = [MapGate(shard, lambda: now).holds(now.serial) for shard in range(4)]
+    assert waits == [taker_waits, False, False, giver_waits]

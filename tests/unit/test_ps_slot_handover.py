@@ -64,7 +64,7 @@ class Shard:
         self.reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: TABLES[name])
         self.read = from_storage(self.store, 5)
         self.giver = SlotGiver(self.tables, self.runs, self.save, lambda: self.applied)
-        self.taker = SlotTaker(self.tables, self.runs, self.read, self.save, epoch=self.epoch)
+        self.taker = SlotTaker(self.tables, self.runs, self.read, self.save, epoch=lambda: self.epoch)
 
     def close(self) -> None:
         if self.journal is not None:

@@ -137,6 +137,6 @@ def saved_records(folder: Path) -> np.ndarray:
 def test_an_image_of_a_moment_with_dirty_rows_is_a_bug(shard: Shard) -> None:
     shard.run([0])
     ingest = Ingest(Sessions(True), None)
-    parts = ShardParts(None, 0, b"c" * 16, None, shard.tables, shard.engine, ingest, None, None, Timeline(1), None, None, None)  # type: ignore[arg-type]
+    parts = ShardParts(None, 0, b"c" * 16, None, shard.tables, shard.engine, ingest, None, None, Timeline(1), None, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="an image is of a moment when storage holds what the index says"):
         image(parts, Position(1, 0))

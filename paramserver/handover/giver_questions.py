@@ -1,0 +1,124 @@
+"""How a taker asks givers for the entries of the slots that it takes: on a thread of its own, since its batches go on meanwhile."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvemb.client.shard_channel import ShardChannel
+from kvemb.errors import KvembError
+from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import TlsFiles
+from kvemb.protocol.messages import SlotEntriesReply, SlotEntriesRequest
+from kvemb.schema.table_def import TableDef
+
+from .slot_entries import SlotEntries, put_together
+
+_CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True, eq=False)
+class GivenEntries:
+    """What all givers of a plan have said, an entry per table.
+
+    Args:
+        epoch: the highest of theirs.
+        entries: of all of them.
+    """
+
+    epoch: int
+    entries: list[SlotEntries]
+
+
+class GiverQuestions:
+    """One shard's questions, of one version of the map at a time.
+
+    Args:
+        shard: who asks.
+        address_of: returns where a shard is.
+        tls: how the connections are encrypted; None: not at all.
+    """
+
+    def __init__(self, shard: int, address_of: Callable[[int], str], tls: TlsFiles | None) -> None:
+        self._shard, self._address_of, self._tls = shard, address_of, tls
+        self._given_up = threading.Event()
+        self.answer: GivenEntries | None = None
+        self.trouble = ""
+
+    def ask(self, version: int, givers: Sequence[int]) -> None:
+        """Begin to ask; `answer` has it in the end."""
+        self.give_up()
+        self.answer, self.trouble, self._given_up = None, "", threading.Event()
+        arguments = (version, givers, self._given_up)
+        threading.Thread(target=self._run, args=arguments, name="kvemb-handover", daemon=True).start()
+
+    def give_up(self) -> None:
+        """Ask no more."""
+        self._given_up.set()
+
+    def _run(self, version: int, givers: Sequence[int], given_up: threading.Event) -> None:
+        said: list[tuple[int, list[SlotEntries]]] = []
+        for giver in givers:
+            one = self._ask_one(version, giver, given_up)
+            if one is None:
+                return
+            said.append(one)
+        answer = GivenEntries(max(epoch for epoch, _ in said), put_together([one for _, entries in said for one in entries]))
+        if not given_up.is_set():
+            self.answer = answer
+
+    def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> tuple[int, list[SlotEntries]] | None:
+        channel: ShardChannel | None = None
+        try:
+            while not given_up.is_set():
+                try:
+                    address = self._address_of(giver)
+                    if channel is None or channel.address != address:
+                        if channel is not None:
+                            channel.close()
+                        channel = ShardChannel(giver, address, None, self._tls)
+                    found = self._pages(channel, version)
+                    if found is not None:
+                        return found
+                    given_up.wait(_NOT_READY_S)
+                except KvembError as error:
+                    if self.trouble != (said := f"{type(error).__name__}: {error}"):
+                        log.warning("slots are not taken from shard %d yet: %s", giver, said)
+                    self.trouble = said
+                    given_up.wait(_AWAY_S)
+            return None
+        finally:
+            if channel is not None:
+                channel.close()
+
+    def _pages(self, channel: ShardChannel, version: int) -> tuple[int, list[SlotEntries]] | None:
+        """All that one giver says; None while it is not ready, and where it was another process in between."""
+        pages: list[SlotEntriesReply] = []
+        n_had, n_rows = 0, 1
+        while n_had < n_rows or not pages:
+            request = SlotEntriesRequest(version, self._shard, n_had)
+            page = channel.call("SlotEntries", request, SlotEntriesReply, Deadline.after(_CALL_S))
+            if not page.ready or (pages and (page.epoch, page.tables) != (pages[0].epoch, pages[0].tables)):
+                return None
+            pages.append(page)
+            n_had, n_rows = n_had + len(page.ids) // 8, sum(int(table["rows"]) for table in page.tables)
+            if not page.ids:
+                break
+        if n_had != n_rows:
+            return None
+        ids, versions = (
+            np.frombuffer(b"".join(getattr(page, name) for page in pages), "<u8").astype(np.uint64) for name in ("ids", "versions")
+        )
+        entries, start = [], 0
+        for table in pages[0].tables:
+            rows = slice(start, start := start + int(table["rows"]))
+            entries.append(SlotEntries(TableDef.from_dict(table["definition"]), int(table["step"]), ids[rows], versions[rows]))
+        return pages[0].epoch, entries
+
+
+def _joined(pieces: Sequence[bytes]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(pieces), "<u8").astype(np.uint64)

@@ -1,0 +1,198 @@
+"""What a shard does for a plan that moves slots between shards, phase by phase (docs/adr/0062). Apply thread only, between two batches.
+
+Each phase is done over again after an error, and after a restart: what was done is found done.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvemb.errors import JournalFullError, LostRowError, StorageError
+from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SHARDS
+from kvemb.stores.store import Store
+
+from ..engine.repair_port import Pause
+from ..handover.giver_questions import GiverQuestions
+from ..handover.slot_giver import SlotGiver
+from ..handover.slot_offers import SlotOffers
+from ..handover.slot_taker import SlotTaker
+from .slot_mover import MoveProgress
+
+_POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
+_LEFT_TO_BATCHES = 6.0  # times what a slice took
+_LOOK_TIMEOUT_S = 2.0
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True)
+class HandoverPorts:
+    """What a hand-over asks of the rest of its shard.
+
+    Args:
+        rise: makes the shard's epoch higher than another shard's.
+        quiet: whether everything that was accepted is applied.
+        saving: whether a checkpoint is being saved.
+        write_dirty: writes what write-behind holds back.
+    """
+
+    rise: Callable[[int], None]
+    quiet: Callable[[], bool]
+    saving: Callable[[], bool]
+    write_dirty: Callable[[Pause], None]
+
+
+class HandoverWork:
+    """One shard's part in plans that move slots between shards.
+
+    Args:
+        store: open; says which map is in force.
+        shard: number.
+        giver, taker: what is done to index and disk.
+        offers: what takers are answered.
+        questions: to givers.
+        ports: the rest of the shard.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        shard: int,
+        giver: SlotGiver,
+        taker: SlotTaker,
+        *,
+        offers: SlotOffers,
+        questions: GiverQuestions,
+        ports: HandoverPorts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._shard, self._giver, self._taker = store, shard, giver, taker
+        self._offers, self._questions, self._ports, self._clock = offers, questions, ports, clock
+        self._map: ClusterMap | None = None  # whose phase is worked at
+        self._steps: Iterator[float] = iter(())
+        self._rows = self._n_rows = 0
+        self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
+        self._pause: Pause
+        self.progress = MoveProgress(0, True, 0, 0)
+
+    @property
+    def trouble(self) -> str:
+        """Why this shard does not come further, if it has not for seconds; any thread."""
+        since_s = self._failing_since_s
+        return self._why if since_s and self._clock() - since_s >= _TROUBLE_S else ""
+
+    @property
+    def changes_runs(self) -> bool:
+        """Whether index and local snapshot may change by other things than batches: no snapshot may be in the middle meanwhile."""
+        now = self._store.cluster_map
+        plan = now.plan
+        if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
+            return False
+        return bool((now.gives(self._shard) | now.takes(self._shard)).any())
+
+    def due_in_s(self) -> float | None:
+        """When there is something to do; None while there is not."""
+        if self.progress.done and self._map is self._store.cluster_map:
+            return None
+        return max(0.0, self._not_before_s - self._clock())
+
+    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
+        """Do a bit of what the map in force asks for; return whether there is more at once. See `SlotMover.step`."""
+        cluster_map = self._store.cluster_map
+        if cluster_map is not self._map:
+            self._begin(cluster_map)
+        if self.progress.done or self._clock() < self._not_before_s:
+            return False
+        self._pause, begun_s = pause, self._clock()
+        try:
+            wait_s = next(self._steps, None)
+        except LostRowError:
+            self._fail(cluster_map, "rows that move are not in storage as their shard knows them: a node is to be repaired first")
+            return False
+        except (StorageError, JournalFullError, OSError) as error:
+            self._fail(cluster_map, f"{type(error).__name__}: {error}")
+            return False
+        self._failing_since_s = 0.0
+        took_s = self._clock() - begun_s
+        self._not_before_s = self._clock() + max(wait_s or 0.0, _LEFT_TO_BATCHES * took_s if loaded and wait_s is not None else 0.0)
+        self.progress = MoveProgress(cluster_map.version, wait_s is None, self._rows, self._n_rows)
+        return wait_s is not None and self._clock() >= self._not_before_s
+
+    def _begin(self, cluster_map: ClusterMap) -> None:
+        self._map, plan = cluster_map, cluster_map.plan
+        self._rows = self._n_rows = 0
+        self._questions.give_up()
+        self._offers.clear()
+        if plan is None or plan.kind != SHARDS or plan.phase not in (MOVING, DRAINING):
+            self._taker.give_up()
+        phases = {MOVING: self._read_ahead, DRAINING: self._drain, FLIPPED: self._give, ABORTING: self._give_back}
+        none = plan is None or plan.kind != SHARDS or plan.phase not in phases
+        self._steps = iter(()) if none or plan is None else phases[plan.phase](cluster_map)
+        self.progress = MoveProgress(cluster_map.version, False, 0, 0)
+
+    def _fail(self, cluster_map: ClusterMap, why: str) -> None:
+        if not self._failing_since_s:
+            log.warning("a move of slots is held up: %s", why)
+        self._failing_since_s, self._why = self._failing_since_s or self._clock(), why
+        self._begin(cluster_map)
+        self._not_before_s = self._clock() + _RETRY_S
+
+    # --- the phases: each yields how long to wait before it goes on ------------------------------------------------------------------
+
+    def _read_ahead(self, cluster_map: ClusterMap) -> Iterator[float]:
+        while self._ports.saving():  # its cut would be of one shard, and its rows of another
+            yield _RETRY_S
+        if not cluster_map.takes(self._shard).any():
+            return
+        yield from self._ask(cluster_map)
+        given = self._questions.answer
+        assert given is not None
+        self._ports.rise(given.epoch)
+        self._n_rows = sum(len(one.ids) for one in given.entries)
+        for n_rows in self._taker.read_ahead(given.entries):
+            self._rows += n_rows
+            yield 0.0
+
+    def _drain(self, cluster_map: ClusterMap) -> Iterator[float]:
+        if cluster_map.gives(self._shard).any():
+            while not self._ports.quiet():
+                yield _POLL_S
+            self._ports.write_dirty(self._pause)
+            self._offers.drained(cluster_map.version)
+        if cluster_map.takes(self._shard).any():
+            yield from self._ask(cluster_map)
+            given = self._questions.answer
+            assert given is not None
+            self._ports.rise(given.epoch)  # the giver may have started anew
+            self._taker.take(given.entries, given.epoch)
+
+    def _give(self, cluster_map: ClusterMap) -> Iterator[float]:
+        slots = cluster_map.gives(self._shard)
+        if not slots.any():
+            return
+        while lost := self._store.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S)):
+            # Who takes the slots may have done its part of the repair before it knew their rows.
+            yield _RETRY_S
+            log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))
+        n_rows = self._giver.drop(slots)
+        log.info("%d rows have gone to other shards", n_rows)
+
+    def _give_back(self, cluster_map: ClusterMap) -> Iterator[float]:
+        slots = cluster_map.takes(self._shard)
+        if slots.any():
+            self._giver.drop(slots)
+        yield from ()
+
+    def _ask(self, cluster_map: ClusterMap) -> Iterator[float]:
+        givers = np.unique(self._givers(cluster_map)).tolist()
+        self._questions.ask(cluster_map.version, givers)
+        while self._questions.answer is None:
+            yield _POLL_S
+
+    def _givers(self, cluster_map: ClusterMap) -> np.ndarray:
+        return cluster_map.slot_shards[cluster_map.takes(self._shard)]  # it is not flipped yet

@@ -1,0 +1,55 @@
+"""A shard's part in plans of either kind. What is done for one that moves slots between nodes is `slot_mover`'s, between shards
+`handover_work`'s."""
+
+from kvemb.schema.move_plan import SHARDS
+from kvemb.stores.store import Store
+
+from ..engine.repair_port import Pause
+from .handover_work import HandoverWork
+from .slot_mover import MoveFigures, MoveProgress, SlotMover
+
+
+class PlanWork:
+    """Both of one shard. `step` is for the apply thread, the rest for any thread.
+
+    Args:
+        store: open; says which map is in force.
+        nodes, shards: see above.
+    """
+
+    def __init__(self, store: Store, nodes: SlotMover, shards: HandoverWork) -> None:
+        self._store, self._nodes, self._shards = store, nodes, shards
+
+    @property
+    def figures(self) -> MoveFigures:
+        """What was moved between nodes."""
+        return self._nodes.figures
+
+    @property
+    def progress(self) -> MoveProgress:
+        """How far the shard is in the phase of the map in force."""
+        return self._now.progress
+
+    @property
+    def trouble(self) -> str:
+        """Why this shard does not come further, if it has not for seconds."""
+        return self._now.trouble
+
+    @property
+    def changes_runs(self) -> bool:
+        """See `HandoverWork`."""
+        return self._shards.changes_runs
+
+    def due_in_s(self) -> float | None:
+        """When there is something to do; None while there is not."""
+        return min((due_s for due_s in (self._nodes.due_in_s(), self._shards.due_in_s()) if due_s is not None), default=None)
+
+    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
+        """Do a slice; return whether there is more at once."""
+        handing = self._shards.step(pause, loaded=loaded)
+        return self._nodes.step(pause, loaded=loaded) or handing
+
+    @property
+    def _now(self) -> SlotMover | HandoverWork:
+        plan = self._store.cluster_map.plan
+        return self._shards if plan is not None and plan.kind == SHARDS else self._nodes
