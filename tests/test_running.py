@@ -31,7 +31,7 @@ def test_it(number):
     child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"], stdout=subprocess.PIPE)
     assert child.stdout.readline()
     child.send_signal(number)
-    assert child.wait(20) == -number
+    assert child.wait(60) == -number
     child.stdout.close()
 """
 

@@ -29,7 +29,7 @@ PROTOCOL_TEXT = (
 )
 
 
-def within(timeout_s: float = 20.0) -> Deadline:
+def within(timeout_s: float = 60.0) -> Deadline:
     """A deadline that a test does not mean to reach."""
     return Deadline.after(timeout_s)
 

@@ -141,14 +141,14 @@ class NodeContract(StoreOnNodes):
         keys = self.keys(3000)
         write(store, keys, records_of(keys))
         nodes.pause(1)
-        deadline = within(0.5)
+        deadline = within(2)  # enough for the others to answer, on a busy machine, too
         with pytest.raises(DeadlineExceededError, match=nodes.config.nodes[1]) as failure:
             read(store, keys, deadline=deadline)
         assert not any(address in str(failure.value) for address in nodes.config.nodes if address != nodes.config.nodes[1])
         again = within(0.5)
         with pytest.raises((DeadlineExceededError, NodeUnavailableError), match=nodes.config.nodes[1]):
             read(store, keys, deadline=again)
-        assert Deadline.after(0).at_s < again.at_s + 5  # tens of deadlines later would be no deadline
+        assert Deadline.after(0).at_s < again.at_s + 20  # hundreds of deadlines later would be no deadline
         nodes.resume(1)
         for first in (500, 1, 1000):
             some = self.keys(2000, first=first)

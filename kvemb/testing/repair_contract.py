@@ -197,7 +197,7 @@ class RepairContract(StoreContract):
             together = Barrier(2)
 
             def begin(one: Store) -> str:
-                together.wait(20)
+                together.wait(60)
                 return begun(one, address)
 
             nonce, same = threads.map(begin, (store, other))

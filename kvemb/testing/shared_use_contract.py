@@ -47,7 +47,7 @@ class SharedUseContract(StoreOnNodes):
 
         def work(thread: int) -> None:
             keys = self.keys(1500, first=1 + thread * 10_000)
-            together.wait(20)
+            together.wait(60)
             for salt in range(3):
                 assert write(store, keys, records_of(keys, salt=salt)).all()
                 require_rows(store, keys, records_of(keys, salt=salt))

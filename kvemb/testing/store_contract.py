@@ -118,7 +118,7 @@ class PagedStoreContract(StoreContract):
 
             def work(shard: int) -> None:
                 mine = everything.take(np.flatnonzero(everything.ids % np.uint64(2) == shard))
-                together.wait(20)
+                together.wait(60)
                 for salt in range(4):
                     write((store, other)[shard], mine, records_of(mine, salt=salt + shard))
                     require_rows((store, other)[shard], mine, records_of(mine, salt=salt + shard))

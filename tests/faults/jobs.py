@@ -29,7 +29,7 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from tests.owners import shard_of
 
-PATIENCE_S = 40.0
+PATIENCE_S = 100.0
 DIM = 4
 
 

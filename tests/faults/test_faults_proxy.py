@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Server:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 def ports_side_by_side(n: int) -> int:

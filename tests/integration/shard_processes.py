@@ -47,7 +47,7 @@ from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 TABLE = TableDef("user", 2, kvemb.optim.sgd(0.5), kvemb.init.normal(std=1.0))
 M = TypeVar("M", bound=Message)
 

@@ -57,7 +57,7 @@ def test_status_watches_until_it_is_told_to_end(cluster: LocalCluster) -> None:
         assert child.stdout is not None
         looks = [json.loads(child.stdout.readline()) for _ in range(2)]
         child.send_signal(signal.SIGINT)
-        assert child.wait(30) == 130
+        assert child.wait(90) == 130
         assert child.stderr is not None
         assert "Traceback" not in child.stderr.read()
     assert all(look["healthy"] for look in looks)

@@ -135,7 +135,7 @@ def test_a_table_in_buckets_goes_bucket_by_bucket_and_not_row_by_row(require_ser
 
 def told_that_it_was_dropped(pull: Callable[[], object]) -> str:
     """Pull until that is refused; return what is said."""
-    deadline = Deadline.after(30)
+    deadline = Deadline.after(90)
     while not deadline.expired:
         try:
             pull()

@@ -102,7 +102,7 @@ def test_a_stopped_writer_that_wakes_after_a_takeover_changes_nothing(start: Cal
             pass
         os.kill(zombie.pid, signal.SIGCONT)
         assert "fenced: shard 0: a process with epoch 2" in zombie.stdout.readline()
-        assert zombie.wait(30) == 0
+        assert zombie.wait(90) == 0
         require_rows(successor, keys, records_of(keys, salt=7))
         assert successor.kill_other_writers(within()) == 0
 
@@ -187,7 +187,7 @@ def test_trainers_wait_for_a_repair_or_fail_at_once(start: Callable[[str, int], 
         waiter = threading.Thread(target=lambda: got.append(bool(read(patient, rows).found.all())), name="waiter")
         waiter.start()
         repair(store, address)
-        waiter.join(30)
+        waiter.join(90)
         assert got == [True]
         with opened(nodes, "trainer", provision=False) as late:
             require_rows(late, rows, records_of(rows))

@@ -50,7 +50,7 @@ def alive(pid: int) -> bool:
 
 def require_gone(pids: list[int]) -> None:
     """Wait until none of the processes runs."""
-    deadline = Deadline.after(20)
+    deadline = Deadline.after(60)
     while any(alive(pid) for pid in pids):
         assert not deadline.expired, [pid for pid in pids if alive(pid)]
         time.sleep(0.02)
@@ -201,7 +201,7 @@ def test_a_shard_that_cannot_start_leaves_nothing_and_shows_its_log() -> None:
 def test_a_process_that_ends_while_starting_shows_its_last_words(tmp_path: Path) -> None:
     process = LocalProcess("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], tmp_path / "log")
     with pytest.raises(LocalProcessError, match=r"talker ended with exit code 3 while starting; its last words:\n  last words"):
-        process.wait_until(lambda: False, Deadline.after(20))
+        process.wait_until(lambda: False, Deadline.after(60))
 
 
 def test_a_process_has_time_to_start_while_it_says_how_far_it_is(tmp_path: Path) -> None:
@@ -209,6 +209,7 @@ def test_a_process_has_time_to_start_while_it_says_how_far_it_is(tmp_path: Path)
     busy = LocalProcess(
         "talker", [sys.executable, "-c", program + "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)", str(ready)], tmp_path / "1"
     )
+    busy.wait_until(lambda: busy.log.stat().st_size > 0, Deadline.after(60))  # the interpreter has started
     busy.wait_until(ready.exists, Deadline.after(3), while_it_talks=True)
     busy.kill()
     silent = LocalProcess("talker", [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(60)"], tmp_path / "2")

@@ -63,7 +63,7 @@ class Trainer:
 
     def __enter__(self) -> "Trainer":
         self._thread.start()
-        deadline = Deadline.after(30)
+        deadline = Deadline.after(90)
         while self.acked < 2:
             assert not deadline.expired, self.error
             time.sleep(0.01)
@@ -71,7 +71,7 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(90)
+        self._thread.join(120)
         assert self.error is None, self.error
 
 
@@ -128,7 +128,7 @@ def test_a_load_brings_everything_back_while_trainers_wait(cluster: LocalCluster
         first = float(count.pull(IDS[:1])[0, 0])
         with Trainer(cluster.url) as trainer:
             client.load(str(tmp_path / "a"))
-            acked, deadline = trainer.acked, Deadline.after(60)
+            acked, deadline = trainer.acked, Deadline.after(120)
             while trainer.acked < acked + 3:
                 assert not deadline.expired, trainer.error
                 time.sleep(0.01)

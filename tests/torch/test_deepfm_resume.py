@@ -71,13 +71,13 @@ def killed(arguments: list[str], after_step: int, cluster: LocalCluster, data: P
         finally:
             program.kill()
         said += program.stdout.read()
-        assert program.wait(30) == -signal.SIGKILL, said
+        assert program.wait(60) == -signal.SIGKILL, said
     return said
 
 
 def wait_until_ahead(cluster: LocalCluster, data: Path, folder: Path) -> None:
     """Return when the cluster's rows are not those of the newest checkpoint any more."""
-    ids, deadline = np.unique(read_clicks(data).ids), Deadline.after(60)
+    ids, deadline = np.unique(read_clicks(data).ids), Deadline.after(120)
     with kvemb.connect(cluster.url, read_only=True) as client:
         table = client.table(FACTORS)
         while np.array_equal(*kept_and_now(table.pull(ids), ids, folder)):

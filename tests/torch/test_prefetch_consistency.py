@@ -205,11 +205,11 @@ def test_an_interrupt_while_the_shards_are_asked_does_not_wait_for_pulls() -> No
 
     def progress() -> list[tuple[int, int]]:
         if threading.current_thread() is threading.main_thread():
-            assert asked.wait(30)
+            assert asked.wait(90)
             raise KeyboardInterrupt
         if cluster.calls:
             asked.set()
-            gate.wait(30)
+            gate.wait(90)
         cluster.calls.append("progress")
         return [(1, 1)]
 
@@ -218,7 +218,7 @@ def test_an_interrupt_while_the_shards_are_asked_does_not_wait_for_pulls() -> No
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         next(iter(loader))
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 80
     gate.set()
 
 

@@ -16,7 +16,7 @@ from kvemb.protocol.messages import SERVICE, ByeRequest, Empty, HelloReply, Hell
 from tests.owners import shard_of
 
 CLUSTER = b"c" * 16
-WAIT_S = 20.0  # of waits that end by what the test does; never reached
+WAIT_S = 90.0  # of waits that end by what the test does; never reached
 Script = Callable[["FakeShard", PushPart], Iterable[PushReply]]
 
 

@@ -51,7 +51,7 @@ class GatedStore(MemoryStore):
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         self.reached.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(90)
         return super().read(parts, deadline)
 
 
@@ -70,7 +70,7 @@ class Outcome:
             self._over.set()
 
     def wait(self) -> PushReply:
-        assert self._over.wait(30)
+        assert self._over.wait(90)
         assert self.final is not None
         return self.final
 

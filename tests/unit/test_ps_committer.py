@@ -29,7 +29,7 @@ from paramserver.model.tables import Tables
 
 TABLE = TableDef("t", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros())
 MEAN = TableDef("m", 1, kvemb.optim.sgd(1.0), kvemb.init.zeros(), reduce="mean")
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 class ScriptedLog(FencedLog):

@@ -44,7 +44,7 @@ def test_what_is_pending_is_merged_into_one_batch(make: Callable[..., Rig]) -> N
     a, b = rig.hello("a"), rig.hello("b")
     rig.hold()
     first = rig.push(a, {1: 1.0})
-    assert rig.store.reached.wait(30)
+    assert rig.store.reached.wait(90)
     later = [rig.push(b, {1: 1.0, 2: 1.0}, trainer="b"), rig.push(a, {2: 3.0})]
     rig.store.gate.set()
     assert first.wait().k == 1
@@ -100,7 +100,7 @@ def test_pushes_are_never_merged_across_an_assign(make: Callable[..., Rig]) -> N
     a = rig.hello()
     rig.hold()
     rig.push(a, {9: 1.0})
-    assert rig.store.reached.wait(30)
+    assert rig.store.reached.wait(90)
     rig.push(a, {1: 1.0})
     values = CheckedRows(TABLE, np.array([1], np.uint64), np.full((1, 1), 10, np.float32), np.empty(0, np.uint64), {})
     with rig.ingest.state.changed:  # what submit_rows does before it waits
@@ -148,7 +148,7 @@ def test_without_room_a_part_waits_and_nothing_is_lost(make: Callable[..., Rig])
     a = rig.hello()
     rig.hold()
     rig.push(a, {1: 1.0})
-    assert rig.store.reached.wait(30)
+    assert rig.store.reached.wait(90)
     with pytest.raises(ShardUnavailableError, match="nothing of the part was taken"):
         rig.push(a, {1: 1.0}, cancelled=lambda: True)
     rig.store.gate.set()
@@ -169,7 +169,7 @@ def test_flush_says_which_storage_error_is_in_the_way(make: Callable[..., Rig]) 
     node = memory_node(rig.store.addresses[0])
     node.down = True
     outcome = rig.push(rig.hello(), {1: 1.0})
-    rig.store.reached.wait(30)
+    rig.store.reached.wait(90)
     with pytest.raises(DeadlineExceededError, match=r"1 pushes to be applied.*NodeUnavailableError"):
         rig.ingest.backlog.flush(Deadline.after(0.3))
     node.down = False
@@ -198,7 +198,7 @@ def test_what_was_tried_again_between_batches_is_no_failure_once_it_is_done(make
             return None
 
     make(background=OneRetry).handover.wake()
-    assert done.wait(30)
+    assert done.wait(90)
     assert errors == ["", "StorageError: a node is away", ""]
 
 
@@ -209,7 +209,7 @@ def test_a_failed_shard_refuses_everything_with_the_cause(make: Callable[..., Ri
     held = rig.push(rig.hello("b"), {4: 1.0}, trainer="b", more=True)
     memory_node(rig.store.addresses[0]).flush()
     assert isinstance(rig.push(a, {1: 1.0}).error(), ShardFailedError)
-    assert rig.failed.wait(30)
+    assert rig.failed.wait(90)
     assert isinstance(held.error(), ShardFailedError)
     for refused in (
         lambda: rig.push(a, {1: 1.0}),
@@ -228,7 +228,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new(make: Callabl
     a = rig.hello()
     rig.hold()
     outcome = rig.push(a, {1: 1.0})
-    assert rig.store.reached.wait(30)
+    assert rig.store.reached.wait(90)
     assert not rig.ingest.backlog.drain(Deadline.after(0))
     with pytest.raises(ShardUnavailableError, match="draining"):
         rig.push(a, {1: 1.0})
@@ -242,7 +242,7 @@ def test_a_stopped_shard_gives_up_the_batch_that_waits_for_storage(make: Callabl
     rig = make()
     memory_node(rig.store.addresses[0]).down = True
     rig.push(rig.hello(), {1: 1.0})
-    assert rig.store.reached.wait(30)
+    assert rig.store.reached.wait(90)
     assert not rig.ingest.backlog.drain(Deadline.after(0))
     assert rig.applier.thread.stop(30)
     assert rig.ingest.backlog.n_and_age_s()[0] == 1

@@ -121,9 +121,9 @@ def test_parts_wait_while_slots_are_handed_over_and_are_taken_or_refused_then(
     gated.ingest.wake()
     if serial == 2:
         with pytest.raises(SlotsMovedError):
-            waiting.result(10)
+            waiting.result(60)
     else:
-        waiting.result(10)
+        waiting.result(60)
     assert gated.taken() == (serial == 1)
 
 
@@ -133,7 +133,7 @@ def test_a_part_of_a_newer_map_waits_until_this_shard_has_seen_it(gated: Gated, 
         waiting.result(0.1)
     gated.serial = 2
     gated.ingest.wake()
-    waiting.result(10)
+    waiting.result(60)
     assert gated.taken() == 1
 
 
@@ -144,7 +144,7 @@ def test_a_part_that_waits_ends_with_its_stream(gated: Gated, other_thread: Thre
     over.set()
     gated.ingest.wake()
     with pytest.raises(ShardUnavailableError, match="the stream was closed"):
-        waiting.result(10)
+        waiting.result(60)
     assert gated.taken() == 0
 
 
@@ -153,7 +153,7 @@ def test_a_part_that_waits_ends_with_the_shard(gated: Gated, other_thread: Threa
     waiting = other_thread.submit(gated.push, 1, 1)
     gated.ingest.state.stop()
     with pytest.raises(ShardUnavailableError, match="the shard is draining"):
-        waiting.result(10)
+        waiting.result(60)
     assert gated.taken() == 0
 
 
