@@ -10,7 +10,7 @@ PYTEST = "printf 'FAILED tests/a.py::test_it[x] - KeyError: 1\\n1 failed\\n'; ex
 def run(folder: Path, script: str) -> tuple[int, list[str], list[str]]:
     """Its exit code, what it wrote before the summary, and the summary's lines."""
     words = ["bash", "-uo", "pipefail", "-c", f". '{ROOT}/.ci/steps.sh'\n{script}"]
-    done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False)
     before, _, summary = done.stdout.partition("\n== summary")
     assert done.stderr == ""
     return done.returncode, before.splitlines(), [line.split(" s  ", 1)[-1] for line in summary.splitlines()[1:]]

@@ -18,7 +18,7 @@ def run(folder: Path, test: str, *options: str, shell: str = "") -> "subprocess.
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 

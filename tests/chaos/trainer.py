@@ -19,6 +19,7 @@ from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, 
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
 from kvemb.interrupts.stop_flag import StopFlag
+from kvemb.net.deadline import Deadline
 
 _CREATE_S = 30.0
 _TRY_S = 1.0
@@ -131,9 +132,17 @@ class LedgerTrainer:
 
 
 def create_table(url: str) -> None:
-    """Create the ledger's table."""
-    with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
-        cluster.create_table(TABLE, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+    """Create the ledger's table; on a machine that is busy the shards' own short deadlines of storage may need several tries."""
+    deadline = Deadline.after(_CREATE_S)
+    while True:
+        try:
+            with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
+                cluster.create_table(TABLE, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+                return
+        except KvembError:
+            if deadline.expired:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ def tool(name: str) -> str:
 
 
 def helm(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([tool("helm"), *words], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([tool("helm"), *words], capture_output=True, text=True, timeout=200, check=False)
 
 
 def template(example: str, *values: str, release: str = "prod") -> subprocess.CompletedProcess[str]:

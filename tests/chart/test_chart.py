@@ -179,7 +179,7 @@ def ran(command: list[str], folder: Path, **variables: str) -> list[str]:
     (folder / "kvemb").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "kvemb").chmod(0o755)
     env = {"PATH": f"{folder}:{os.environ['PATH']}", **variables}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True).stdout.splitlines()
 
 
 @pytest.mark.parametrize(("example", "asks"), [("memcached", "grpc"), ("valkey-tls", "--cert"), ("existing-redis", "--ca")])
@@ -270,7 +270,7 @@ def test_the_options_that_may_be_given_are_those_of_kvemb(section: str, of: str,
 
 def test_the_script_for_a_real_cluster_is_valid_and_names_what_the_chart_makes() -> None:
     script = ROOT / "deploy/helm/try-kind.sh"
-    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    subprocess.run(["bash", "-n", script], check=True, timeout=200)
     made = {one["metadata"]["name"] for one in resources("memcached", "toolbox.enabled=true", release="kvemb")}
     for name in ("kvemb-shard", "kvemb-memcached", "kvemb-toolbox", "kvemb-demo"):
         assert name in made

@@ -171,7 +171,10 @@ def test_a_foreign_value_under_a_rows_key_is_named_and_never_used(what: str, loc
 
 @pytest.mark.parametrize("cache_mb", [0, 64])
 def test_rows_that_another_program_wrote_over_come_back_with_the_next_push_or_repair(kind: str, cache_mb: int) -> None:
-    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": cache_mb}) as local, kvemb.connect(local.url) as c:
+    with (
+        FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": cache_mb}) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as c,
+    ):
         table = counting_table(c, "foreign")
         some = np.arange(500)
         add(table, some).wait_applied(timeout_s=PATIENCE_S)
@@ -213,7 +216,10 @@ def saved_rows(url: str) -> dict[str, tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_deleted(kind: str, weights_only: bool, tmp_path: Path) -> None:
-    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local, kvemb.connect(local.url) as c:
+    with (
+        FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as c,
+    ):
         table, ids = counting_table(c, "foreign"), np.arange(500)
         add(table, ids).wait_applied(timeout_s=PATIENCE_S)
         for row, make in enumerate(FOREIGN.values()):
@@ -232,7 +238,7 @@ def test_a_save_has_the_shards_restore_what_another_program_wrote_over_or_delete
 def test_a_save_has_pages_brought_back_that_another_program_replaced(kind: str, tmp_path: Path) -> None:
     if kind == "memcached":
         pytest.skip("memcached keeps no pages and knows one type of value")
-    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url) as cluster:
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
         table, ids = paged_table(cluster), np.arange(4000)
         add(table, ids).wait_applied(timeout_s=PATIENCE_S)
         for number, what in enumerate(OTHER_TYPES):
@@ -276,7 +282,7 @@ def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes
         pytest.skip("memcached keeps no pages and knows one type of value")
     servers = {"cache_mb": 64, "write_behind_batches": 4} if write_behind else {"cache_mb": 0}
     faulty = FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2, "on_lost_node": "fail"}, servers=servers)
-    with faulty as local, kvemb.connect(local.url) as cluster:
+    with faulty as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
         table = paged_table(cluster)
         ids, expected = np.arange(4000), 1
         add(table, ids).wait_applied(timeout_s=PATIENCE_S)
@@ -299,7 +305,7 @@ def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes
 def test_a_shard_that_replays_its_journal_over_a_page_of_another_type_brings_it_back(kind: str) -> None:
     if kind == "memcached":
         pytest.skip("memcached keeps no pages and knows one type of value")
-    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url) as cluster:
+    with FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2}) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
         table, ids = paged_table(cluster), np.arange(4000)
         add(table, ids).wait_applied(timeout_s=PATIENCE_S)
         for server in local.servers:

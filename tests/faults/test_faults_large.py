@@ -132,7 +132,7 @@ def test_large_sync_steps_end_with_the_bits_of_quick_ones(require_server: Callab
 def test_so_it_is_at_full_size(kind: str, n_rows: int, dim: int, require_server: Callable[[str], str]) -> None:
     require_server(SERVERS[kind])
     ids, ones = np.arange(n_rows) * 7919, np.full((n_rows, dim), -1, np.float32)
-    with LocalCluster(kind, memory_mb=4096) as local, kvemb.connect(local.url) as cluster:
+    with LocalCluster(kind, memory_mb=4096) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
         table = cluster.create_table("full", dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         large = table.push(ids, ones)
         large.wait(LONG_S)

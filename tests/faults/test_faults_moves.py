@@ -135,7 +135,7 @@ def test_a_node_without_room_is_not_moved_to(require_server: Callable[[str], str
 
 
 def test_who_slept_through_all_of_it_goes_on_by_the_new_map(local: LocalCluster) -> None:
-    with kvemb.connect(local.url) as sleeper, further_node(local) as third:
+    with kvemb.connect(local.url, timeout_s=PATIENCE_S) as sleeper, further_node(local) as third:
         load = MovingLoad(local)
         try:
             table = sleeper.table("t")

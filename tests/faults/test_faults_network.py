@@ -31,7 +31,7 @@ def table_of_own_rows(cluster: kvemb.Cluster, name: str) -> tuple[kvemb.Table, n
 @pytest.mark.parametrize("way", WAYS)
 def test_a_partition_between_trainer_and_shard_costs_time_and_nothing_else(way: str, single: FaultyCluster) -> None:
     proxy = single.shard_proxies[0]
-    with kvemb.connect(single.url) as cluster:
+    with kvemb.connect(single.url, timeout_s=PATIENCE_S) as cluster:
         table = counting_table(cluster, f"to shard {way}".replace(" ", "_"))
         add(table, IDS).wait(timeout_s=PATIENCE_S)
         proxy.set(Flow(swallow=True), WAYS[way])
@@ -157,11 +157,11 @@ def test_an_exception_out_of_the_blue_in_mid_call_leaves_no_wrong_rows(local: Fa
 
 
 def test_a_fork_in_mid_call_leaves_both_processes_with_right_rows(local: FaultyCluster) -> None:
-    with kvemb.connect(local.url) as writer:
+    with kvemb.connect(local.url, timeout_s=PATIENCE_S) as writer:
         rows = table_of_own_rows(writer, "own")[1]
-    with kvemb.connect(local.url, read_only=True) as cluster:
+    with kvemb.connect(local.url, read_only=True, timeout_s=PATIENCE_S) as cluster:
         table = cluster.table("own")
-        table.pull(IDS)
+        table.pull(IDS, timeout_s=PATIENCE_S)
         proxy, got = local.node_proxies[0], []
         proxy.set_open(Flow(hold=True), DOWN)
         thread = threading.Thread(target=lambda: got.append(table.pull(IDS, timeout_s=PATIENCE_S)))
@@ -180,4 +180,4 @@ def test_a_fork_in_mid_call_leaves_both_processes_with_right_rows(local: FaultyC
         proxy.heal()
         thread.join()
         np.testing.assert_array_equal(got[0], rows)
-        np.testing.assert_array_equal(table.pull(IDS), rows)
+        np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)

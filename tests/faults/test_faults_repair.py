@@ -119,7 +119,7 @@ def test_rows_that_vanish_one_by_one_are_brought_back_by_the_next_push() -> None
     # What a slab reassignment does: no marker tells of it, and memcached counts no eviction.
     with (
         FaultyCluster("memcached", 2, shards=2, storage={"timeout_s": 2}, servers={"cache_mb": 0}) as local,
-        kvemb.connect(local.url) as cluster,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
     ):
         table = counting_table(cluster, "t")
         for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_pull_from_a_lost_node_waits_or_fails_as_configured(require_server: Ca
     require_server("redis-server")
     for policy in ("wait", "fail"):
         settings = {"timeout_s": 2, "on_lost_node": policy}
-        with FaultyCluster("redis", 1, shards=1, storage=settings) as local, kvemb.connect(local.url) as cluster:
+        with FaultyCluster("redis", 1, shards=1, storage=settings) as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
             table = counting_table(cluster, "t")
             add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
             processes.pause(local.shards[0])  # nobody repairs for now
@@ -163,7 +163,7 @@ def test_connecting_to_a_node_that_is_down_waits_or_fails_as_configured(
 ) -> None:
     require_server({"memcached": "memcached", "redis": "redis-server"}[store])
     with FaultyCluster(store, 2, shards=1, storage={"timeout_s": 2, "on_lost_node": policy}) as local:
-        with kvemb.connect(local.url) as cluster:
+        with kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
             add(counting_table(cluster, "t"), IDS).wait_applied(timeout_s=PATIENCE_S)
         processes.kill(local.servers[1].process)
         with pytest.raises(NodeUnavailableError, match=local.node_proxies[1].address) as told:

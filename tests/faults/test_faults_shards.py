@@ -124,7 +124,7 @@ def test_a_sync_step_of_a_trainer_that_died_in_the_middle_is_not_applied_by_half
         FaultyCluster("redis", 2, shards=2, mode="sync", trainers=2, storage={"timeout_s": 1}, servers=options) as cluster,
         ExitStack() as stack,
     ):
-        a = stack.enter_context(kvemb.connect(cluster.url, trainer="a"))
+        a = stack.enter_context(kvemb.connect(cluster.url, trainer="a", timeout_s=PATIENCE_S))
         table = counting_table(a, "t")
         shards = [stack.enter_context(RawShard(proxy.address)) for proxy in cluster.shard_proxies]
         mine = [ids_of_shard(shard, 2, 50) for shard in (0, 1)]

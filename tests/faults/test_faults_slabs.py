@@ -82,7 +82,7 @@ def test_rows_that_a_slab_move_threw_away_are_noticed_and_brought_back_without_a
     settings = {"timeout_s": 5, "allow_row_loss": True}
     with (
         FaultyCluster("memcached", 2, shards=2, storage=settings, servers={"cache_mb": cache_mb}) as local,
-        kvemb.connect(local.url) as cluster,
+        kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster,
     ):
         table = counting_table(cluster, "moved")
         for _ in range(2):

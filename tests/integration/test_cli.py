@@ -28,7 +28,7 @@ def command(*words: str) -> list[str]:
 
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    return subprocess.run(command(*words), capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_completion_is_a_script_that_knows_every_verb(shell: str) -> None:
     assert [verb for verb in verbs() if verb not in done.stdout] == []
     if shell == "bash":
         asked = "COMP_WORDS=(kvemb do); COMP_CWORD=1; COMP_LINE='kvemb do'; COMP_POINT=8; _shtab_kvemb; echo ${COMPREPLY[@]}"
-        completed = subprocess.run(["bash", "-c", f"{done.stdout}\n{asked}"], capture_output=True, text=True, timeout=60, check=False)
+        completed = subprocess.run(["bash", "-c", f"{done.stdout}\n{asked}"], capture_output=True, text=True, timeout=200, check=False)
         assert completed.stdout.split() == ["doctor"], completed.stderr
 
 
@@ -173,7 +173,7 @@ def test_ctrl_c_while_a_verb_is_imported_is_one_line() -> None:
         "builtins.__import__ = interrupt\nsys.exit(cli.main(sys.argv[1:]))"
     )
     for words in (["demo"], ["status"], ["--version"]):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
         assert done.returncode == 130
         assert done.stderr.strip().startswith("interrupted")
         assert "Traceback" not in done.stderr
@@ -182,7 +182,7 @@ def test_ctrl_c_while_a_verb_is_imported_is_one_line() -> None:
 def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> None:
     env = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run(
-        command("demo", "--store", "memcached"), capture_output=True, text=True, timeout=60, cwd=ROOT, env=env, check=False
+        command("demo", "--store", "memcached"), capture_output=True, text=True, timeout=200, cwd=ROOT, env=env, check=False
     )
     assert done.returncode == 2
     assert "apt-get install memcached" in done.stderr

@@ -74,5 +74,5 @@ def test_a_shard_stops_when_a_node_evicts_and_is_then_live_but_not_ready() -> No
         states = health_pb2.HealthCheckResponse
         with grpc.insecure_channel(cluster.config.servers.shards[0]) as channel:
             ask = health_pb2_grpc.HealthStub(channel).Check
-            answers = {name: ask(health_pb2.HealthCheckRequest(service=name), timeout=20).status for name in ("", SERVICE, LIVE)}
+            answers = {name: ask(health_pb2.HealthCheckRequest(service=name), timeout=200).status for name in ("", SERVICE, LIVE)}
         assert answers == {"": states.NOT_SERVING, SERVICE: states.NOT_SERVING, LIVE: states.SERVING}

@@ -51,5 +51,5 @@ with kvemb.connect(sys.argv[1]) as cluster:
 
 def test_calls_that_were_interrupted_hold_no_later_call_up() -> None:
     with LocalCluster("valkey", 1, shards=2) as local:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, local.url], capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([sys.executable, "-c", PROGRAM, local.url], capture_output=True, text=True, timeout=200, check=False)
     assert (done.stdout.split(), done.returncode) == (["True", "2"], 0), done.stderr

@@ -117,7 +117,7 @@ def run(program: str, folder: Path, *words: str) -> "subprocess.CompletedProcess
     script = folder / "program.py"
     script.write_text(f'{START}if __name__ == "__main__":\n{textwrap.indent(textwrap.dedent(program), "    ")}', encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, script, *words], env=env, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([sys.executable, script, *words], env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 def applied(cluster: LocalCluster, name: str) -> list[float]:

@@ -98,7 +98,7 @@ def test_nothing_is_left_after_an_exception() -> None:
 def test_no_process_outlives_a_job_that_is_killed(number: signal.Signals) -> None:
     process, folder, pids = job("time.sleep(600)")
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     assert process.returncode != 0
     require_gone(pids)
     shutil.rmtree(folder, ignore_errors=True)  # nobody was left to do it; the next start would
@@ -117,7 +117,7 @@ def test_the_next_start_removes_the_folders_of_killed_programs_and_no_others(tmp
     living, living_folder, living_pids = job("time.sleep(600)")
     for process, folder, _ in killed:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         assert folder.parent == tmp_path
     with LocalCluster("valkey") as cluster:
         assert not any(folder.exists() for _, folder, _ in killed)
@@ -127,7 +127,7 @@ def test_the_next_start_removes_the_folders_of_killed_programs_and_no_others(tmp
         with LocalCluster("valkey"):
             assert cluster.config_path.is_file()
     living.terminate()
-    living.communicate(timeout=60)
+    living.communicate(timeout=200)
     require_gone([pid for _, _, pids in [*killed, (living, living_folder, living_pids)] for pid in pids])
 
 
@@ -174,7 +174,7 @@ def test_a_child_that_a_program_has_forked_keeps_its_folder(tmp_path: Path, monk
 def test_ctrl_c_ends_a_job_in_order() -> None:
     process, folder, pids = job("time.sleep(600)")
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=200)[1]
     assert "KeyboardInterrupt" in errors
     require_gone(pids)
     assert not folder.exists()
@@ -184,7 +184,7 @@ def test_a_second_ctrl_c_does_not_leave_anything_behind() -> None:
     process, folder, pids = job("time.sleep(600)")
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     require_gone(pids)
     assert not folder.exists()
 
@@ -271,7 +271,7 @@ ENDS = ["cluster.close(); started.stop(); started.stop()", "started.stop()", "",
 @pytest.mark.parametrize("then", ENDS)
 def test_a_local_cluster_is_started_and_stopped_without_a_block(then: str) -> None:
     program = ["-c", NOTEBOOK.format(then=then)]
-    done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -123,7 +123,7 @@ class Prometheus:
 
     def ask(self, path: str, **words: str) -> Any:
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(words)}"
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        with urllib.request.urlopen(url, timeout=200) as reply:
             return json.load(reply)["data"]
 
     def ready(self) -> bool:

@@ -20,11 +20,14 @@ def in_own_mounts(hosts: Path, *command: str) -> list[str]:
 def test_a_shard_is_found_at_its_names_new_address_though_grpc_has_just_looked_the_name_up(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.touch()
-    if not shutil.which("unshare") or subprocess.run(in_own_mounts(hosts, "true"), capture_output=True, timeout=60, check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(in_own_mounts(hosts, "true"), capture_output=True, timeout=200, check=False).returncode
+    ):
         pytest.skip("a mount namespace of one's own takes root, and unshare")
     (port,) = free_ports(1)
     command = in_own_mounts(hosts, sys.executable, "-m", "tests.integration.shard_that_moves", str(port))
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout.splitlines() == ["reached at 127.0.0.2", "reached at 127.0.0.3"], done.stderr

@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", minversion="77")
     work = tmp_path_factory.mktemp("build")
     folders = ["egg_info", "--egg-base", str(work), "build", "--build-base", str(work), "--build-lib", str(work / "site")]
-    done = subprocess.run([sys.executable, "setup.py", "-q", *folders], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "setup.py", "-q", *folders], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return work / "site"
 
@@ -60,7 +60,7 @@ def program(tmp_path: Path) -> Path:
 def run(program: Path, path: Path, *words: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, program.name, *words]
-    done = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,5 +96,5 @@ def test_kvemb_shard_is_the_program_of_a_shard(program: Path, installed: Path) -
     for path in (ROOT, installed):
         env = {**os.environ, "PYTHONPATH": str(path)}
         command = [sys.executable, "-m", "kvemb.cli", "shard", "--config", "none.yaml", "--shard", "0"]
-        done = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=program.parent, env=env, capture_output=True, text=True, timeout=200, check=False)
         assert (done.returncode, done.stderr.split(":")[0]) == (2, "ConfigError"), done.stderr

@@ -153,7 +153,7 @@ def test_a_checkpoint_goes_to_another_number_of_shards_and_another_storage(clust
                 np.testing.assert_array_equal(got, wanted)
         verify = subprocess.run(
             command("verify", str(tmp_path / "w"), "--against-storage", "--config", str(running.config_path)),
-            capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+            capture_output=True, text=True, timeout=200, cwd=ROOT, check=False,
         )  # fmt: skip
         assert verify.returncode == 0, verify.stdout + verify.stderr
 
@@ -298,7 +298,7 @@ def command(*words: str) -> list[str]:
 
 
 def run(*words: str, code: int = 0) -> str:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr

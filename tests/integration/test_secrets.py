@@ -88,7 +88,7 @@ def test_secrets_are_in_nothing_that_a_cluster_writes_or_shows(
         cluster.save(checkpoint, extra={"note": "x"})
         shown["reprs"] = repr([cluster, table, cluster.config, vars(cluster.config), cluster.status(), secured.path.read_text()]).encode()
     port = secured.tree["parameter_servers"]["metrics_port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=200) as answer:
         shown["metrics"] = answer.read()
     for verb in VERBS:
         words = [word.replace("CHECKPOINTS", str(tmp_path / "checkpoints")).replace("CHECKPOINT", checkpoint) for word in verb]

@@ -385,5 +385,5 @@ sys.exit(status)
 
 def test_a_forked_child_pulls_and_is_told_to_connect_before_it_pushes(local_cluster: LocalCluster, cluster: Cluster) -> None:
     command = [sys.executable, "-c", FORK, local_cluster.url, new_table(cluster).name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

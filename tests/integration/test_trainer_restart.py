@@ -68,7 +68,7 @@ def stopped_trainer(cluster: LocalCluster) -> Iterator["subprocess.Popen[str]"]:
 def end_of(old: "subprocess.Popen[str]") -> tuple[int, str]:
     """Let the stopped process go on: how many pushes it has tried, and which error has ended it."""
     old.send_signal(signal.SIGCONT)
-    tried, error = old.communicate(timeout=60)[0].split()
+    tried, error = old.communicate(timeout=200)[0].split()
     return int(tried), error
 
 

@@ -81,7 +81,7 @@ def run(folder: Path, norm_type: float, which: str) -> tuple[list[np.ndarray], l
         for rank in range(N_RANKS)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in started]
+        outputs = [process.communicate(timeout=200) for process in started]
     finally:
         for process in started:
             process.kill()

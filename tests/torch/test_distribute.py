@@ -160,7 +160,7 @@ def test_of_trainers_that_begin_together_one_carries_and_all_find_its_rows(url: 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=200)
     assert all(isinstance(rows, np.ndarray) for rows in found), found
     (winner,) = [weight for weight in weights if np.array_equal(weight, found[0])]
     for rows in found:

@@ -184,7 +184,7 @@ def test_trainers_that_begin_together_without_a_word_all_find_one_ones_weights(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=200)
     assert all(isinstance(rows, np.ndarray) for rows in found), found
     assert len({rows.tobytes() for rows in found}) == 1
     assert len(np.unique(found[0])) == 1

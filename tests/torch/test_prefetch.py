@@ -250,5 +250,5 @@ print("left")
 def test_a_program_may_end_in_the_middle_of_a_run(local: LocalCluster) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, local.url]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")

@@ -123,7 +123,7 @@ def test_two_trainers_are_exact_together(require_server: Callable[[str], str]) -
         models = [[Model(cluster, suffix) for cluster in (first, second)] for suffix in (".plain", ".exact")]
 
         def run(models: list[Model], wrap: Callable[[nn.Module, Any], Any]) -> list[list[float]]:
-            return list(executor.map(lambda seed: train(models[seed], seed, wrap), range(2), timeout=120))
+            return list(executor.map(lambda seed: train(models[seed], seed, wrap), range(2), timeout=200))
 
         expected = run(models[0], plain)
         got = run(models[1], lambda model, batches: prepare(model, batches, consistency="exact", capacity=2))

@@ -328,5 +328,5 @@ def test_the_bridge_imports_nothing_of_checkpoints_and_clusters_before_they_are_
     absent = {"kvemb.checkpoint", "kvemb.cluster", "kvemb.stores", "grpc", "fsspec"}
     script = f"import sys, trainer.torch; print(sorted({absent!r} & set(sys.modules)))"
     root = Path(kvemb.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

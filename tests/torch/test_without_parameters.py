@@ -161,7 +161,7 @@ def test_distributed_data_parallel_does_not_wait_for_its_gradient(tmp_path: Path
         "PYTHONPATH": os.pathsep.join(map(str, (root, Path(__file__).parent, Path(__file__).parents[1]))),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
