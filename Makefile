@@ -34,7 +34,7 @@ help:
 	@echo 'make compose-test   the cluster of docker-compose.yml in containers: faults, growth (needs a Docker engine)'
 	@echo 'make lint     ruff check and ruff format --check      make format   let ruff mend what it can'
 	@echo 'make types    mypy --strict                           make bench    python -m benchmarks $$ARGS'
-	@echo 'make bench-peers   set up TFRA beside this checkout, for its lines in the benchmarks (about 1 GB)'
+	@echo 'make bench-peers   set up TFRA, Keras, TensorFlow and JAX beside this checkout, for their lines in the benchmarks (about 3 GB)'
 	@echo 'make setup    only prepare .venv for development      make clean    remove .venv, caches and builds'
 
 demo:
@@ -91,7 +91,8 @@ bench: setup
 	@sh scripts/servers.sh
 	@$(PY) -m benchmarks $(ARGS)
 
-bench-peers:
+bench-peers: setup
+	@bash scripts/frameworks.sh --install
 	@sh scripts/bench-peers.sh
 
 setup:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, checkpoint, deepfm, dlrm, durability, elastic, memory, new_rows, pull, recovery, scale, train
+from benchmarks import apply, checkpoint, deepfm, dlrm, durability, elastic, frameworks, memory, new_rows, pull, recovery, scale, train
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -32,11 +32,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "dlrm": Benchmark(dlrm.dlrm, dlrm.add_arguments),
     "memory": Benchmark(memory.memory, memory.add_arguments),
     "elastic": Benchmark(elastic.elastic, elastic.add_arguments),
+    "frameworks": Benchmark(frameworks.frameworks, frameworks.add_arguments),
     "scale": Benchmark(scale.scale, scale.add_arguments),
 }
 
 
-BY_NAME_ONLY = ("dlrm", "elastic")
+BY_NAME_ONLY = ("dlrm", "elastic", "frameworks")
 """Left out when no name is given: they take minutes of their own, and all others together are to take less than fifteen."""
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Keras, TensorFlow and JAX beside kvemb: install them into .frameworks, and run the tests of their bridges. Arguments go to pytest.
+# With --install alone nothing is tested.
 #
 # .frameworks holds what scripts/frameworks.txt pins and nothing else, and is on the path for these tests alone. Keras takes one backend for
 # a process, so its tests run once for each; all of them, and the other bridges', run beside each other.
@@ -12,6 +13,7 @@ if ! cmp -s scripts/frameworks.txt .frameworks/installed.txt; then
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target .frameworks -r scripts/frameworks.txt
     cp scripts/frameworks.txt .frameworks/installed.txt
 fi
+[ "${1-}" != --install ] || exit 0
 export PYTHONPATH="$PWD/.frameworks${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT

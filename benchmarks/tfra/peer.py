@@ -4,42 +4,36 @@ What must not live here: TensorFlow (worker.py). TFRA keeps its rows in a databa
 """
 
 import json
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measure import Turn
-from benchmarks.peers import PeerAbsentError, PeerError
+from benchmarks.peers import PeerAbsentError
+from benchmarks.worker_process import ROOT, WorkerProcess, running
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".bench-peers" / "tfra" / "bin" / "python"
 DATABASE = 1
-_TAIL_CHARS = 2000
 
 
 class Tfra:
     """A running worker. Make it with `started`.
 
     Args:
-        process: the worker.
-        folder: for arrays.
-        log: where the worker's own words go.
+        worker: its process.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]", folder: Path, log: Path) -> None:
-        self._process, self._folder, self._log = process, folder, log
+    def __init__(self, worker: WorkerProcess) -> None:
+        self._worker = worker
         self.versions: dict[str, str] = {}
 
     @property
     def pid(self) -> int:
         """The worker's process id."""
-        return self._process.pid
+        return self._worker.pid
 
     def open(self, port: int, dim: int, lr: float = 0.01, *, std: float = 0.0) -> None:
         """Connect to a Redis or Valkey server on loopback; rows begin as normal draws of this deviation, unless it is 0 as zeros.
@@ -47,28 +41,26 @@ class Tfra:
         Raises:
             PeerError: TFRA could not.
         """
-        config = self._folder / "redis_config.json"
-        config.write_text(json.dumps(redis_config(port)), encoding="utf-8")
-        self.versions = self._ask(do="open", config=str(config), dim=dim, lr=lr, std=std)
+        self.versions = self._worker.ask(do="open", config=config_file(self._worker.folder, port), dim=dim, lr=lr, std=std)
 
     def fill(self, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         """Write rows: uint64 [n], float32 [n, dim]."""
-        self._ask(do="fill", ids=self._saved("ids", ids.view(np.int64)), rows=self._saved("rows", rows))
+        self._worker.ask(do="fill", ids=self._worker.saved("ids", ids.view(np.int64)), rows=self._worker.saved("rows", rows))
 
     def batches(self, ids: Sequence[NDArray[np.uint64]], first: int = 0) -> None:
         """Hand over the batches that `turn` uses one after another, from number `first` on: uint64 [m] each, all of one length."""
-        self._ask(do="batches", ids=self._saved("ids", np.stack(ids).view(np.int64)), first=first)
+        self._worker.ask(do="batches", ids=self._worker.saved("ids", np.stack(ids).view(np.int64)), first=first)
 
     def rows(self, ids: NDArray[np.uint64], call: str = "lookup") -> NDArray[np.float32]:
         """Return the rows of these ids; what does not exist is zeros."""
-        path = self._folder / "answer.npy"
-        self._ask(do="look", ids=self._saved("ids", ids.view(np.int64)), rows=str(path), call=call)
+        path = self._worker.folder / "answer.npy"
+        self._worker.ask(do="look", ids=self._worker.saved("ids", ids.view(np.int64)), rows=str(path), call=call)
         rows: NDArray[np.float32] = np.load(path)
         return rows
 
     def step(self, index: int) -> None:
         """Train on one batch."""
-        self._ask(do="step", index=index)
+        self._worker.ask(do="step", index=index)
 
     def turn(self, call: str, seconds: float = 0.0, *, steps: int = 0) -> Turn:
         """Work for that long, or that many calls.
@@ -78,23 +70,15 @@ class Tfra:
             seconds: of calls; one at least.
             steps: how many calls at least.
         """
-        done = self._ask(do="run", call=call, seconds=seconds, steps=steps)
+        done = self._worker.ask(do="run", call=call, seconds=seconds, steps=steps)
         return Turn(done["n_rows"], done["wall_s"], done["cpu_s"])
 
-    def _saved(self, name: str, array: NDArray[Any]) -> str:
-        path = self._folder / f"{name}.npy"
-        np.save(path, array)
-        return str(path)
 
-    def _ask(self, **request: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; what it said last is in its log
-        return read_reply(self._process.stdout.readline(), self._log)
+def config_file(folder: Path, port: int) -> str:
+    """Write `redis_config` there; return the path."""
+    path = folder / "redis_config.json"
+    path.write_text(json.dumps(redis_config(port)), encoding="utf-8")
+    return str(path)
 
 
 def redis_config(port: int) -> dict[str, object]:
@@ -119,20 +103,6 @@ def redis_config(port: int) -> dict[str, object]:
     }
 
 
-def read_reply(line: str, log: Path) -> dict[str, Any]:
-    """Read a reply of the worker.
-
-    Raises:
-        PeerError: it failed, or has ended; with its last words.
-    """
-    if not line:
-        raise PeerError(f"TFRA's process has ended: {log.read_text(encoding='utf-8', errors='replace')[-_TAIL_CHARS:]}")
-    reply: dict[str, Any] = json.loads(line)
-    if "error" in reply:
-        raise PeerError(f"TFRA: {reply['error']}")
-    return reply
-
-
 def require_installed() -> None:
     """Refuse to go on without TFRA's environment.
 
@@ -151,13 +121,5 @@ def started() -> Iterator[Tfra]:
         PeerAbsentError: TFRA is not installed.
     """
     require_installed()
-    command = [str(PYTHON), str(Path(__file__).with_name("worker.py"))]
-    with tempfile.TemporaryDirectory(prefix="kvemb-tfra-") as name:
-        log = Path(name) / "worker.log"
-        with log.open("wb") as words:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True)
-        try:
-            yield Tfra(process, Path(name), log)
-        finally:
-            process.kill()
-            process.communicate()
+    with running("TFRA", [str(PYTHON), str(Path(__file__).with_name("worker.py"))], {"PYTHONPATH": ""}) as worker:
+        yield Tfra(worker)
