@@ -9,22 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import kvemb
-from kvemb.arrays.hashing import mix64
 from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
-from kvemb.schema.buckets import BucketKeys
-from kvemb.schema.keys import RowKeys
-from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
+from kvemb.schema.pages import page_layout, paged_keys
 from kvemb.schema.slots import N_SLOTS, slot_tags, text_slot
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
-from kvemb.testing.real_servers import ServerNodes, redis_client
+from kvemb.testing.real_servers import ServerNodes
 from kvemb.testing.repair_contract import begun, lost, repair
 from kvemb.testing.store_contract import (
     CLUSTER,
@@ -39,86 +35,17 @@ from kvemb.testing.store_contract import (
     within,
     write,
 )
-
-N_BUCKETS = 4 * N_SLOTS  # four buckets a slot
-
-
-def keys_of(ids: NDArray[np.uint64]) -> BucketKeys:
-    return BucketKeys(TAG, ids, N_BUCKETS)
-
-
-ALL = keys_of(mix64(np.arange(1, 1_000_000, dtype=np.uint64)))
-SLOTS = ALL.slots()
-SLOT = 1234
-
-
-def rows_in(slot: int) -> BucketKeys:
-    """About sixty rows of one slot."""
-    return ALL.take(np.flatnonzero(slot == SLOTS))
-
-
-PAGES = paged_keys(TAG, np.arange(3_000_000, dtype=np.uint64), page_layout(SIZE))
-PAGE_SLOTS = PAGES[:: PAGES.layout.rows_per_page].slots()
-
-
-def paged_rows_in(slot: int) -> PagedKeys:
-    """Every row of about three pages of one slot."""
-    n = PAGES.layout.rows_per_page
-    pages = np.flatnonzero(slot == PAGE_SLOTS)
-    assert len(pages)
-    rows = (pages[:, None] * n + np.arange(n)).reshape(-1)
-    return PAGES.take(rows[rows < len(PAGES)])
-
-
-def mixed_paged(slot: int) -> PagedKeys:
-    """The same between rows of pages of all slots."""
-    return PAGES.take(np.unique(np.concatenate([paged_rows_in(slot).ids, np.arange(0, 60_000, 41, dtype=np.uint64)])).astype(np.intp))
-
-
-def mixed(slot: int) -> BucketKeys:
-    """Rows of one slot between rows of all others."""
-    keys = keys_of(np.concatenate([rows_in(slot).ids, row_keys(1500).ids]))
-    order = np.unique(keys.ids, return_index=True)[1]
-    return keys.take(order)
-
-
-class Mover:
-    """Moves single slots from one node to another, a phase at a time."""
-
-    def __init__(self, nodes: ServerNodes | LocalCluster, stack: ExitStack) -> None:
-        self.clients = [stack.enter_context(redis_client(server)) for server in nodes.servers]
-        self.ports = [server.port for server in nodes.servers]
-        self.begun: set[int] = set()
-        self.names = [client.execute_command("CLUSTER MYID").decode() for client in self.clients]
-
-    def owner(self, slot: int) -> int:
-        for first, last, primary, *_ in self.clients[0].execute_command("CLUSTER SLOTS"):
-            if first <= slot <= last:
-                return self.ports.index(int(primary[1]))
-        raise AssertionError(f"slot {slot} has no owner")
-
-    def begin(self, slot: int, to: int) -> int:
-        """From now on the owner answers ASK for keys of the slot that it does not hold; return the owner."""
-        source = self.owner(slot)
-        self.begun.add(slot)
-        self.clients[to].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", self.names[source])
-        self.clients[source].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", self.names[to])
-        return source
-
-    def migrate(self, source: int, to: int, keys: list[bytes]) -> None:
-        if keys:
-            self.clients[source].execute_command("MIGRATE", "127.0.0.1", self.ports[to], "", 0, 5000, "KEYS", *keys)
-
-    def finish(self, slot: int, source: int, to: int) -> None:
-        """Move what is left, then tell everybody: from now on the old owner answers MOVED."""
-        while keys := self.clients[source].execute_command("CLUSTER GETKEYSINSLOT", slot, 1000):
-            self.migrate(source, to, keys)
-        for index in (to, source, *range(len(self.clients))):
-            self.clients[index].execute_command("CLUSTER SETSLOT", slot, "NODE", self.names[to])
-
-    def move(self, slot: int, to: int) -> None:
-        source = self.begin(slot, to)
-        self.finish(slot, source, to)
+from tests.integration.moving_slots import (
+    PAGES,
+    SLOT,
+    Mover,
+    encoded,
+    keys_of,
+    mixed,
+    mixed_paged,
+    paged_rows_in,
+    rows_in,
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +73,6 @@ def store(running: ServerNodes, mover: Mover) -> Iterator[Store]:
         store.provision(CLUSTER, GENERATION, within())
         store.open(within())
         yield store
-
-
-def encoded(keys: RowKeys) -> list[bytes]:
-    return list(dict.fromkeys(bytes(key) for key in keys.encode()))
 
 
 @pytest.mark.parametrize("layout", ["buckets", "paged"])
