@@ -59,9 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
     lines.named(config.cluster)
-    if not 0 <= args.shard < len(config.servers.shards):
-        raise ConfigError(f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
-
+    if args.shard < 0 or (args.shard >= len(config.servers.shards) and not args.listen):
+        raise ConfigError(
+            f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0; a shard that is to "
+            "join needs --listen host:port"
+        )
     require_encrypted(config, args.listen or "")
     AccessControl.of(config)  # what it cannot use is said before anything is started
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():

@@ -5,7 +5,7 @@ of one server would. Rows are kept one by one in a dict: clear, not fast, and ne
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -273,8 +273,8 @@ class MemoryStore(Store):
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         self._repair.report_repaired(address, nonce, shard, deadline)
 
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
-        return self._repair.finish_repair(address, nonce, n_shards, deadline)
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        return self._repair.finish_repair(address, nonce, shards, deadline)
 
     def require_ours(self, address: str, copy: bytes | None, deadline: Deadline) -> None:
         self._fence.require_ours(copy, f"node {address}", lambda: self.get_meta(self._fence.name, deadline))

@@ -56,7 +56,7 @@ def load(loading: Loading, url: str, *, stall_timeout_s: float, progress: LoadPr
     _ask_all(loading, LoadRequest(load_id, url, save_id, False))
     _create_tables(loading, chain)
     _decide(loading.store, Decision(_next_serial(loading.store, loading.timeout_s), load_id, url, save_id), loading.timeout_s)
-    for reply in loading.servers.try_each("Load", [LoadRequest(load_id, url, save_id, True)] * len(loading.servers), Empty, _deadline()):
+    for reply in loading.servers.try_each("Load", LoadRequest(load_id, url, save_id, True), Empty, _deadline()).values():
         if isinstance(reply, Exception) and not isinstance(reply, ParameterServerError):
             raise reply  # a shard that does not answer now loads when it is started
     reports = _watch(loading, load_id, stall_timeout_s, progress)
@@ -97,7 +97,7 @@ def _verified(url: str, tables: Mapping[str, TableDef], progress: LoadProgress |
 
 
 def _ask_all(loading: Loading, request: LoadRequest) -> None:
-    loading.servers.call_each("Load", [request] * len(loading.servers), Empty, _deadline())
+    loading.servers.call_each("Load", request, Empty, _deadline())
 
 
 def _create_tables(loading: Loading, chain: Chain) -> None:
@@ -135,12 +135,12 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
     moved, seen = time.monotonic(), ""
     while True:
         reports = [report for report in _reports(loading) if report is not None and report.load_id == load_id]
-        for shard, report in enumerate(_reports(loading)):
+        for shard, report in zip(loading.servers.numbers, _reports(loading), strict=True):
             if report is not None and report.load_id == load_id and report.state == "failed":
                 raise CheckpointError(f"shard {shard}: {report.error}. The load stays decided: mend the cause, then start the shard again")
         if progress is not None and reports:
             progress("loading", sum(_share_done(report) for report in reports), sum(2 * report.rows for report in reports))
-        if len(reports) == len(loading.servers) and all(report.state == "done" for report in reports) and _all_serve(loading):
+        if len(reports) == len(loading.servers.numbers) and all(report.state == "done" for report in reports) and _all_serve(loading):
             return reports
         if seen != (seen := repr(reports)):
             moved = time.monotonic()
@@ -158,16 +158,17 @@ def _share_done(report: Report) -> int:
 
 
 def _reports(loading: Loading) -> list[Report | None]:
+    shards = loading.servers.numbers
     try:
-        found = [loading.store.get_meta(report_name(i), Deadline.after(loading.timeout_s)) for i in range(len(loading.servers))]
+        found = [loading.store.get_meta(report_name(shard), Deadline.after(loading.timeout_s)) for shard in shards]
     except StorageError:
-        return [None] * len(loading.servers)
+        return [None] * len(shards)
     return [newest_report(copies) for copies in found]
 
 
 def _all_serve(loading: Loading) -> bool:
-    replies = loading.servers.try_each("Describe", [Empty()] * len(loading.servers), DescribeReply, Deadline.after(loading.timeout_s))
-    return all(isinstance(reply, DescribeReply) for reply in replies)
+    replies = loading.servers.try_each("Describe", Empty(), DescribeReply, Deadline.after(loading.timeout_s))
+    return all(isinstance(reply, DescribeReply) for reply in replies.values())
 
 
 def _deadline() -> Deadline:

@@ -67,13 +67,13 @@ def save(
     saving.servers.refresh_map(Deadline.after(timeout_s))
     below = None if base is None else _open_base(saving, storage, base, weights_only)
     info = _info(saving, storage, below, weights_only, check_extra(dict(extra or {})), resume=resume)
-    n_shards = len(saving.servers)
-    cuts = [0] * n_shards if below is None else [cut.version for cut in below.manifest.cuts]
-    requests = [SaveRequest(info.save_id, storage.url, cuts[shard], weights_only, timeout_s) for shard in range(n_shards)]
+    cuts = {} if below is None else {shard: cut.version for shard, cut in enumerate(below.manifest.cuts)}
+    shards = saving.servers.numbers
+    requests = {shard: SaveRequest(info.save_id, storage.url, cuts.get(shard, 0), weights_only, timeout_s) for shard in shards}
     saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
     _require_same_shares(saving.servers, info, timeout_s)
-    _wait(saving.servers, info.save_id, requests, progress)
-    manifest = _finish(storage, info, n_shards, below)
+    _wait(saving.servers, info.save_id, shards, progress)
+    manifest = _finish(storage, info, shards, below)
     return SaveResult(storage.url, manifest, time.monotonic() - begun)
 
 
@@ -136,30 +136,29 @@ def _noted(storage: CheckpointStorage) -> Fields:
     return fields
 
 
-def _wait(servers: AllShards, save_id: str, requests: Sequence[SaveRequest], progress: SaveProgress | None) -> None:
-    """Poll until every shard is done.
+def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: SaveProgress | None) -> None:
+    """Poll until every one of these shards is done.
 
     Raises:
         CheckpointError: a shard failed, or was restarted and has forgotten the save.
         ShardUnavailableError: a shard has not answered for a minute.
     """
-    heard = [time.monotonic()] * len(servers)
-    replies: list[SaveReply | Exception] = []
-    asked = [SaveStatusRequest(save_id)] * len(servers)
+    heard = dict.fromkeys(shards, time.monotonic())
+    asked = dict.fromkeys(shards, SaveStatusRequest(save_id))
     waits = pauses(_POLL_S, _LONGEST_POLL_S)
     while True:
         replies = servers.try_each("SaveStatus", asked, SaveReply, Deadline.after(_CALL_S))
         now = time.monotonic()
-        for shard, reply in enumerate(replies):
+        for shard, reply in replies.items():
             if isinstance(reply, SaveReply):
                 heard[shard] = now
                 _check(shard, reply)
             elif not isinstance(reply, ShardUnavailableError) or now - heard[shard] > _AWAY_S:
                 raise reply
-        known = [reply for reply in replies if isinstance(reply, SaveReply)]
-        if progress is not None and len(known) == len(servers):
+        known = [reply for reply in replies.values() if isinstance(reply, SaveReply)]
+        if progress is not None and len(known) == len(shards):
             progress(sum(r.rows_done for r in known), sum(r.rows for r in known), sum(r.bytes_done for r in known))
-        if all(reply.state == "done" for reply in known) and len(known) == len(servers):
+        if all(reply.state == "done" for reply in known) and len(known) == len(shards):
             return
         time.sleep(next(waits))
 
@@ -183,16 +182,17 @@ def _check(shard: int, reply: SaveReply) -> None:
         raise CheckpointError(f"shard {shard} knows nothing of the save: it was restarted meanwhile. Save again, or go on with resume")
 
 
-def _finish(storage: CheckpointStorage, info: SaveInfo, n_shards: int, below: Checkpoint | None) -> CheckpointManifest:
+def _finish(storage: CheckpointStorage, info: SaveInfo, shards: Sequence[int], below: Checkpoint | None) -> CheckpointManifest:
     """Put the fragments together, look whether everything is there, and write the manifest."""
-    fragments = [read_fragment(storage, shard) for shard in range(n_shards)]
-    if any(fragment is None for fragment in fragments):
-        shard = next(number for number, fragment in enumerate(fragments) if fragment is None)
+    found = {shard: read_fragment(storage, shard) for shard in shards}
+    fragments = [fragment for fragment in found.values() if fragment is not None]
+    if len(fragments) < len(found):
+        shard = next(number for number, fragment in found.items() if fragment is None)
         raise CheckpointError(
             f"{storage.where(fragment_path(shard))}: shard {shard} says that it is done, but nothing is here; the URL must mean the same "
             "place on the machines of all shards and of this process"
         )
-    manifest = assemble(info, [fragment for fragment in fragments if fragment is not None])
+    manifest = assemble(info, fragments)
     if below is not None:
         _require_same_tables(storage, manifest, below)
     data = encode_manifest(manifest)
@@ -208,6 +208,6 @@ def _finish(storage: CheckpointStorage, info: SaveInfo, n_shards: int, below: Ch
         if path.endswith(".parquet"):
             storage.delete(path)
     storage.write(MANIFEST, data)
-    for path in [*(fragment_path(shard) for shard in range(n_shards)), SAVING]:
+    for path in [*(fragment_path(shard) for shard in shards), SAVING]:
         storage.delete(path)
     return manifest

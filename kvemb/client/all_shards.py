@@ -4,22 +4,22 @@ Not fork-safe, and it says so: gRPC's threads and sockets do not exist in a fork
 """
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, ServersConfig
-from kvemb.errors import ClosedError, ConfigError, ParameterServerError
+from kvemb.coordination.map_copies import decode_map
+from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import DescribeReply, Empty
+from kvemb.protocol.messages import DescribeReply, Empty, MoveStatusReply
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.tls_config import TlsConfig
-
-"""For every verb that goes through the shards, unless the caller says otherwise."""
 
 M = TypeVar("M", bound=Message)
 
@@ -32,12 +32,13 @@ class MapReader(MapSource, Protocol):
 
 
 class AllShards:
-    """The channels to all shards of a cluster, in order, for requests that go to each. Thread-safe.
+    """The channels to the shards of a cluster, by number, for requests that go to each. They follow the cluster map. Thread-safe.
 
     Args:
-        addresses: "host:port" of each shard.
+        addresses: "host:port" of each shard by kvemb.yaml.
         last_words: the file in which a shard that ended in trouble says why, where that is known; of this machine.
-        maps: knows the cluster map, which says what goes to which shard; None: they have equal runs of slots, as in a new cluster.
+        maps: knows the cluster map, which says who the shards are, and what goes to which. A store that is not open yet knows of shard 0
+            only. None: they are those of `addresses`, with equal runs of slots, as in a new cluster, until another map is followed.
         tls: how the connections are encrypted.
     """
 
@@ -48,27 +49,54 @@ class AllShards:
         tls: TlsConfig | None = None,
         maps: MapReader | None = None,
     ) -> None:
-        self._maps, self.tls = maps, tls
-        files = None if tls is None else TlsFiles(tls, "parameter_servers.tls")
-        self.channels = tuple(
-            ShardChannel(shard, address, None if last_words is None else last_words(shard), files)
-            for shard, address in enumerate(addresses)
-        )
+        self._in_file, self._last_words, self._maps, self.tls = tuple(addresses), last_words, maps, tls
+        self._files = None if tls is None else TlsFiles(tls, "parameter_servers.tls")
+        self._lock = threading.Lock()
+        self._told = ClusterMap.first(0, len(self._in_file))
+        self._followed: ClusterMap | None = None
+        self._by_number: dict[int, ShardChannel] = {}
+        self._left: list[ShardChannel] = []
         self._pid = os.getpid()
         self._closed = False
+        self._follow(self.cluster_map)
 
     @staticmethod
     def of(servers: ServersConfig, maps: MapReader | None = None) -> "AllShards":
         """Return the shards of a kvemb.yaml."""
         return AllShards(servers.shards, servers.last_words, servers.tls, maps)
 
-    def __len__(self) -> int:
-        return len(self.channels)
-
     @property
     def cluster_map(self) -> ClusterMap:
         """The map in force; ask anew for every push."""
-        return ClusterMap.first(0, len(self)) if self._maps is None else self._maps.cluster_map
+        return self._told if self._maps is None else self._maps.cluster_map
+
+    @property
+    def channels(self) -> Mapping[int, ShardChannel]:
+        """The channel to each shard that there is by the map in force."""
+        cluster_map = self.cluster_map
+        if cluster_map is not self._followed and not self.forked:
+            with self._lock:
+                self._follow(cluster_map)
+        return self._by_number
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The shards that there are, ascending."""
+        return tuple(self.channels)
+
+    def follow(self, cluster_map: ClusterMap) -> None:
+        """Go by a map that was read elsewhere, where there is no storage to read it from.
+
+        Raises:
+            ConfigError: nobody says where one of its shards is; the map before is followed still.
+        """
+        with self._lock:
+            self._follow(cluster_map)
+        self._told = cluster_map
+
+    def ask_map(self, deadline: Deadline) -> None:
+        """Go by the map that shard 0 has, where there is no storage to read it from; kvemb.yaml always names shard 0."""
+        self.follow(decode_map(self.call(0, "MoveStatus", Empty(), MoveStatusReply, deadline).cluster_map))
 
     def refresh_map(self, deadline: Deadline) -> None:
         """Read the cluster map again, where there is storage to read it from."""
@@ -79,16 +107,17 @@ class AllShards:
         """Ask every shard who it is; return shard 0's answer.
 
         Raises:
-            ConfigError: an address answers as another shard, another cluster or another number of shards.
+            ConfigError: an address answers as another shard, or another cluster.
             ShardUnavailableError: a shard did not answer.
         """
-        replies = self.call_each("Describe", [Empty()] * len(self), DescribeReply, deadline)
-        for channel, reply in zip(self.channels, replies, strict=True):
-            got = (reply.cluster, reply.shard, reply.n_shards, reply.cluster_id, reply.mode)
-            expected = (config.cluster, channel.shard, len(self), replies[0].cluster_id, config.servers.mode)
+        channels = self.channels
+        replies = self.call_each("Describe", dict.fromkeys(channels, Empty()), DescribeReply, deadline)
+        for shard, reply in replies.items():
+            got = (reply.cluster, reply.shard, reply.cluster_id, reply.mode)
+            expected = (config.cluster, shard, replies[0].cluster_id, config.servers.mode)
             if got != expected:
                 raise ConfigError(
-                    f"{channel}: answers as (cluster, shard, number of shards, cluster id, mode) {got!r}, expected {expected!r}. "
+                    f"{channels[shard]}: answers as (cluster, shard, cluster id, mode) {got!r}, expected {expected!r}. "
                     "Start the shards and connect with the same kvemb.yaml."
                 )
         return replies[0]
@@ -96,31 +125,43 @@ class AllShards:
     def call(self, shard: int, method: str, request: Message, reply_type: type[M], deadline: Deadline) -> M:
         """Call one shard; see `ShardChannel.call`."""
         self.check_usable()
-        return self.channels[shard].call(method, request, reply_type, deadline)
+        channel = self.channels.get(shard)
+        if channel is None:
+            raise SlotsMovedError(f"shard {shard} is none of the cluster's any more, which are {', '.join(map(str, self.numbers))}")
+        return channel.call(method, request, reply_type, deadline)
 
-    def call_each(self, method: str, requests: Sequence[Message | None], reply_type: type[M], deadline: Deadline) -> list[M]:
-        """Call every shard that has a request, concurrently; raise the first failure once all have answered.
+    def call_each(self, method: str, requests: Message | Mapping[int, Message], reply_type: type[M], deadline: Deadline) -> dict[int, M]:
+        """Call shards concurrently; raise the first failure once all have answered.
+
+        Args:
+            method: the verb.
+            requests: one for all shards, or one for each that is to be called.
+            reply_type: of its answer.
+            deadline: of all of it.
 
         Returns:
-            The answers of the shards that were called, in order.
+            The answer of each shard that was called.
         """
         results = self.try_each(method, requests, reply_type, deadline)
-        for result in results:
+        for result in results.values():
             if isinstance(result, BaseException):
                 raise result
-        return [result for result in results if not isinstance(result, BaseException)]
+        return {shard: result for shard, result in results.items() if not isinstance(result, BaseException)}
 
-    def try_each(self, method: str, requests: Sequence[Message | None], reply_type: type[M], deadline: Deadline) -> list[M | Exception]:
+    def try_each(
+        self, method: str, requests: Message | Mapping[int, Message], reply_type: type[M], deadline: Deadline
+    ) -> dict[int, M | Exception]:
         """The same, with a shard's failure in the place of its answer."""
         self.check_usable()
-        pairs = zip(self.channels, requests, strict=True)
-        pending = [channel.start(method, request, deadline) for channel, request in pairs if request is not None]
-        results: list[M | Exception] = []
-        for call in pending:
+        channels = self.channels
+        wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
+        pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}
+        results: dict[int, M | Exception] = {}
+        for shard, call in pending.items():
             try:
-                results.append(call.result(reply_type))
+                results[shard] = call.result(reply_type)
             except Exception as error:  # an answer among others: the caller decides
-                results.append(error)
+                results[shard] = error
         return results
 
     def check_usable(self) -> None:
@@ -148,8 +189,24 @@ class AllShards:
         if self._closed or self.forked:
             return
         self._closed = True
-        for channel in self.channels:
-            channel.close()
+        with self._lock:
+            for channel in [*self._by_number.values(), *self._left]:
+                channel.close()
+
+    def _open(self, shard: int, address: str) -> ShardChannel:
+        return ShardChannel(shard, address, None if self._last_words is None else self._last_words(shard), self._files)
+
+    def _follow(self, cluster_map: ClusterMap) -> None:
+        """Open channels to shards that joined, or are elsewhere. The others stay open: somebody may still wait for an answer there."""
+        if cluster_map is self._followed or self._closed:
+            return
+        before, now = self._by_number, dict[int, ShardChannel]()
+        for shard, address in enumerate(cluster_map.shard_places(self._in_file)):
+            if address:
+                kept = before.get(shard)
+                now[shard] = kept if kept is not None and kept.address == address else self._open(shard, address)
+        self._left += [channel for shard, channel in before.items() if now.get(shard) is not channel]
+        self._by_number, self._followed = now, cluster_map
 
 
 def require_one_cluster(expected: bytes, got: bytes) -> None:

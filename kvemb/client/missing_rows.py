@@ -114,13 +114,17 @@ class MissingRows:
     def _ask(self, some: Sequence[tuple[TableDef, Ids]]) -> None:
         for table, ids in some:
             shares = [ids.take(at) for at in places(table.placement.slots(ids), self._servers.cluster_map)]
-            requests = [CompareRequest(table.name, share.astype("<u8").tobytes(), table.schema) if len(share) else None for share in shares]
+            requests = {
+                shard: CompareRequest(table.name, share.astype("<u8").tobytes(), table.schema)
+                for shard, share in enumerate(shares)
+                if len(share)
+            }
             try:
                 replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))
             except KvembError:  # closed meanwhile
                 return
             with self._lock:
-                for reply in replies:
+                for reply in replies.values():
                     if isinstance(reply, LostRowError):
                         self._error = reply
                     elif isinstance(reply, TableDroppedError):

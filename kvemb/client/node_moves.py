@@ -108,8 +108,9 @@ class NodeMoves:
 
     def sizes(self) -> SlotSizes:
         """Return what lies in each slot, by all shards' indexes."""
-        n = len(self._servers)
-        replies = self._servers.call_each("SlotSizes", [Empty()] * n, SlotSizesReply, Deadline.after(self._timeout_s))
+        deadline = Deadline.after(self._timeout_s)
+        self._servers.ask_map(deadline)
+        replies = self._servers.call_each("SlotSizes", Empty(), SlotSizesReply, deadline).values()
         rows = np.stack([np.frombuffer(reply.rows, "<u8") for reply in replies]).sum(axis=0, dtype=np.uint64)
         record_bytes = np.stack([np.frombuffer(reply.record_bytes, "<u8") for reply in replies]).sum(axis=0, dtype=np.uint64)
         return SlotSizes(rows, record_bytes)

@@ -9,7 +9,6 @@ from kvemb.client.push_session import PushSession
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
 from kvemb.datapath.row_cache import RowCache
-from kvemb.errors import ConfigError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_probe import own_uris
 from kvemb.protocol.roles import caller_of, seat_of
@@ -35,13 +34,9 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     sync = config.servers.mode == "sync"
     servers = AllShards.of(config.servers, store)
     try:
-        described = servers.describe(config, deadline)
+        described = servers.describe(config, deadline)  # shard 0, which provisions storage; that says who the others are
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
-        if store.cluster_map.n_shards != len(servers):
-            raise ConfigError(
-                f"parameter_servers.shards: {len(servers)} given, the cluster map (serial {store.cluster_map.serial}) has "
-                f"{store.cluster_map.n_shards}. Name the shards that the cluster was made with, in that order."
-            )
+        servers.describe(config, deadline)
     except BaseException:
         servers.close()
         raise

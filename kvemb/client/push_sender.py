@@ -60,8 +60,11 @@ class PushSender:
         hello: Callable[[Deadline], HelloReply],
         row_cache: RowCache | None = None,
         on_moved: Callable[[], None] = lambda: None,
+        *,
+        introduced: bool = True,
     ) -> None:
         self._channel, self._hello, self._row_cache, self._on_moved = channel, hello, row_cache, on_moved
+        self._introduced = introduced
         self._moved: list[Sent] = []
         self._changed = threading.Condition()
         self._outbox = Outbox(str(channel))
@@ -71,6 +74,11 @@ class PushSender:
         self._closing = False
         self._call: Any = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def where(self) -> str:
+        """The shard, for people."""
+        return str(self._channel)
 
     def wait_room(self, deadline: Deadline) -> None:
         """Wait until the window has room for another push.
@@ -173,12 +181,11 @@ class PushSender:
     def _run(self) -> None:
         """Stay connected while there is something to send; after a break pause, longer each time without an answer."""
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        introduced = True  # by the session, before the first part
         while self._wait_for_parts():
             try:
-                if not introduced:
+                if not self._introduced:
                     self._reintroduce()
-                introduced = False
+                self._introduced = False
                 if self._exchange():
                     waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 self._trouble = "the shard ended the stream"

@@ -60,9 +60,8 @@ class PushSession:
         self.row_cache = row_cache
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
-        self._streams = [
-            PushSender(channel, self._hello_of(channel.shard), row_cache, self._route_again_soon) for channel in servers.channels
-        ]
+        self._streams: dict[int, PushSender] = {}
+        self._heard: dict[int, frozenset[int]] = {}  # by a map's serial: the shards that hear of every push of a sync job
         self._rerouting: threading.Thread | None = None
         self._rerouting_lock = threading.Lock()
         self._n_rerouted = 0
@@ -102,11 +101,11 @@ class PushSession:
             self._introduce(deadline)
             self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
-            wanted = self._shares(tables, cluster_map, range(len(self._streams)) if self.sync else ())
+            wanted = self._shares(tables, cluster_map, cluster_map.writing_shards if self.sync else ())
             prefetched_of = route_prefetched(prefetched, cluster_map)
             began_s = time.monotonic()
             for shard in wanted:
-                self._streams[shard].wait_room(deadline)
+                self._stream(shard).wait_room(deadline)
             window_s = time.monotonic() - began_s
             self._step += 1
             numbered = self._number(wanted, prefetched_of, self._step, cluster_map.serial)
@@ -134,7 +133,7 @@ class PushSession:
         """The pushes that not every shard has accepted, without those of whose failure somebody was told."""
         with self._failed_lock:
             failed = [ack for ack in self._failed if not ack.failure_seen]
-        waiting = [ack for stream in self._streams for ack in stream.unaccepted()]
+        waiting = [ack for stream in list(self._streams.values()) for ack in stream.unaccepted()]
         return list(dict.fromkeys([*failed, *waiting]))
 
     def raise_unseen(self) -> None:
@@ -172,7 +171,7 @@ class PushSession:
             if (rerouting := self._rerouting) is not None:
                 rerouting.join(_JOIN_S)
             self._say_bye()
-            for stream in self._streams:
+            for stream in list(self._streams.values()):
                 stream.close()
 
     def _wait(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
@@ -189,10 +188,10 @@ class PushSession:
             before = -1
             while before != self._n_rerouted:  # parts that were routed again may be with a stream that was waited for before
                 before = self._n_rerouted
-                for stream in self._streams:
+                for stream in list(self._streams.values()):
                     wait(stream, deadline)
         except ShardUnavailableError as error:
-            causes = {str(channel): self._trouble(channel.shard) for channel in self._servers.channels}
+            causes = {str(channel): self._trouble(shard) for shard, channel in self._servers.channels.items()}
             known = "; ".join(f"{where} says: {cause}" for where, cause in causes.items() if cause)
             raise ShardUnavailableError(f"{error}{'. ' + known if known else ''}") from error
 
@@ -201,20 +200,25 @@ class PushSession:
             return
         first = self._servers.call(0, "Hello", self._hello_request(), HelloReply, deadline)
         self._incarnation = first.incarnation
-        others = [None, *[self._hello_request()] * (len(self._servers) - 1)]
-        replies = [first, *self._servers.call_each("Hello", others, HelloReply, deadline)]
+        others = dict.fromkeys((shard for shard in self._servers.numbers if shard), self._hello_request())
+        replies = {0: first, **self._servers.call_each("Hello", others, HelloReply, deadline)}
         self._introduced = True
-        self._step = max(0, *(reply.first_step - 1 for reply in replies))
-        self._behind = {shard: reply.first_step for shard, reply in enumerate(replies) if 0 < reply.first_step <= self._step}
+        for shard in replies:
+            self._stream(shard, introduced=True)
+        self._step = max(0, *(reply.first_step - 1 for reply in replies.values()))
+        self._behind = {shard: reply.first_step for shard, reply in replies.items() if 0 < reply.first_step <= self._step}
 
     def _catch_up(self, deadline: Deadline) -> None:
         """Take part with nothing in the steps that only some shards have had of our predecessor: from the next step on all are level."""
         for shard in list(self._behind):
-            stream, where = self._streams[shard], str(self._servers.channels[shard])
+            stream = self._stream(shard)
             while (step := self._behind[shard]) <= self._step:
                 stream.wait_room(deadline)
                 serial = self._servers.cluster_map.serial
-                body, part = self._part(stream.next_sequence(), [], False, step, serial), PartAck(where, 0, partial(self._trouble, shard))
+                body, part = (
+                    self._part(stream.next_sequence(), [], False, step, serial),
+                    PartAck(stream.where, 0, partial(self._trouble, shard)),
+                )
                 ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure)
                 stream.send(body.sequence, Sent(body.encode(), part, ack))
                 self._behind[shard] += 1
@@ -222,6 +226,15 @@ class PushSession:
 
     def _hello_request(self) -> HelloRequest:
         return HelloRequest(self._trainer, self._incarnation, self._cluster_id, self._servers.cluster_map.serial)
+
+    def _stream(self, shard: int, *, introduced: bool = False) -> PushSender:
+        """The stream to a shard; one that has joined since is told who we are before its first part."""
+        stream = self._streams.get(shard)
+        if stream is None:
+            channel = self._servers.channels[shard]
+            stream = PushSender(channel, self._hello_of(shard), self.row_cache, self._route_again_soon, introduced=introduced)
+            self._streams[shard] = stream
+        return stream
 
     def _hello_of(self, shard: int) -> Callable[[Deadline], HelloReply]:
         """The hello after a broken connection to one shard."""
@@ -231,7 +244,7 @@ class PushSession:
                 return self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
             except PushRejectedError as error:
                 raise ShardFailedError(
-                    f"{self._servers.channels[shard]} was restarted and does not know this trainer any more: {error}. What it had "
+                    f"{self._streams[shard].where} was restarted and does not know this trainer any more: {error}. What it had "
                     "acknowledged and not applied is lost there. Close this cluster and connect again to go on from the rows "
                     "in storage."
                 ) from error
@@ -241,7 +254,7 @@ class PushSession:
     def _shares(self, tables: Sequence[TableRows], cluster_map: ClusterMap, always: Collection[int]) -> dict[int, list[TableRows]]:
         """What each shard gets of a push; those of `always` hear of it in any case, as in each step of a sync job."""
         routed = [route(rows, cluster_map) for rows in tables]
-        shares = [[share[shard] for share in routed] for shard in range(len(self._streams))]
+        shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return {shard: share for shard, share in enumerate(shares) if shard in always or any(len(rows.ids) for rows in share)}
 
     def _number(
@@ -250,7 +263,7 @@ class PushSession:
         """Give each shard's share of a push the next sequences there."""
         numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
-            stream, channel = self._streams[shard], self._servers.channels[shard]
+            stream = self._stream(shard)
             messages = _with_prefetched(split(tables), prefetched_of[shard])
             first = stream.next_sequence()
             for index, (message, prefetched) in enumerate(messages):
@@ -258,7 +271,7 @@ class PushSession:
                 body = self._part(first + index, message, more, step, serial, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
                 to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                part = PartAck(str(channel), n_rows, partial(self._trouble, shard), to_keep, prefetched)
+                part = PartAck(stream.where, n_rows, partial(self._trouble, shard), to_keep, prefetched)
                 numbered.append(_Numbered(stream, body, part))
         return numbered
 
@@ -284,12 +297,13 @@ class PushSession:
     def _follow_map(self, deadline: Deadline) -> ClusterMap:
         """Return the map to route by; what was sent by an older one is with its shards, or routed again, before anything by this one is."""
         cluster_map = self._servers.cluster_map
-        if cluster_map.serial != self._map_serial or any(stream.moved for stream in self._streams):
-            for stream in self._streams:
+        if cluster_map.serial != self._map_serial or any(stream.moved for stream in self._streams.values()):
+            for stream in list(self._streams.values()):
                 stream.wait_answered(deadline)
             self._route_again(deadline)
             cluster_map = self._servers.cluster_map
             self._map_serial = cluster_map.serial
+        self._heard[cluster_map.serial] = cluster_map.writing_shards
         return cluster_map
 
     def _route_again(self, deadline: Deadline) -> None:
@@ -298,23 +312,24 @@ class PushSession:
         Raises:
             ShardUnavailableError: the nodes have no newer map within the deadline; call again.
         """
-        refused = {stream: stream.moved for stream in self._streams}
-        pushes = put_together((shard, sent) for shard, stream in enumerate(self._streams) for sent in refused[stream])
+        refused = {shard: stream.moved for shard, stream in self._streams.items()}
+        pushes = put_together((shard, sent) for shard, parts in refused.items() for sent in parts)
         if not pushes:
             return
         cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
         if self.row_cache is not None:
             self.row_cache.invalidate()
         for push in pushes:
-            # The others have their part of a sync job's step: where slots moved between nodes only, it goes to the same shards again.
-            wanted = self._shares(push.tables, cluster_map, push.shards if self.sync else ())
+            # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
+            had = self._heard.get(push.serial, frozenset()) - push.shards
+            wanted = self._shares(push.tables, cluster_map, cluster_map.writing_shards - had if self.sync else ())
             prefetched_of = route_prefetched(push.prefetched, cluster_map)
             numbered = self._number(wanted, prefetched_of, push.step, cluster_map.serial)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])
             _send(numbered, push.ack)
         self._n_rerouted += 1
-        for stream, parts in refused.items():
-            stream.resent(parts)
+        for shard, parts in refused.items():
+            self._streams[shard].resent(parts)
 
     def _newer_map(self, serial: int, deadline: Deadline) -> ClusterMap:
         if self._servers.cluster_map.serial > serial:
@@ -343,7 +358,7 @@ class PushSession:
     def _keep_routing(self) -> None:
         while not self._closed.is_set():
             with self._rerouting_lock:
-                if not any(stream.moved for stream in self._streams):
+                if not any(stream.moved for stream in list(self._streams.values())):
                     self._rerouting = None
                     return
             try:
@@ -354,7 +369,7 @@ class PushSession:
 
     def _trouble(self, shard: int) -> str:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is up."""
-        told = [self._streams[shard].trouble()]
+        told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
             told.append(self._servers.call(shard, "Status", Empty(), StatusReply, Deadline.after(_STATUS_TIMEOUT_S)).failure)
         return "; ".join(filter(None, told))
@@ -369,7 +384,8 @@ class PushSession:
         if self._introduced:
             self._introduced = False
             request = ByeRequest(self._trainer, self._incarnation)
-            requests = [None if stream.trouble() else request for stream in self._streams]
+            there = self._servers.numbers
+            requests = {shard: request for shard, stream in self._streams.items() if shard in there and not stream.trouble()}
             try:
                 self._servers.try_each("Bye", requests, Empty, Deadline.after(BYE_TIMEOUT_S))
             except KvembError:

@@ -28,6 +28,8 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
     servers = AllShards.of(config.servers)
     try:
         request = RepairRequest(list(addresses), all_nodes, max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2))
-        return servers.call_each("Repair", [request] * len(servers), RepairReply, Deadline.after(timeout_s))
+        deadline = Deadline.after(timeout_s)
+        servers.ask_map(deadline)
+        return list(servers.call_each("Repair", request, RepairReply, deadline).values())
     finally:
         servers.close()

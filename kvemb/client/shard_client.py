@@ -61,7 +61,7 @@ class ShardClient:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where the shards are, in order."""
-        return tuple(channel.address for channel in self._servers.channels)
+        return tuple(channel.address for channel in self._servers.channels.values())
 
     @property
     def servers(self) -> AllShards:
@@ -97,12 +97,12 @@ class ShardClient:
         self._session.wait_applied(deadline)  # also their answers, which may hold rows of the table
         table = TableDef.from_dict(self._servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
         self._forget_rows()
-        n_erased, left = 0, [1] * len(self._servers)
-        while any(left):
+        n_erased, left = 0, True
+        while left:
             deadline = deadline if timeout_s is not None else self._deadline(None)
-            requests = [EraseTableRequest(table.key, _wait_s(deadline))] * len(self._servers)
-            replies = self._servers.call_each("EraseTable", requests, EraseTableReply, deadline)
-            n_erased, left = n_erased + sum(reply.n_erased for reply in replies), [reply.n_left for reply in replies]
+            request = EraseTableRequest(table.key, _wait_s(deadline))
+            replies = self._servers.call_each("EraseTable", request, EraseTableReply, deadline).values()
+            n_erased, left = n_erased + sum(reply.n_erased for reply in replies), any(reply.n_left for reply in replies)
         self._servers.call(0, "EndDrop", TableRequest(table.key), Empty, deadline)
         return n_erased
 
@@ -115,7 +115,7 @@ class ShardClient:
         """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        self._servers.call_each("Flush", [FlushRequest(_wait_s(deadline))] * len(self._servers), Empty, deadline)
+        self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), Empty, deadline)
         self._forget_rows()  # pulls must now see what others pushed, too
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
@@ -178,14 +178,14 @@ class ShardClient:
             if all(head is None for head in heads):
                 return replies
             deadline = deadline if timeout_s is not None else self._deadline(None)
-            requests = [None if head is None else RowsRequest(head, _wait_s(deadline)) for head in heads]
-            sent = [head for head in heads if head is not None]
+            sent = {shard: head for shard, head in enumerate(heads) if head is not None}
+            requests = {shard: RowsRequest(head, _wait_s(deadline)) for shard, head in sent.items()}
             answers = self._servers.try_each(method, requests, reply_type, deadline)
-            moved = [head for head, answer in zip(sent, answers, strict=True) if isinstance(answer, SlotsMovedError)]
-            for answer in answers:
+            moved = [sent[shard] for shard, answer in answers.items() if isinstance(answer, SlotsMovedError)]
+            for answer in answers.values():
                 if isinstance(answer, Exception) and (not isinstance(answer, SlotsMovedError) or deadline.expired):
                     raise answer
-            replies += [answer for answer in answers if not isinstance(answer, Exception)]
+            replies += [answer for answer in answers.values() if not isinstance(answer, Exception)]
             if moved:  # nothing of these was taken: they, and what is left, are routed by the map as it is now
                 time.sleep(min(_MOVED_PAUSE_S, deadline.remaining_s()))
                 self._servers.refresh_map(deadline)
@@ -193,8 +193,9 @@ class ShardClient:
 
     def _queues(self, rows: Sequence[TableRows], limit_bytes: int) -> list[Iterator[TableRows]]:
         """Distribute rows over shards, and each shard's over messages."""
-        routed = [route(one, self._servers.cluster_map) for one in rows]
-        shares = [[share[shard] for share in routed] for shard in range(len(self._servers))]
+        cluster_map = self._servers.cluster_map
+        routed = [route(one, cluster_map) for one in rows]
+        shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return [chain.from_iterable(pieces(one, limit_bytes) for one in share if len(one.ids)) for share in shares]
 
     def _forget_rows(self) -> None:

@@ -40,6 +40,10 @@ class ShardQuestions:
     def __init__(self, servers: AllShards, timeout_s: float) -> None:
         self._servers, self._timeout_s = servers, timeout_s
 
+    def address(self, shard: int) -> str:
+        """Where a shard is."""
+        return self._servers.channels[shard].address
+
     def get_table(self, name: str, timeout_s: float | None = None) -> TableDef:
         """Return a registered table; UnknownTableError lists the others."""
         reply = self._servers.call(0, "GetTable", TableRequest(name), TableReply, self._deadline(timeout_s))
@@ -47,22 +51,22 @@ class ShardQuestions:
 
     def count(self, table: str, timeout_s: float | None = None) -> int:
         """Return the number of rows that exist, over all shards."""
-        requests = [TableRequest(table)] * len(self._servers)
-        return sum(reply.n_rows for reply in self._servers.call_each("Count", requests, CountReply, self._deadline(timeout_s)))
+        replies = self._servers.call_each("Count", TableRequest(table), CountReply, self._deadline(timeout_s))
+        return sum(reply.n_rows for reply in replies.values())
 
     def step(self, table: str, timeout_s: float | None = None) -> int:
         """Return how often the optimizer was applied to a table, on the shard where that is most."""
-        requests = [TableRequest(table)] * len(self._servers)
-        return max(reply.step for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
+        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(timeout_s))
+        return max(reply.step for reply in replies.values())
 
     def rows_applied(self, table: str, timeout_s: float | None = None) -> int:
         """Return how many rows of a table were applied, by all shards since each of them was started."""
-        requests = [TableRequest(table)] * len(self._servers)
-        return sum(reply.rows_applied for reply in self._servers.call_each("Step", requests, StepReply, self._deadline(timeout_s)))
+        replies = self._servers.call_each("Step", TableRequest(table), StepReply, self._deadline(timeout_s))
+        return sum(reply.rows_applied for reply in replies.values())
 
     def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
         """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
-        for shard in range(len(self._servers)):
+        for shard in self._servers.numbers:
             request = IdsRequest(table, True, 0, PAGE_IDS)
             while True:
                 reply = self._servers.call(shard, "Ids", request, IdsReply, self._deadline(timeout_s))
@@ -74,14 +78,12 @@ class ShardQuestions:
 
     def sample_ids(self, table: str, limit: int, timeout_s: float | None = None) -> NDArray[np.uint64]:
         """Return some ids of rows that exist, at most `limit` of each shard, in no order."""
-        requests = [SampleIdsRequest(table, limit)] * len(self._servers)
-        replies = self._servers.call_each("SampleIds", requests, IdsReply, self._deadline(timeout_s))
-        return np.concatenate([np.frombuffer(reply.ids, "<u8") for reply in replies]).astype(np.uint64, copy=False)
+        replies = self._servers.call_each("SampleIds", SampleIdsRequest(table, limit), IdsReply, self._deadline(timeout_s))
+        return np.concatenate([np.frombuffer(reply.ids, "<u8") for reply in replies.values()]).astype(np.uint64, copy=False)
 
-    def status(self, timeout_s: float | None = None) -> list[StatusReply | Exception]:
+    def status(self, timeout_s: float | None = None) -> dict[int, StatusReply | Exception]:
         """Return each shard's state, or why it could not be asked."""
-        requests = [Empty()] * len(self._servers)
-        return self._servers.try_each("Status", requests, StatusReply, self._deadline(timeout_s))
+        return self._servers.try_each("Status", Empty(), StatusReply, self._deadline(timeout_s))
 
     def show_row(self, shard: int, table: str, row_id: int, timeout_s: float | None = None) -> ShowRowReply:
         """Return what a shard knows of a row."""
@@ -89,7 +91,7 @@ class ShardQuestions:
 
     def progress(self, timeout_s: float | None = None) -> list[ProgressReply]:
         """Return how far each shard has come."""
-        return self._servers.call_each("Progress", [Empty()] * len(self._servers), ProgressReply, self._deadline(timeout_s))
+        return list(self._servers.call_each("Progress", Empty(), ProgressReply, self._deadline(timeout_s)).values())
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)

@@ -72,7 +72,7 @@ def connect(
             return _served(cluster, metrics_port)
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
-        row_cache = RowCache(cache_bytes, max_staleness, len(config.servers.shards)) if cache_bytes else None
+        row_cache = RowCache(cache_bytes, max_staleness) if cache_bytes else None
         shards = open_shards(config, trainer, store, deadline, row_cache)
         again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
         return _served(Cluster(config, Access(store, shards, config.storage.timeout_s), again), metrics_port)

@@ -21,7 +21,7 @@ class Owner:
 
     Args:
         epoch: of the last owner's versions, above 0.
-        n_shards: the cluster's number of shards; rows are owned by shard, so it is part of the cluster.
+        n_shards: numbers of shards that the cluster map had; nobody goes by it.
     """
 
     epoch: int

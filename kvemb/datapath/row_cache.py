@@ -106,15 +106,14 @@ class RowCache:
     Args:
         limit_bytes: of all entries, their index included; every table may keep 1024 rows in any case.
         max_staleness: batches of others that an entry may lag behind, >= 1.
-        n_shards: of the cluster.
         clock_s: a monotonic clock.
     """
 
-    def __init__(self, limit_bytes: int, max_staleness: int, n_shards: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit_bytes: int, max_staleness: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._limit_bytes, self._max_staleness, self._clock_s = limit_bytes, max_staleness, clock_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._shards = [_ShardProgress() for _ in range(n_shards)]
+        self._shards: list[_ShardProgress] = []  # by number, as far as pushes have gone to them
         self._row_bytes: dict[str, int] = {}
         self._budget = CacheBudget(limit_bytes)
         self._tables: dict[str, RecordCache] = {}
@@ -148,6 +147,7 @@ class RowCache:
     def want(self, shard: int, tables: Sequence[TableRows]) -> ExpectedRows:
         """Note what a part that is about to be sent will bring back; the ids are copied."""
         with self._lock:
+            self._shards += [_ShardProgress() for _ in range(len(self._shards), shard + 1)]
             return ExpectedRows(shard, tuple((rows.table, rows.ids.copy()) for rows in tables), self._generation)
 
     def applied(self, wanted: ExpectedRows, reply: PushReply) -> None:

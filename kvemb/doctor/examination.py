@@ -1,7 +1,7 @@
 """Asks every node and shard of a kvemb.yaml, without connecting to the cluster: what is down is what one wants to see."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -62,7 +62,15 @@ def examine(config: Config, our_version: str) -> list[Finding]:
         else:
             stack.callback(servers.close)
             timeout_s = config.storage.timeout_s
-            described = servers.try_each("Describe", [Empty()] * len(servers), DescribeReply, Deadline.after(timeout_s))
+            try:
+                servers.ask_map(Deadline.after(timeout_s))
+            except ConfigError as problem:
+                found.append(
+                    error("shard-count", "parameter_servers.shards", str(problem), "Use the kvemb.yaml that the shards were started with.")
+                )
+            except KvembError:
+                pass  # shard 0 is looked at below
+            described = servers.try_each("Describe", Empty(), DescribeReply, Deadline.after(timeout_s))
             found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, described, config, our_version)]
     # Of those whose certificate is not good it is known why they cannot be reached.
     return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
@@ -98,10 +106,10 @@ def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]
 
 
 def _hash_limits(
-    store: Store, described: Sequence[DescribeReply | Exception], found: Sequence[Finding], timeout_s: float
+    store: Store, described: Mapping[int, DescribeReply | Exception], found: Sequence[Finding], timeout_s: float
 ) -> Iterator[Finding]:
     """The tables are those that shards know. A node that has its error already is passed over, or one whose user may not read limits."""
-    tables = next((answer.tables for answer in described if not isinstance(answer, Exception)), [])
+    tables = next((answer.tables for answer in described.values() if not isinstance(answer, Exception)), [])
     in_trouble = {one.where for one in found if one.level == ERROR}
     for address in store.addresses:
         if tables and f"node {address}" not in in_trouble:
@@ -111,17 +119,19 @@ def _hash_limits(
                     yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
 
 
-def _shards(servers: AllShards, described: Sequence[DescribeReply | Exception], config: Config, our_version: str) -> Iterator[Finding]:
+def _shards(servers: AllShards, described: Mapping[int, DescribeReply | Exception], config: Config, our_version: str) -> Iterator[Finding]:
     timeout_s = config.storage.timeout_s
-    there = [None if isinstance(answer, Exception) else Empty() for answer in described]  # the others would be waited for twice more
-    statuses = iter(servers.try_each("Status", there, StatusReply, Deadline.after(timeout_s)))
+    # The others would be waited for twice more.
+    there = {shard: Empty() for shard, answer in described.items() if not isinstance(answer, Exception)}
+    statuses = servers.try_each("Status", there, StatusReply, Deadline.after(timeout_s))
     asked_s = time.time()
-    examined = iter(servers.try_each("Examine", there, ExamineReply, Deadline.after(timeout_s)))
-    for shard, (address, describe) in enumerate(zip(config.servers.shards, described, strict=True)):
+    examined = servers.try_each("Examine", there, ExamineReply, Deadline.after(timeout_s))
+    for shard, describe in described.items():
+        address = servers.channels[shard].address
         if isinstance(describe, Exception):
             facts = ShardFacts(shard, address, error=str(describe))
         else:
-            facts = ShardFacts(shard, address, "", describe, _answer(next(statuses)), _answer(next(examined)), asked_s)
+            facts = ShardFacts(shard, address, "", describe, _answer(statuses[shard]), _answer(examined[shard]), asked_s)
         yield from judge_shard(facts, config, our_version)
 
 

@@ -22,7 +22,7 @@ class ShardFacts:
     """What one shard has answered.
 
     Args:
-        shard, address: as kvemb.yaml says.
+        shard, address: as the cluster map says, or kvemb.yaml.
         error: why it did not answer.
         describe, status, examine: its answers; None where there was none.
         asked_s: the time of day here when it was asked how late it is.
@@ -74,11 +74,7 @@ def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config)
     if says.cluster != config.cluster:
         what = f"belongs to cluster {says.cluster!r}, this file names {config.cluster!r}"
         yield error("cluster-name", where, what, "Use the kvemb.yaml of that cluster, or other addresses in parameter_servers.shards.")
-    if says.n_shards != len(config.servers.shards):
-        what = f"is one of {says.n_shards} shards, this file has {len(config.servers.shards)}"
-        mend = f"{_SAME_FILE} Another number of shards is a new cluster: save, start it, load (docs/compose.md)."
-        yield error("shard-count", where, what, mend)
-    elif says.shard != shard:
+    if says.shard != shard:
         yield error(
             "shard-swapped", where, f"answers as shard {says.shard}", "Put the addresses in parameter_servers.shards into their order."
         )

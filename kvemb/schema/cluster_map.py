@@ -6,6 +6,7 @@ batch that was routed by another map fails. On Redis Cluster the nodes' half is 
 As bytes a half is its runs: where each begins, and who has it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
+from kvemb.errors import ConfigError
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, from_runs, runs_of
@@ -26,7 +28,7 @@ IN_FILE, BY_COMMAND, GONE = "file", "command", "gone"
 
 
 class NodePlace(NamedTuple):
-    """Where a node is.
+    """Where a node is, or a shard.
 
     Args:
         address: "host:port"; "" of one that is gone.
@@ -46,11 +48,11 @@ class ClusterMap:
         serial: of who has what, which markers name: the first has 1, each later one the next.
         n_nodes: numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots.
         slot_nodes: uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0.
-        n_shards: parameter-server shards.
+        n_shards: numbers given to parameter-server shards, those gone included; a process with a higher one waits to be taken in.
         slot_shards: uint16 [16384], which of them writes each slot.
         version: of all of it: the first map has 1, and whatever changes, plans included, makes the next. The highest counts.
         places: where each node is; () while nobody has said it.
-        shards: addresses of shards, where commands have changed them; () for those of kvemb.yaml.
+        shards: where each shard is; () while nobody has said it: where kvemb.yaml says.
         plan: a move under way.
 
     Example:
@@ -66,7 +68,7 @@ class ClusterMap:
     slot_shards: NDArray[np.uint16]
     version: int = 1
     places: tuple[NodePlace, ...] = ()
-    shards: tuple[str, ...] = ()
+    shards: tuple[NodePlace, ...] = ()
     plan: MovePlan | None = None
 
     @staticmethod
@@ -92,6 +94,45 @@ class ClusterMap:
     def shards_of(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
         """Return the shard of each slot: uint16 [n]."""
         return self.slot_shards[slots]
+
+    def shard_places(self, in_file: Sequence[str]) -> tuple[str, ...]:
+        """Return where each shard is, "" for those that are gone.
+
+        What a command has said comes first. Then the address that was noted, if kvemb.yaml still names it; then the one at the shard's
+        position there, unless that one is known to be another shard's (whoever edits the file need not leave holes); then the noted one.
+
+        Args:
+            in_file: the addresses that kvemb.yaml says; more of them than the map has shards are of processes that wait.
+
+        Raises:
+            ConfigError: nobody says where a shard is.
+
+        Example:
+            >>> ClusterMap.first(1, 2).shard_places(["a:1", "b:1", "c:1"])
+            ('a:1', 'b:1')
+        """
+        noted = {place.address for place in self.shards}
+        places = []
+        for number, (address, said_by) in enumerate(self.shards or [NodePlace("", IN_FILE)] * self.n_shards):
+            by_file = in_file[number] if number < len(in_file) and in_file[number] not in noted else ""
+            found = address if said_by != IN_FILE or address in in_file else by_file or address
+            if not found and said_by != GONE:
+                raise ConfigError(
+                    f"parameter_servers.shards: {len(in_file)} given, the cluster map (serial {self.serial}) has {self.n_shards}, and "
+                    f"nobody says where shard {number} is. Name the shards of `kvemb config show`."
+                )
+            places.append(found)
+        return tuple(places)
+
+    @cached_property
+    def shard_numbers(self) -> tuple[int, ...]:
+        """The shards that there are, ascending; with and without slots."""
+        return tuple(number for number in range(self.n_shards) if not self.shards or self.shards[number].said_by != GONE)
+
+    @cached_property
+    def writing_shards(self) -> frozenset[int]:
+        """The shards that have slots."""
+        return frozenset(np.unique(self.slot_shards).tolist())
 
     @cached_property
     def digest(self) -> int:
@@ -146,8 +187,9 @@ class ClusterMap:
     def encode(self) -> bytes:
         """Return the map's bytes, the same for equal maps."""
         halves = [self.n_nodes, runs_of(self.slot_nodes), self.n_shards, runs_of(self.slot_shards)]
-        places, plan = [list(place) for place in self.places], self.plan and self.plan.to_list()
-        packed: bytes = msgpack.packb([_MAGIC, FORMAT_VERSION, self.version, self.serial, *halves, places, list(self.shards), plan])
+        places, shards = ([list(place) for place in some] for some in (self.places, self.shards))
+        plan = self.plan and self.plan.to_list()
+        packed: bytes = msgpack.packb([_MAGIC, FORMAT_VERSION, self.version, self.serial, *halves, places, shards, plan])
         return packed
 
     @staticmethod
@@ -179,7 +221,7 @@ class ClusterMap:
         owners = from_runs(nodes, max(1, n_nodes)), from_runs(shards, n_shards)
         found = None if plan is None else MovePlan.from_list(plan, {NODES: max(1, n_nodes), SHARDS: n_shards})
         return ClusterMap(
-            serial, n_nodes, owners[0], n_shards, owners[1], version, _places(places, n_nodes), _addresses(addresses, n_shards), found
+            serial, n_nodes, owners[0], n_shards, owners[1], version, _places(places, n_nodes), _places(addresses, n_shards), found
         )
 
 
@@ -195,18 +237,12 @@ def equal_runs(n_owners: int) -> NDArray[np.uint16]:
     return (np.arange(N_SLOTS) * n_owners // N_SLOTS).astype(np.uint16)
 
 
-def _places(items: object, n_nodes: int) -> tuple[NodePlace, ...]:
-    if not isinstance(items, list) or len(items) not in (0, n_nodes):
-        raise ValueError("not as many places as nodes")
+def _places(items: object, n: int) -> tuple[NodePlace, ...]:
+    if not isinstance(items, list) or len(items) not in (0, n):
+        raise ValueError("not as many places as nodes, or shards")
     places = []
     for item in items:
         if not isinstance(item, list) or [type(text) for text in item] != [str, str] or item[1] not in (IN_FILE, BY_COMMAND, GONE):
-            raise ValueError("no place of a node")
+            raise ValueError("no place of a node, or shard")
         places.append(NodePlace(*item))
     return tuple(places)
-
-
-def _addresses(items: object, n_shards: int) -> tuple[str, ...]:
-    if not isinstance(items, list) or len(items) not in (0, n_shards) or not all(type(item) is str for item in items):
-        raise ValueError("not as many addresses as shards")
-    return tuple(items)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME, newest_registry
-from kvemb.errors import KvembError, StorageError
+from kvemb.errors import ConfigError, KvembError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
@@ -52,18 +52,24 @@ def survey(config: Config) -> ClusterStatus:
     from kvemb.client.all_shards import AllShards
 
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers = AllShards.of(config.servers)
+    servers, unknown = AllShards.of(config.servers), ""
     try:
-        deadline = Deadline.after(config.storage.timeout_s)
-        replies = servers.try_each("Status", [Empty()] * len(servers), StatusReply, deadline)
-        shards = tuple(_shard(i, address, reply) for i, (address, reply) in enumerate(zip(config.servers.shards, replies, strict=True)))
+        try:
+            servers.ask_map(Deadline.after(config.storage.timeout_s))
+        except ConfigError as error:
+            unknown = str(error)
+        except KvembError:
+            pass  # whoever does not answer is shown below
+        channels = servers.channels
+        replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(config.storage.timeout_s))
+        shards = tuple(_shard(shard, channels[shard].address, reply) for shard, reply in replies.items())
         try:
             store.find_nodes(Deadline.after(config.storage.timeout_s))
             nodes = tuple(store.stats(Deadline.after(config.storage.timeout_s)))
         except StorageError as error:
-            return ClusterStatus(shards, (), str(error))
-        all_answer = not any(node.error for node in nodes) and not any(isinstance(reply, Exception) for reply in replies)
-        strangers = _strangers(config, store, servers) if all_answer else ""
+            return ClusterStatus(shards, (), str(error), unknown)
+        all_answer = not any(node.error for node in nodes) and not any(isinstance(reply, Exception) for reply in replies.values())
+        strangers = unknown or (_strangers(config, store, servers) if all_answer else "")
         held = _held(store, config.storage.timeout_s) if all_answer and not strangers else ()
         return ClusterStatus(shards, nodes, strangers=strangers, held=held)
     finally:
@@ -112,8 +118,8 @@ def read_status(store: Store, client: "ShardClient | None", timeout_s: float) ->
 
 
 def _shards(client: "ShardClient", timeout_s: float) -> tuple[ShardStatus, ...]:
-    pairs = zip(client.addresses, client.questions.status(timeout_s), strict=True)
-    return tuple(_shard(index, address, reply) for index, (address, reply) in enumerate(pairs))
+    addresses = {shard: channel.address for shard, channel in client.servers.channels.items()}
+    return tuple(_shard(shard, addresses.get(shard, ""), reply) for shard, reply in client.questions.status(timeout_s).items())
 
 
 def _shard(index: int, address: str, reply: StatusReply | Exception) -> ShardStatus:

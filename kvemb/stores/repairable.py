@@ -11,7 +11,7 @@ batches check the marker. A server process that starts again in the middle of it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,5 +121,5 @@ class Repairable(ABC):
         """Say that this shard's rows on the node are in order; puts the shard's owner record back too, if the store was fenced."""
 
     @abstractmethod
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
-        """Renew the marker when every shard has reported; return True when the node is in use again, False to be asked again later."""
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        """Renew the marker when all of these shards have reported; return True when the node is in use again, False to be asked again."""

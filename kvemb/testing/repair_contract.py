@@ -84,7 +84,7 @@ def repair(store: Store, address: str, salt: int = 0) -> None:
     nonce = begun(store, address)
     write_back(store, address, nonce, rows_of(store, address), salt)
     store.report_repaired(address, nonce, 0, within())
-    assert store.finish_repair(address, nonce, 1, within())
+    assert store.finish_repair(address, nonce, range(1), within())
 
 
 def eventually_reads(store: Store, salt: int = 0, keys: RowKeys | None = None) -> None:
@@ -151,11 +151,11 @@ class RepairContract(StoreContract):
         with nodes.store() as late, pytest.raises(LOST, match=found.address):
             late.open(within())
         write_back(store, found.address, nonce, mine)
-        assert not store.finish_repair(found.address, nonce, 1, within())
+        assert not store.finish_repair(found.address, nonce, range(1), within())
         with pytest.raises(LOST, match=found.address):
             read(trainer, mine)
         store.report_repaired(found.address, nonce, 0, within())
-        assert store.finish_repair(found.address, nonce, 1, within())
+        assert store.finish_repair(found.address, nonce, range(1), within())
         assert store.lost_nodes(within()) == []
         eventually_reads(trainer)
         eventually_reads(store)
@@ -178,14 +178,14 @@ class RepairContract(StoreContract):
         for call in (
             lambda: store.read_in_repair(found.address, first, [ReadPart(mine, SIZE, SIZE)], within()),
             lambda: store.report_repaired(found.address, first, 0, within()),
-            lambda: store.finish_repair(found.address, first, 1, within()),
+            lambda: store.finish_repair(found.address, first, range(1), within()),
         ):
             with pytest.raises((*LOST, NodeUnavailableError)):
                 call()
         assert [node.why for node in store.lost_nodes(within())] == ["empty"]
         second = begun(store, found.address)
         assert second != first
-        assert not store.finish_repair(found.address, second, 1, within())
+        assert not store.finish_repair(found.address, second, range(1), within())
         repair(store, found.address)
         eventually_reads(trainer)
 
@@ -206,13 +206,13 @@ class RepairContract(StoreContract):
             half = len(mine) // 2
             write_back(store, address, nonce, mine[:half])
             store.report_repaired(address, nonce, 0, within())
-            assert not store.finish_repair(address, nonce, 2, within())
+            assert not store.finish_repair(address, nonce, range(2), within())
             with pytest.raises(LOST):
                 read(trainer, mine[:half])
             write_back(other, address, nonce, mine[half:])
             other.report_repaired(address, nonce, 1, within())
-            assert other.finish_repair(address, nonce, 2, within())
-            assert store.finish_repair(address, nonce, 2, within())
+            assert other.finish_repair(address, nonce, range(2), within())
+            assert store.finish_repair(address, nonce, range(2), within())
             for one in (store, other, trainer):
                 eventually_reads(one)
 
@@ -226,7 +226,7 @@ class RepairContract(StoreContract):
         with pytest.raises(NodeLostError):
             store.report_repaired(address, "0" * 16, 0, within())
         with pytest.raises(NodeLostError):
-            store.finish_repair(address, "0" * 16, 1, within())
+            store.finish_repair(address, "0" * 16, range(1), within())
         with pytest.raises(InvalidInputError, match=address):
             store.write_in_repair(address, nonce, [WritePart(rows, records_of(rows), np.zeros(len(rows), dtype=np.uint64))], within())
         assert not store.read_in_repair(address, nonce, [ReadPart(mine, SIZE, SIZE)], within())[0].found.any()
@@ -257,7 +257,7 @@ class RepairContract(StoreContract):
         store.erase_in_repair(found.address, nonce, [WritePart(back, np.empty((len(back), 0), np.uint8))], within())
         write_back(store, found.address, nonce, rows_of(store, found.address, rows[100:]), salt=1)
         store.report_repaired(found.address, nonce, 0, within())
-        assert store.finish_repair(found.address, nonce, 1, within())
+        assert store.finish_repair(found.address, nonce, range(1), within())
         for one in (store, trainer):
             eventually_reads(one, 1, rows[100:])
             result = read(one, rows)
@@ -273,7 +273,7 @@ class RepairContract(StoreContract):
         nodes.restart(0, saved=True)
         assert lost(store)[0].why in ("suspect", "empty")
         with pytest.raises((*LOST, NodeUnavailableError)):
-            store.finish_repair(address, first, 1, within())
+            store.finish_repair(address, first, range(1), within())
         assert begun(store, address) != first
         repair(store, address)
         eventually_reads(trainer)
@@ -285,7 +285,7 @@ class RepairContract(StoreContract):
             read(trainer, rows)
         write_back(store, address, nonce, rows_of(store, address), salt=1)
         store.report_repaired(address, nonce, 0, within())
-        assert store.finish_repair(address, nonce, 1, within())
+        assert store.finish_repair(address, nonce, range(1), within())
         for one in (store, trainer):
             eventually_reads(one, 1, rows_of(store, address))
 
@@ -317,7 +317,7 @@ class RepairContract(StoreContract):
         write_back(store, address, nonce, rows_of(store, address))
         store.put_meta_in_repair(address, nonce, "kvemb:test", b"value", within())
         store.report_repaired(address, nonce, 0, within())
-        assert store.finish_repair(address, nonce, 1, within())
+        assert store.finish_repair(address, nonce, range(1), within())
         with nodes.store() as late:
             late.open(within())
             assert set(late.get_meta("kvemb:test", within())) == {b"value"}

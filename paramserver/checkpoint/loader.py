@@ -156,7 +156,7 @@ class Loader:
             shutil.rmtree(old)
         epoch = self._parts.engine.epoch
         runs, version = Runs(self._staged(decision.load_id), epoch=epoch, still_ours=self._still_ours), make_version(epoch, 0)
-        self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._servers.shards)
+        self._done, self._rows = 0, sum(level.manifest.n_rows for level in chain.levels) // len(self._store.cluster_map.shard_numbers)
         writers = []
         for saved in chain.newest.tables:
             definition = self._parts.registry.find_last(saved.definition.name)
@@ -189,7 +189,7 @@ class Loader:
 
     def _same_shards(self, manifest: CheckpointManifest) -> bool:
         """Whether the shard of our number wrote all of our rows, and no others."""
-        return manifest.slots == self._store.cluster_map.shard_runs
+        return manifest.slots == self._store.cluster_map.shard_runs and self._parts.shard < manifest.n_shards
 
     def _step(self, manifest: CheckpointManifest, saved: SavedTable) -> int:
         """Docs/adr/0004: the same shard's, or where other shards have the rows now the largest."""

@@ -110,7 +110,7 @@ def _check_ids(at: str, definition: TableDef, rows: TableRows, shard: int, clust
     if outside is not None:
         row_id = definition.shown_id(int(rows.ids[outside]))
         raise PushRejectedError(f"{at}: id {row_id} is outside 0 to {definition.num_ids} - 1, the ids of this table; nothing was accepted")
-    if cluster_map.n_shards > 1:
+    if cluster_map.n_shards > 1 or shard:
         owners = cluster_map.shards_of(definition.placement.slots(rows.ids))
         if (owners != shard).any():
             wrong = int(np.argmax(owners != shard))

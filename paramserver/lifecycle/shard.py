@@ -119,7 +119,9 @@ class Shard:
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
-        carrier = MoveCarrier(store, keep=keep, metas=self._metas, timeout_s=timeout_s) if parts.shard == 0 else None
+        in_file = parts.config.servers.shards
+        first = parts.shard == 0
+        carrier = MoveCarrier(store, keep=keep, metas=self._metas, in_file=in_file, timeout_s=timeout_s) if first else None
         moves = MoveHandlers(parts, store, carrier, offers)
         self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
         self._follower = MapFollower(
@@ -210,7 +212,7 @@ class Shard:
     def _make_mover(self, offers: SlotOffers, observer: SaveObserver) -> PlanWork:
         parts, store, engine, servers = self._parts, self._store, self._parts.engine, self._parts.config.servers
         timeout_s = parts.config.storage.timeout_s
-        nodes = SlotMover(store, parts.tables, engine, parts.repairer, n_shards=len(servers.shards), timeout_s=timeout_s)
+        nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
         giver = SlotGiver(parts.tables, parts.runs, self._save_now, applied)
         taker = SlotTaker(parts.tables, parts.runs, from_storage(store, timeout_s), self._save_now, epoch=lambda: engine.epoch)
@@ -221,7 +223,7 @@ class Shard:
             saving=lambda: observer.running,
             write_dirty=engine.write_dirty,
         )
-        questions = GiverQuestions(parts.shard, lambda shard: servers.shards[shard], tls)
+        questions = GiverQuestions(parts.shard, lambda shard: store.cluster_map.shard_places(servers.shards)[shard], tls)
         return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
 
     def _risen(self, epoch: int) -> None:
@@ -231,9 +233,11 @@ class Shard:
 
     def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:
         parts, timeout_s = self._parts, self._parts.config.storage.timeout_s
-        n_shards = len(parts.config.servers.shards)
-        scrub = Scrub(parts.repairer, parts.tables, n_shards, timeout_s=timeout_s, busy=lambda: observer.running)
+        scrub = Scrub(parts.repairer, parts.tables, self._n_shards, timeout_s=timeout_s, busy=lambda: observer.running)
         return BackgroundWork(parts.repairer, self._snapshots(), scrub, wake, mover=self._mover, timeout_s=timeout_s)
+
+    def _n_shards(self) -> int:
+        return len(self._store.cluster_map.shard_numbers)
 
     def _metas(self) -> dict[str, bytes]:
         """The small values that a node which joins gets copies of."""

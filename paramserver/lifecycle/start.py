@@ -82,8 +82,6 @@ def start(
         ConfigError: no such shard, or a table of the file does not fit.
         KvembError: see `paramserver.lifecycle.join_cluster`, `paramserver.recovery.claim_shard`, `paramserver.recovery.replay`.
     """
-    if not 0 <= shard < len(config.servers.shards):
-        raise ConfigError(f"--shard {shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0")
     data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
     store = started = None
     try:
@@ -111,7 +109,10 @@ def start(
         raise
     running.serve()
     parts = started.parts
-    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, len(config.servers.shards), parts.engine.epoch, parts.engine.k)
+    n_shards = len(store.cluster_map.shard_numbers)
+    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, n_shards, parts.engine.epoch, parts.engine.k)
+    if shard not in store.cluster_map.shard_numbers:
+        log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")
     return running
 
 
@@ -145,6 +146,7 @@ class _Start:
                 "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
             )
         cluster_id = join_cluster(self._store, data, shard, len(servers.shards), deadline=deadline, timeout_s=timeout_s, wait=self._wait)
+        self._require_not_gone()
         registry = Registry(self._store, shard, timeout_s, data)
         registry.load()
         for table in self._config.tables if shard == 0 else ():
@@ -154,7 +156,7 @@ class _Start:
             registry.create(table, exist_ok=True)
         if shard == 0 and registry.tables:
             settle_limits(self._store, self._store.addresses, registry.tables, timeout_s)
-        state = claim_shard(self._store, data, shard, len(servers.shards), cluster_id, timeout_s, check=self._require_reached)
+        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=self._require_reached)
         self._on_claimed(state.epoch)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
@@ -212,6 +214,14 @@ class _Start:
             journal.close()
             raise
 
+    def _require_not_gone(self) -> None:
+        cluster_map, shard = self._store.cluster_map, self._shard
+        if shard < cluster_map.n_shards and shard not in cluster_map.shard_numbers:
+            raise ConfigError(
+                f"--shard {shard}: it has left the cluster, and its number is not given again. A shard that joins has number "
+                f"{cluster_map.n_shards}."
+            )
+
     @property
     def _where(self) -> str:
         return f"shard {self._shard}: the journal in {self._data.path / JOURNAL}"
@@ -237,7 +247,7 @@ class _Start:
         return Repairer(
             self._store,
             tables,
-            (self._shard, len(self._config.servers.shards)),
+            self._shard,
             timeline=timeline,
             reconstruct=Reconstructor(runs, journal, registry.find_key).records,
             timeout_s=self._config.storage.timeout_s,

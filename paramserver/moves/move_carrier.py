@@ -60,6 +60,7 @@ class MoveCarrier:
         store: open.
         keep: keeps a map in the data folder; raises once another process owns the shard.
         metas: small values of which every node has a copy, by name.
+        in_file: the shards' addresses by kvemb.yaml.
         timeout_s: of one storage call.
     """
 
@@ -69,9 +70,11 @@ class MoveCarrier:
         *,
         keep: Callable[[ClusterMap], None],
         metas: Callable[[], Mapping[str, bytes]],
+        in_file: Sequence[str],
         timeout_s: float,
     ) -> None:
         self._store, self._keep, self._metas, self._timeout_s = store, keep, metas, timeout_s
+        self._in_file = in_file
         self._lock = threading.Lock()
         self._said = ""
 
@@ -113,15 +116,20 @@ class MoveCarrier:
     def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
         slot_shards = wanted.slot_shards
         assert slot_shards is not None
+        noted = now.shards or [NodePlace("", IN_FILE)] * now.n_shards
+        places = tuple(place._replace(address=at) for place, at in zip(noted, now.shard_places(self._in_file), strict=True))
         joining = tuple(range(now.n_shards, now.n_shards + len(wanted.join_shards)))
-        there, named = set(range(now.n_shards)) | set(joining), set(np.unique(slot_shards).tolist())
+        there, named = set(now.shard_numbers) | set(joining), set(np.unique(slot_shards).tolist())
         if not named <= there - set(wanted.leave_shards) or not set(wanted.leave_shards) <= there - {0}:
             raise InvalidInputError(
                 f"slots for shards {sorted(named - there)}, and shards {sorted(wanted.leave_shards)} to leave: there are {sorted(there)}, "
                 "and shard 0 stays, since it carries moves"
             )
+        if again := {place.address for place in places} & set(wanted.join_shards) or len(set(wanted.join_shards)) < len(joining):
+            raise InvalidInputError(f"shard {', '.join(wanted.join_shards)}: is one of the cluster's already, or stands twice ({again})")
         plan = MovePlan(SHARDS, MOVING, slot_shards, wanted.leave_shards, joining)
-        planned = replace(now, version=now.version + 1, n_shards=now.n_shards + len(joining), plan=plan)
+        places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join_shards))
+        planned = replace(now, version=now.version + 1, n_shards=len(places), shards=places, plan=plan)
         if both := [shard for shard in there if planned.gives(shard).any() and planned.takes(shard).any()]:
             raise InvalidInputError(f"shards {both} would give slots and take others in one move; do it in two")
         return planned
@@ -210,9 +218,9 @@ class MoveCarrier:
     def _end(self, now: ClusterMap, plan: MovePlan) -> None:
         version, done = now.version + 1, plan.phase not in (MOVING, ABORTING)
         gone = plan.leaving if done else plan.joining
-        if plan.kind == NODES:
-            now = replace(now, places=tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(now.places)))
-        self._follow(replace(now, version=version, plan=None))
+        places = _without(now.places, gone if plan.kind == NODES else ())
+        shards = _without(now.shards, gone if plan.kind == SHARDS else ())
+        self._follow(replace(now, version=version, places=places, shards=shards, plan=None))
         log.info("the move is %s (map version %d)", "done" if done else "taken back", version)
 
     def _abort(self, now: ClusterMap, plan: MovePlan, why: str) -> None:
@@ -260,9 +268,13 @@ class MoveCarrier:
         return tuple(place if place.said_by == GONE else place._replace(address=known[at]) for at, place in enumerate(kept))
 
 
+def _without(places: Sequence[NodePlace], gone: Sequence[int]) -> tuple[NodePlace, ...]:
+    return tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(places))
+
+
 def _who_reports(now: ClusterMap, plan: MovePlan) -> list[int]:
     """The shards that must have done their part of the phase before it may end."""
-    shards = range(now.n_shards)
+    shards = now.shard_numbers
     if plan.kind == NODES or plan.phase in (MOVING, SERVING):
         return list(shards)
     judge = now.gives if plan.phase == FLIPPED else now.takes

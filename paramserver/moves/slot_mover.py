@@ -63,7 +63,6 @@ class SlotMover:
         tables: of the shard.
         engine: its rows that are held back are written before rows are copied.
         repairer: restores rows that are not what the index says.
-        n_shards: that share the bound of bytes per second.
         timeout_s: of one storage call.
         clock: monotonic seconds.
     """
@@ -75,12 +74,11 @@ class SlotMover:
         engine: Engine,
         repairer: Repairer,
         *,
-        n_shards: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._tables, self._engine, self._repairer = store, tables, engine, repairer
-        self._n_shards, self._timeout_s, self._clock = n_shards, timeout_s, clock
+        self._timeout_s, self._clock = timeout_s, clock
         self._access = RowAccess(store, timeout_s)
         self._map: ClusterMap | None = None  # whose phase is worked at
         self._slices: Iterator[int] = iter(())
@@ -160,7 +158,7 @@ class SlotMover:
                 some = ids[start : start + n_block]
                 n_copied = self._copy_rows(state, some, there)
                 if max_bytes_per_s:
-                    self._not_before_s = self._clock() + n_copied * size * self._n_shards / max_bytes_per_s
+                    self._not_before_s = self._clock() + n_copied * size * len(self._store.cluster_map.shard_numbers) / max_bytes_per_s
                 yield len(some)
 
     def _copy_rows(self, state: TableState, ids: Ids, there: RowAccess) -> int:

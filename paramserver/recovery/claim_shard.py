@@ -13,7 +13,7 @@ from functools import partial
 
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
-from kvemb.errors import ConfigError, FencedError, LostRowError, ParameterServerError
+from kvemb.errors import FencedError, LostRowError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import MAX_EPOCH
 from kvemb.stores.store import Store
@@ -33,7 +33,6 @@ def claim_shard(
     store: Store,
     data: DataDir,
     shard: int,
-    n_shards: int,
     cluster_id: bytes,
     timeout_s: float,
     *,
@@ -47,19 +46,18 @@ def claim_shard(
     Args:
         store: open.
         data: the shard's folder.
-        shard, n_shards: which of how many.
+        shard: its number.
         cluster_id: of the nodes.
         timeout_s: of one storage call.
         check: called with what was left, before anything is changed; may raise.
         above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
 
     Raises:
-        ConfigError: the cluster has another number of shards.
         LostRowError: the last owner left no state in the folder.
         ParameterServerError: the state is damaged or not the last owner's.
     """
-    kept = read_epoch(data)
-    stored = [_owner(store, number, n_shards, timeout_s, kept if number == shard else None) for number in sorted({0, shard})][-1]
+    kept, n_shards = read_epoch(data), store.cluster_map.n_shards
+    stored = _owner(store, shard, timeout_s, kept)
     if kept > stored and store.lost_nodes(Deadline.after(timeout_s)):
         stored = kept  # the nodes that knew are to be repaired
     state = _left_state(data, shard, n_shards, cluster_id, stored, kept)
@@ -161,10 +159,10 @@ def require_owner(data: DataDir, epoch: int) -> None:
         raise FencedError(f"{data.path}: a process with epoch {found} has taken the shard over from this one (epoch {epoch})")
 
 
-def _owner(store: Store, shard: int, n_shards: int, timeout_s: float, kept: int | None) -> int:
+def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
     """The highest owner epoch of a shard on any node; 0 when it never had an owner.
 
-    Where every node's copy is damaged, `kept`: what the shard's data folder says, None for another shard's.
+    Where every node's copy is damaged, `kept`: what the shard's data folder says.
 
     Raises:
         DamagedCopyError: every copy is, and this data folder has never seen the shard.
@@ -176,15 +174,8 @@ def _owner(store: Store, shard: int, n_shards: int, timeout_s: float, kept: int 
         if kept == 0:
             raise
         log.error("%s", error)
-        return kept or 0
-    if owner is None:
-        return 0
-    if owner.n_shards != n_shards:
-        raise ConfigError(
-            f"parameter_servers.shards: {n_shards} given, this cluster was made with {owner.n_shards}; rows are owned by shard, so "
-            "the number is part of the cluster"
-        )
-    return owner.epoch
+        return kept
+    return 0 if owner is None else owner.epoch
 
 
 def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, stored: int, kept: int) -> ShardState:
@@ -199,10 +190,10 @@ def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, sto
             )
         return ShardState(cluster_id, shard, n_shards)
     state = decode_state(raw, str(data.path / STATE))
-    if (state.cluster_id, state.shard, state.n_shards) != (cluster_id, shard, n_shards):
+    if (state.cluster_id, state.shard) != (cluster_id, shard):
         raise ParameterServerError(
-            f"{data.path / STATE}: of shard {state.shard} of {state.n_shards} in cluster {state.cluster_id.hex()}, expected "
-            f"shard {shard} of {n_shards} in cluster {cluster_id.hex()}; check parameter_servers.data_dir"
+            f"{data.path / STATE}: of shard {state.shard} in cluster {state.cluster_id.hex()}, expected shard {shard} in cluster "
+            f"{cluster_id.hex()}; check parameter_servers.data_dir"
         )
     older = state.journal is None and state.epoch != stored  # a clean stop without a journal, which an earlier release could do
     if state.epoch > stored or stored > kept or older:

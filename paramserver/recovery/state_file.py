@@ -44,7 +44,8 @@ class ShardState:
 
     Args:
         cluster_id: 16 bytes.
-        shard, n_shards: which of how many.
+        shard: its number.
+        n_shards: numbers of shards that the cluster map had; nobody goes by it.
         epoch: of the process that wrote it (0: the shard never served).
         k: of the last batch applied; the next process goes on counting.
         rows_applied: for status.

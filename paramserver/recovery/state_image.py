@@ -20,7 +20,7 @@ def image(parts: ShardParts, position: Position) -> ShardState:
     return ShardState(
         cluster_id=parts.cluster_id,
         shard=parts.shard,
-        n_shards=len(parts.config.servers.shards),
+        n_shards=parts.maps.cluster_map.n_shards,
         epoch=parts.engine.epoch,
         k=parts.engine.k,
         rows_applied=parts.engine.rows_applied,

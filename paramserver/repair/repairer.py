@@ -102,7 +102,7 @@ class Repairer:
     Args:
         store: open.
         tables: of this shard.
-        shard: (number, of how many).
+        shard: its number.
         timeline: what is known of versions.
         reconstruct: makes records that the cache does not have.
         timeout_s: deadline of one storage call.
@@ -114,7 +114,7 @@ class Repairer:
         self,
         store: Store,
         tables: Tables,
-        shard: tuple[int, int],
+        shard: int,
         *,
         timeline: Timeline,
         reconstruct: Reconstruct,
@@ -122,8 +122,7 @@ class Repairer:
         metas: Callable[[], Iterable[tuple[str, bytes]]],
         still_ours: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._tables, self._still_ours = store, tables, still_ours
-        self._shard, self._n_shards = shard
+        self._store, self._tables, self._shard, self._still_ours = store, tables, shard, still_ours
         self._timeline = timeline
         self._reconstruct, self._timeout_s, self._metas = reconstruct, max(timeout_s, _LEAST_TIMEOUT_S), metas
         self._access = RowAccess(store, self._timeout_s, error=LostRowError)
@@ -241,7 +240,7 @@ class Repairer:
                 self._restore_node(address, nonce, ahead)
                 self._own_s += time.monotonic() - begun_s
                 restored[address] = nonce
-            if self._store.finish_repair(address, nonce, self._n_shards, self._access.deadline()):
+            if self._store.finish_repair(address, nonce, self._store.cluster_map.shard_numbers, self._access.deadline()):
                 continue
             if not reported:  # another program may have written over our report
                 self._store.report_repaired(address, nonce, self._shard, self._access.deadline())

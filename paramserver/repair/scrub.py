@@ -37,7 +37,7 @@ class Scrub:
         self,
         repairer: Repairer,
         tables: Tables,
-        n_shards: int,
+        n_shards: Callable[[], int],
         *,
         timeout_s: float,
         busy: Callable[[], bool] = lambda: False,
@@ -76,7 +76,7 @@ class Scrub:
         if self._todo:
             self._compare(self._todo[0])
         now_s = self._clock()
-        self._next_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards * (now_s - started_s))
+        self._next_s = now_s + max(_LEAST_PAUSE_S, _SHARE_OF_TIME * self._n_shards() * (now_s - started_s))
         if not self._todo:
             self._n_rounds += 1
             self._ended_s, self._took_s = now_s, now_s - self._begun_s

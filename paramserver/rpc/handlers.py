@@ -57,7 +57,6 @@ class Handlers:
     def __init__(self, parts: ShardParts, background: BackgroundWork, moves: MoveHandlers) -> None:
         self._parts, self._background, self.moves = parts, background, moves
         self._in_hand = BytesInHand()
-        self._n_shards = len(parts.config.servers.shards)
         self.inspection = InspectionHandlers(parts)
         self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.ingest)
 
@@ -83,7 +82,9 @@ class Handlers:
         """Say what a client must know."""
         parts, servers = self._parts, self._parts.config.servers
         tables = [table.to_dict() for table in parts.registry.tables]
-        return DescribeReply(parts.config.cluster, parts.cluster_id, parts.shard, self._n_shards, servers.mode, servers.trainers, tables)
+        return DescribeReply(
+            parts.config.cluster, parts.cluster_id, parts.shard, parts.maps.cluster_map.n_shards, servers.mode, servers.trainers, tables
+        )
 
     def create_table(self, request: CreateTableRequest, deadline: Deadline) -> TableReply:
         """Create or open a table (shard 0)."""

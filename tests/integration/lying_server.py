@@ -151,5 +151,5 @@ def everything(config: StorageConfig) -> None:
         list(store.keys_on(address, soon()) or ())
         store.read_in_repair(address, nonce, [ReadPart(rows, SIZE, SIZE, foreign=True)], soon())
         store.report_repaired(address, nonce, 0, soon())
-        assert store.finish_repair(address, nonce, 1, soon())
+        assert store.finish_repair(address, nonce, range(1), soon())
         store.lost_nodes(soon())

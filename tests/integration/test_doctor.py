@@ -132,7 +132,7 @@ def test_a_node_that_is_nearly_full_is_named(cluster: LocalCluster) -> None:
     ("section", "change", "found", "says"),
     [
         ("parameter_servers", lambda s: s["shards"].reverse(), "shard-swapped", "into their order"),
-        ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "save, start it, load"),
+        ("parameter_servers", lambda s: s["shards"].pop(), "shard-count", "were started with"),
         ("parameter_servers", lambda s: s.update(mode="sync", trainers=2), "shard-mode", "same kvemb.yaml"),
         ("storage", lambda s: s["nodes"].__setitem__(1, "no-such-host.invalid:6379"), "node-name", "or DNS"),
     ],

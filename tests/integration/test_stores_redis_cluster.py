@@ -378,13 +378,13 @@ def test_a_shard_that_looks_while_another_finishes_a_repair_does_not_begin_it_ag
                 return done
 
             monkeypatch.setattr(store._repairs, "_swap", swapped)
-            assert store.finish_repair(address, nonce, 2, within())
+            assert store.finish_repair(address, nonce, range(2), within())
         else:
             state = other._repairs._state
 
             def late(*args: Any) -> Any:
                 monkeypatch.setattr(other._repairs, "_state", state)
-                assert store.finish_repair(address, nonce, 2, within())
+                assert store.finish_repair(address, nonce, range(2), within())
                 return state(*args)
 
             monkeypatch.setattr(other._repairs, "_state", late)

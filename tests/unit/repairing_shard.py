@@ -47,7 +47,7 @@ class Shard:
         self.repairer = Repairer(
             self.store,
             self.tables,
-            (self.number, self.n_shards),
+            self.number,
             timeline=Timeline(1),
             reconstruct=self.reconstruct,
             timeout_s=5,

@@ -24,8 +24,7 @@ class NoShard:
 
     cluster_map = ClusterMap.first(1, 1)
 
-    def __len__(self) -> int:
-        return 1
+    numbers = (0,)
 
     def refresh_map(self, deadline: Deadline) -> None:
         pass
@@ -33,7 +32,7 @@ class NoShard:
     def describe(self, config: object, deadline: Deadline) -> SimpleNamespace:
         return SimpleNamespace(cluster_id=bytes(16))
 
-    def call_each(self, method: str, requests: list[SaveRequest], reply_type: object, deadline: Deadline) -> None:
+    def call_each(self, method: str, requests: dict[int, SaveRequest], reply_type: object, deadline: Deadline) -> None:
         self.asked.append((method, requests[0].timeout_s, deadline.timeout_s))
         raise ShardUnavailableError("shard 0: no answer")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, newest_map
 from kvemb.coordination.replicated_values import DamagedCopyError
-from kvemb.errors import ProtocolError
+from kvemb.errors import ConfigError, ProtocolError
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES, SHARDS, MovePlan
@@ -107,15 +107,38 @@ def test_what_is_changing_is_read_back_and_changes_no_digest() -> None:
     other = np.where(one.slot_nodes == 0, 1, one.slot_nodes).astype(np.uint16)
     places = (NodePlace("", GONE), NodePlace("b:2", IN_FILE), NodePlace("d:4", BY_COMMAND))
     plan = MovePlan(NODES, MOVING, other, (0,), (2,), 1 << 20)
-    moving = replace(one, version=7, places=places, shards=("x:1", "y:2"), plan=plan)
+    addresses = (NodePlace("x:1", IN_FILE), NodePlace("", GONE))
+    moving = replace(one, version=7, places=places, shards=addresses, plan=plan)
     again = decode_map(moving.encode())
     assert again.plan is not None
     np.testing.assert_array_equal(again.plan.slot_owners, other)
-    assert (again.version, again.places, again.shards) == (7, places, ("x:1", "y:2"))
+    assert (again.version, again.places, again.shards) == (7, places, addresses)
     assert (again.plan.kind, again.plan.phase, again.plan.leaving, again.plan.joining) == (NODES, MOVING, (0,), (2,))
     assert again.plan.max_bytes_per_s == 1 << 20
     assert again.digest == one.digest
     assert again.encode() == moving.encode()
+
+
+@pytest.mark.parametrize(
+    ("in_file", "found"),
+    [
+        (["a:1", "b:1", "c:1", "d:1"], ("a:1", "", "c:1", "e:1")),  # of when the cluster had four
+        (["a:1", "c:1"], ("a:1", "", "c:1", "e:1")),  # whoever edits the file leaves no holes
+        (["a:1", "c:1", "e:1"], ("a:1", "", "c:1", "e:1")),
+        (["a:1"], ("a:1", "", "c:1", "e:1")),
+        (["a:1", "b:1", "c:2"], ("a:1", "", "c:2", "e:1")),  # has moved
+        (["z:1", "b:1", "c:1"], ("z:1", "", "c:1", "e:1")),
+    ],
+)
+def test_a_shard_is_where_a_command_or_the_file_says(in_file: list[str], found: tuple[str, ...]) -> None:
+    noted = NodePlace("a:1", IN_FILE), NodePlace("", GONE), NodePlace("c:1", IN_FILE), NodePlace("e:1", BY_COMMAND)
+    assert replace(ClusterMap.first(1, 4), shards=noted).shard_places(in_file) == found
+
+
+def test_a_shard_of_which_nobody_says_where_it_is_is_named() -> None:
+    assert ClusterMap.first(1, 2).shard_places(["a:1", "b:1", "waits:1"]) == ("a:1", "b:1")
+    with pytest.raises(ConfigError, match=r"1 given, the cluster map \(serial 1\) has 2, and nobody says where shard 1 is"):
+        ClusterMap.first(1, 2).shard_places(["a:1"])
 
 
 def test_rows_are_written_to_two_nodes_until_the_new_one_alone_is_named() -> None:

@@ -31,17 +31,13 @@ class TwoShards:
 
     cluster_map = ClusterMap.first(0, 2)
 
-    def __len__(self) -> int:
-        return 2
-
-    def try_each(self, method: str, requests: list[CompareRequest | None], reply_type: type, deadline: Any) -> list[Any]:
+    def try_each(self, method: str, requests: dict[int, CompareRequest], reply_type: type, deadline: Any) -> dict[int, Any]:
         assert (method, reply_type) == ("Compare", CountReply)
-        for shard, request in enumerate(requests):
-            if request is not None:
-                ids = np.frombuffer(request.ids, "<u8")
-                assert (shard_of(ids.astype(np.uint64), 2) == shard).all()
-                self.asked.append((request.table, ids.tolist()))
-        return [self.answer(request) for request in requests if request is not None]
+        for shard, request in requests.items():
+            ids = np.frombuffer(request.ids, "<u8")
+            assert (shard_of(ids.astype(np.uint64), 2) == shard).all()
+            self.asked.append((request.table, ids.tolist()))
+        return {shard: self.answer(request) for shard, request in requests.items()}
 
 
 class Clock:

@@ -14,7 +14,7 @@ from kvemb.client.push_session import PushSession
 from kvemb.errors import PushRejectedError, ShardUnavailableError, SlotsMovedError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
-from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.cluster_map import BY_COMMAND, GONE, ClusterMap, NodePlace
 from tests.unit.fake_shard import CLUSTER, FakeShard, apply, rows_of, soon
 
 FIRST = ClusterMap.first(0, 2)
@@ -90,6 +90,15 @@ def until(ready: Callable[[], bool]) -> None:
     while not ready():
         assert not deadline.expired
         time.sleep(0.005)
+
+
+def joined(maps: Maps, shards: list[OwningShard]) -> tuple[OwningShard, ClusterMap]:
+    """A third shard, and the map in which it has a third of all slots."""
+    third = OwningShard(2, maps)
+    shards.append(third)
+    places = tuple(NodePlace(f"127.0.0.1:{shard.port}", BY_COMMAND) for shard in shards)
+    slot_shards = np.where(np.arange(16384) % 3 == 0, 2, FIRST.slot_shards).astype(np.uint16)
+    return third, replace(FIRST, serial=2, version=2, n_shards=3, slot_shards=slot_shards, shards=places)
 
 
 def taken(shards: list[OwningShard]) -> Counter[tuple[int, int]]:
@@ -231,3 +240,34 @@ def test_the_thread_that_sends_again_ends_with_the_session(
     session.close(None)
     assert not any(thread.name == "kvemb-reroute" for thread in threading.enumerate())
     assert not ack.accepted
+
+
+def test_a_refused_part_goes_to_a_shard_that_has_joined_once(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    session = connect()
+    session.push(rows_of(*IDS), soon()).wait_applied()
+    third, maps.now = joined(maps, shards)
+    acks = [session.push(rows_of(*IDS), soon()) for _ in range(2)]
+    for ack in acks:
+        ack.wait_applied(20)
+    assert taken(shards) == each_once(3)
+    assert len(third.hellos) == 1
+    assert {part.incarnation for part in third.taken} == {part.incarnation for part in shards[0].taken}
+
+
+def test_every_shard_of_the_new_map_hears_of_a_sync_jobs_step_and_none_that_has_left(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    session = connect(sync=True)
+    session.push(rows_of(*IDS), soon()).wait_applied()
+    third, maps.now = joined(maps, shards)
+    session.push(rows_of(*IDS), soon()).wait_applied(20)
+    assert [part.step for part in third.taken] == [2]
+    without = tuple(NodePlace("", GONE) if shard == 1 else place for shard, place in enumerate(maps.now.shards))
+    rest = np.where(maps.now.slot_shards == 1, 2, maps.now.slot_shards)
+    maps.now = replace(maps.now, serial=3, version=3, slot_shards=rest, shards=without)
+    for _ in range(2):
+        session.push(rows_of(*IDS), soon()).wait_applied(20)
+    assert taken(shards) == each_once(4)
+    assert [[part.step for part in shard.taken] for shard in shards] == [[1, 2, 3, 4], [1, 2], [2, 3, 4]]

@@ -12,7 +12,7 @@ import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.coordination.shard_owners import newest_owner, owner_name
-from kvemb.errors import ConfigError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
+from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
@@ -60,9 +60,9 @@ def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
     return store
 
 
-def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0, n_shards: int = 2) -> ShardState:
+def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> ShardState:
     cluster_id = join(nodes, data, shard)
-    return claim_shard(opened_store(nodes), data, shard, n_shards, cluster_id, 5)
+    return claim_shard(opened_store(nodes), data, shard, cluster_id, 5)
 
 
 def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
@@ -88,7 +88,7 @@ def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_t
     first, store = start(nodes, data), opened_store(nodes)
     store.put_meta = lambda *args: (_ for _ in ()).throw(NodeUnavailableError("node x: refused"))  # type: ignore[method-assign]
     with pytest.raises(NodeUnavailableError):
-        claim_shard(store, data, 0, 2, first.cluster_id, 5)
+        claim_shard(store, data, 0, first.cluster_id, 5)
     assert (read_epoch(data), stored_epoch(nodes)) == (2, 1)
     assert start(nodes, data).epoch == 3
 
@@ -96,7 +96,7 @@ def test_a_start_that_cannot_reach_the_nodes_leaves_them_behind_the_folder_and_t
 def test_a_shard_that_is_to_take_slots_starts_above_the_epoch_of_their_giver(folder: Folder, tmp_path: Path) -> None:
     nodes, data = addresses(), folder(tmp_path, 0)
     first = start(nodes, data)
-    assert claim_shard(opened_store(nodes), data, 0, 2, first.cluster_id, 5, above=6).epoch == 7
+    assert claim_shard(opened_store(nodes), data, 0, first.cluster_id, 5, above=6).epoch == 7
     assert (read_epoch(data), stored_epoch(nodes)) == (7, 7)
     assert start(nodes, data).epoch == 8
 
@@ -164,7 +164,7 @@ def test_a_start_that_was_given_up_can_be_repeated(folder: Folder, tmp_path: Pat
     first = start(nodes, data)
     save(data, left(first, journal=(3, 48)))
     for epoch in (2, 3):
-        state = claim_shard(opened_store(nodes), data, 0, 2, first.cluster_id, 5)
+        state = claim_shard(opened_store(nodes), data, 0, first.cluster_id, 5)
         assert (state.epoch, state.k) == (epoch, 7)
 
 
@@ -186,12 +186,10 @@ def test_a_damaged_state_is_refused_and_kept(folder: Folder, tmp_path: Path) -> 
     assert data.read(STATE) is not None
 
 
-@pytest.mark.parametrize("shard", [0, 2])
-def test_another_number_of_shards_is_refused(folder: Folder, tmp_path: Path, shard: int) -> None:
+def test_a_shard_that_the_map_does_not_have_claims_its_number(folder: Folder, tmp_path: Path) -> None:
     nodes = addresses()
-    start(nodes, folder(tmp_path, 0), n_shards=2)
-    with pytest.raises(ConfigError, match="3 given, this cluster was made with 2"):
-        start(nodes, folder(tmp_path / "other", shard), shard, n_shards=3)
+    start(nodes, folder(tmp_path, 0))
+    assert start(nodes, folder(tmp_path / "other", 2), 2).epoch == 1
 
 
 def test_a_process_that_hung_in_the_middle_of_a_file_does_not_touch_its_successors(tmp_path: Path) -> None:
@@ -218,14 +216,14 @@ def test_a_process_that_hung_right_after_it_was_asked_whether_it_owns_the_shard_
     nodes = addresses()
     old = DataDir(tmp_path, 0)
     cluster_id = join(nodes, old)
-    claim_shard(opened_store(nodes), old, 0, 2, cluster_id, 5)
+    claim_shard(opened_store(nodes), old, 0, cluster_id, 5)
     left = old.read(STATE)
     successors: list[DataDir] = []
 
     def check() -> None:
         require_owner(old, 1)
         successors.append(new := DataDir(tmp_path, 0, take_over=True))
-        claim_shard(opened_store(nodes), new, 0, 2, cluster_id, 5)
+        claim_shard(opened_store(nodes), new, 0, cluster_id, 5)
 
     with pytest.raises(FileNotFoundError):
         old.write(STATE, [b"old"], check)

@@ -47,7 +47,7 @@ def shard() -> Shard:
 
 
 def scrub_of(shard: Shard, clock: Clock, n_shards: int = 1, busy: bool = False) -> Scrub:
-    return Scrub(shard.repairer, shard.tables, n_shards, timeout_s=5, busy=lambda: busy, clock=clock)
+    return Scrub(shard.repairer, shard.tables, lambda: n_shards, timeout_s=5, busy=lambda: busy, clock=clock)
 
 
 def a_round(scrub: Scrub, clock: Clock) -> int:

@@ -60,7 +60,7 @@ class Shard:
         self.saved: list[Position] = []
         reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: ADAM)
         self.repairer = Repairer(
-            self.store, self.tables, (0, 1), timeline=Timeline(1), reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
+            self.store, self.tables, 0, timeline=Timeline(1), reconstruct=reconstructor.records, timeout_s=5, metas=lambda: []
         )
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=EnginePorts(self.repairer, NO_OBSERVER))
         self.snapshots = LocalSnapshots(
@@ -178,7 +178,7 @@ def test_a_node_lost_before_a_replay_is_in_use_again_only_with_the_rows_of_the_j
     repairer = Repairer(
         shard.store,
         tables,
-        (0, 1),
+        0,
         timeline=Timeline(2),
         reconstruct=Reconstructor(shard.runs, shard.journal, lambda name, schema: ADAM).records,
         timeout_s=5,

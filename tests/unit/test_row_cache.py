@@ -40,7 +40,7 @@ def clock() -> Clock:
 @pytest.fixture
 def new(clock: Clock) -> Callable[..., RowCache]:
     def make(max_staleness: int = 2, n_shards: int = 2, limit_bytes: int = 1 << 20) -> RowCache:
-        cache = RowCache(limit_bytes, max_staleness, n_shards, clock)
+        cache = RowCache(limit_bytes, max_staleness, clock)
         cache.add_table(USER)
         cache.add_table(ITEM)
         return cache

@@ -72,15 +72,12 @@ class OneShard:
 
     cluster_map = ClusterMap.first(0, 1)
 
-    def __len__(self) -> int:
-        return 1
-
     def wait_accepted(self, deadline: Deadline) -> None:
         self.sent.append((0, deadline.at_s))
 
-    def try_each(self, method: str, requests: list[RowsRequest], reply_type: object, deadline: Deadline) -> list[CountReply]:
+    def try_each(self, method: str, requests: dict[int, RowsRequest], reply_type: object, deadline: Deadline) -> dict[int, CountReply]:
         self.sent.append((len(requests[0].rows.ids), deadline.at_s))
-        return [CountReply(len(requests[0].rows.ids))]
+        return {0: CountReply(len(requests[0].rows.ids))}
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])

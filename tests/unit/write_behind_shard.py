@@ -115,7 +115,7 @@ class Shard:
         repair: RepairPort = NO_REPAIR
         if reconstruct is not None:
             repair = self.repairer = Repairer(
-                self.store, self.tables, (0, 1), timeline=Timeline(1), reconstruct=reconstruct, timeout_s=5, metas=lambda: []
+                self.store, self.tables, 0, timeline=Timeline(1), reconstruct=reconstruct, timeout_s=5, metas=lambda: []
             )
         self.behind = WriteBehind(
             self.store,

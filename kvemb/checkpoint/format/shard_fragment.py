@@ -88,14 +88,18 @@ def decode_fragment(data: bytes, where: str) -> Fragment:
 
 
 def assemble(info: SaveInfo, fragments: Iterable[Fragment]) -> CheckpointManifest:
-    """Put the shards' shares together.
+    """Put the shards' shares together. A number of which there is none is of a shard that has left: it has no rows.
 
     Raises:
-        CheckpointError: a shard is missing or not done, or the shards do not have the same tables.
+        CheckpointError: a shard is not done, one that has slots is missing, or the shards do not have the same tables.
     """
-    shares = sorted(fragments, key=lambda share: share.cut.shard)
+    found = {share.cut.shard: share for share in fragments}
+    some = min(found.values(), key=lambda share: share.cut.shard)
+    gone = tuple((definition, 0) for definition, _ in some.tables)
+    shares = [found.get(number, Fragment(info.save_id, Cut(number, 0, 0), True, gone, ())) for number in range(max(found) + 1)]
     for number, share in enumerate(shares):
-        if share.cut.shard != number or not share.done or share.save_id != info.save_id:
+        missing = number not in found and number in (info.slots[1::2] or range(len(shares)))
+        if missing or not share.done or share.save_id != info.save_id:
             raise CheckpointError(f"save {info.save_id}: shard {number} is not done")
     by_name = [{definition.name: (definition, step) for definition, step in share.tables} for share in shares]
     names = sorted({name for tables in by_name for name in tables})

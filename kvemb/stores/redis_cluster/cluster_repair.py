@@ -10,7 +10,7 @@ nothing was lost.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -175,7 +175,7 @@ class ClusterRepair:
         self._values.put(_report_name(shard, nonce), np.packbits(begun.slots).tobytes(), deadline)
         self._require_repair(address, nonce, deadline)
 
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
         begun = self.begun_as(address, nonce)
         state = self._state(address, self._topology.refreshed(deadline), deadline)
         wholes = [replace(self._markers.expected(int(slot)), repair=nonce).encode() for slot in state.slots]
@@ -185,7 +185,7 @@ class ClusterRepair:
         if state.process != begun.process or not going_on:
             raise NodeLostError(f"node {address}: repair {nonce} is not going on there any more; begin again")
         if left:
-            reported = self._reported(nonce, n_shards, deadline)
+            reported = self._reported(nonce, shards, deadline)
             if reported is None or not reported[state.slots[left]].all():
                 return False
             self._whole.admit({state.process}, deadline)  # before anybody can see its markers in order and miss it on the list
@@ -194,7 +194,7 @@ class ClusterRepair:
                 return False  # another shard is finishing it, or it is over: the next call tells
         self._whole.admit({state.process}, deadline)
         self._markers.changed.add(address)
-        for shard in range(n_shards):
+        for shard in shards:
             self._values.drop(_report_name(shard, nonce), deadline)
         del self._begun[address]
         return True
@@ -266,10 +266,10 @@ class ClusterRepair:
     def _swap(self, state: PrimaryState, changes: Sequence[compare_and_set.Change], deadline: Deadline) -> list[bool]:
         return compare_and_set.swap(state.address, self._access, changes, run_id_in(state.process), deadline)
 
-    def _reported(self, nonce: str, n_shards: int, deadline: Deadline) -> NDArray[np.bool_] | None:
+    def _reported(self, nonce: str, shards: Collection[int], deadline: Deadline) -> NDArray[np.bool_] | None:
         """The slots that every shard has reported: bool [16384]; None when a shard has not reported at all."""
         slots = np.ones(N_SLOTS, dtype=bool)
-        for shard in range(n_shards):
+        for shard in shards:
             report = self._values.get(_report_name(shard, nonce), deadline)
             if report is None:
                 return None

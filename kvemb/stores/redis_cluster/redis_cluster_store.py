@@ -11,7 +11,7 @@ The store is put together from parts, each in a file of its own; what a part nee
     rounds, repairs       batches of rows; the repair of a primary
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,8 +235,8 @@ class RedisClusterStore(Store):
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         self._repairs.report_repaired(address, nonce, shard, deadline)
 
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
-        return self._repairs.finish_repair(address, nonce, n_shards, deadline)
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        return self._repairs.finish_repair(address, nonce, shards, deadline)
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 

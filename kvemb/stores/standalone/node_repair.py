@@ -5,7 +5,7 @@ How a value is read, or replaced on a condition, is known to the nodes (`MarkedN
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -125,12 +125,12 @@ class NodeRepair:
         self._replace(address, name.encode(), value, run_id, deadline)
         self.require_repair(address, nonce, deadline)
 
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
         got, run_id = self._nodes.look(address, deadline)
         if got is not None and self._judge(address, got, run_id) is None and Marker.decode(got, address).repair == nonce:
             return True  # another shard was faster
         repairing = self.require_repair(address, nonce, deadline)
-        reports = self._nodes.peek(address, [_report_key(shard) for shard in range(n_shards)], deadline)
+        reports = self._nodes.peek(address, [_report_key(shard) for shard in shards], deadline)
         if any(report != nonce.encode() for report in reports):
             return False
         whole = self._in_force(replace(repairing, repairing=False))

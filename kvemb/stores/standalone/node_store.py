@@ -6,7 +6,7 @@ A store is put together from parts, each in a file of its own: the server's kind
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -310,8 +310,8 @@ class NodeStore(Store):
     def report_repaired(self, address: str, nonce: str, shard: int, deadline: Deadline) -> None:
         self._repair.report_repaired(address, nonce, shard, deadline)
 
-    def finish_repair(self, address: str, nonce: str, n_shards: int, deadline: Deadline) -> bool:
-        return self._repair.finish_repair(address, nonce, n_shards, deadline)
+    def finish_repair(self, address: str, nonce: str, shards: Collection[int], deadline: Deadline) -> bool:
+        return self._repair.finish_repair(address, nonce, shards, deadline)
 
     def _lane(self, address: str, nonce: str, parts: Sequence[ReadPart] | Sequence[WritePart], deadline: Deadline) -> RepairLane:
         """What a batch in repair is sent by."""

@@ -1,0 +1,100 @@
+"""A shard whose number the cluster map does not have: it starts, says who it is, takes nothing, and nobody minds it."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_moves import N_IDS, HastyTrainer, ShardMoves
+
+import kvemb
+import kvemb.config
+from kvemb.client.shard_channel import ShardChannel
+from kvemb.errors import SlotsMovedError, from_wire
+from kvemb.local_cluster.launcher import LocalCluster
+from kvemb.local_cluster.processes import free_ports
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.message_format import TableRows
+from kvemb.protocol.messages import DescribeReply, Empty, HelloReply, HelloRequest, PushPart, PushReply, StatusReply, digest_tables
+from kvemb.schema.cluster_map import equal_runs
+from kvemb.schema.slots import N_SLOTS
+
+PATIENCE_S = 60.0
+IDS = np.arange(200)
+
+
+def until(ready: Callable[[], bool], timeout_s: float) -> None:
+    deadline = Deadline.after(timeout_s)
+    while not ready():
+        assert not deadline.expired
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def local() -> Iterator[LocalCluster]:
+    with LocalCluster("redis", 1, shards=2, memory_mb=64) as local:
+        yield local
+
+
+@pytest.fixture
+def waiting(local: LocalCluster) -> Iterator[ShardChannel]:
+    """The channel to a third shard, which kvemb.yaml does not name."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    local.start_shard(2, "--listen", address)
+    channel = ShardChannel(2, address)
+    yield channel
+    channel.close()
+
+
+def test_it_says_who_it_is_and_takes_no_row(local: LocalCluster, waiting: ShardChannel) -> None:
+    with kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        cluster_id, definition = cluster.cluster_id, table.definition
+    described = waiting.call("Describe", Empty(), DescribeReply, Deadline.after(PATIENCE_S))
+    assert (described.shard, described.n_shards, described.cluster_id) == (2, 2, cluster_id)
+    status = waiting.call("Status", Empty(), StatusReply, Deadline.after(PATIENCE_S))
+    assert (status.n_rows, status.failure) == (0, "")
+    hello = waiting.call("Hello", HelloRequest("a", 7, cluster_id, 1), HelloReply, Deadline.after(PATIENCE_S))
+    rows = [TableRows("t", definition.schema, IDS.astype(np.uint64), np.ones((len(IDS), 2), np.float32))]
+    part = PushPart("a", hello.incarnation, 1, 1, False, rows, digest_tables(rows), map_serial=1)
+    (answer,) = [PushReply.decode(data) for data in waiting.push_stream(iter([part.encode()]))]
+    assert isinstance(error := from_wire(answer.error), SlotsMovedError)
+    assert "this is shard 2 of 2" in str(error)
+
+
+def test_trainers_saves_and_status_know_the_shards_of_the_map(local: LocalCluster, waiting: ShardChannel, tmp_path: Path) -> None:
+    named = local.config_path.read_text(encoding="utf-8").replace("  data_dir:", f"  - {waiting.address}\n  data_dir:")
+    local.config_path.write_text(named, encoding="utf-8")
+    assert len(kvemb.config.load(local.config_path, {}).servers.shards) == 3
+    with kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        np.testing.assert_array_equal(table.pull(IDS), -1)
+        assert [shard.shard for shard in cluster.status().shards] == [0, 1]
+        assert cluster.save(str(tmp_path / "a")).manifest.n_shards == 2
+
+
+def test_it_joins_and_another_one_leaves_while_rows_are_pushed(local: LocalCluster, waiting: ShardChannel) -> None:
+    hasty, moves = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)], ShardMoves(local.url)
+    try:
+        moves.begin(np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2)), join_shards=[waiting.address])
+        now = moves.wait()
+        assert (now.shard_numbers, now.shards[2].address) == ((0, 1, 2), waiting.address)
+        pushed = [trainer.n_pushed for trainer in hasty]
+        until(lambda: all(trainer.n_pushed > before for trainer, before in zip(hasty, pushed, strict=True)), PATIENCE_S)
+        moves.begin(np.where(now.slot_shards == 1, 0, now.slot_shards), leave_shards=[1])
+        assert moves.wait().shard_numbers == (0, 2)
+        pushed = [trainer.n_pushed for trainer in hasty]
+        until(lambda: all(trainer.n_pushed > before for trainer, before in zip(hasty, pushed, strict=True)), PATIENCE_S)
+    finally:
+        moves.close()
+        counts = [trainer.stop() for trainer in hasty]
+    with kvemb.connect(local.url) as cluster:
+        assert [shard.shard for shard in cluster.status().shards] == [0, 2]
+        np.testing.assert_array_equal(-cluster.table("h").pull(np.arange(N_IDS), timeout_s=PATIENCE_S)[:, 0], sum(counts))
+    local.shards[1].stop(PATIENCE_S)
+    with pytest.raises(Exception, match="left the cluster"):
+        local.start_shard(1)
+    with kvemb.connect(local.url) as cluster:
+        cluster.table("h").push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
