@@ -29,6 +29,15 @@ hypothesis.settings.load_profile("kvemb")
 PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memcached": "memcached"}
 
 
+# The tests of one file stay in one process. These take minutes there, so no process may be left with one when all others have ended.
+BEGIN_FIRST = ("tests/torch/test_sync_equality.py", "tests/integration/test_slot_moves.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(BEGIN_FIRST))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: two workers for each core, for tests of clusters wait about as long as they work; at most 8, each takes half a GB."""

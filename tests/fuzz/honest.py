@@ -50,7 +50,7 @@ class Honest:
                 options: Any = {"optimizer": kvemb.optim.sgd(1.0), "initializer": kvemb.init.zeros()}
                 table = cluster.create_table("honest", dim=4, exist_ok=True, **options)
                 while not self._ended.wait(_PAUSE_S):
-                    table.push(_IDS, np.ones((len(_IDS), 4), np.float32)).wait_applied(timeout_s=60)
+                    table.push(_IDS, np.ones((len(_IDS), 4), np.float32)).wait_applied(timeout_s=120)
                     self.n_pushes += 1
                     np.testing.assert_array_equal(table.pull(_IDS), np.full((len(_IDS), 4), -self.n_pushes, np.float32))
         except BaseException as error:  # told by `check`

@@ -9,7 +9,7 @@ from tests.fuzz.target import Target
 
 MOST_GROWTH_MB = 256
 _LOOK_S = 1.0
-_HONEST_S = 60.0
+_HONEST_S = 120.0
 
 
 @dataclass
