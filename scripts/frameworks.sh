@@ -3,7 +3,8 @@
 # With --install alone nothing is tested.
 #
 # .frameworks holds what scripts/frameworks.txt pins and nothing else, and is on the path for these tests alone. Keras takes one backend for
-# a process, so its tests run once for each; all of them, and the other bridges', run beside each other.
+# a process, so its tests run once for each. The contract of all bridges (tests/bridges) runs with each, too, and the other bridges' tests and
+# examples of their docstrings; all of them beside each other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python
@@ -19,12 +20,15 @@ logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 
 declare -A running
+beside() { # name, arguments of pytest
+    "$python" -m pytest "${@:2}" >"$logs/$1" 2>&1 &
+    running[$1]=$!
+}
 for backend in torch jax tensorflow; do
-    KERAS_BACKEND=$backend "$python" -m pytest tests/keras_bridge "$@" >"$logs/keras on $backend" 2>&1 &
-    running["keras on $backend"]=$!
+    KERAS_BACKEND=$backend beside "Keras on $backend" tests/keras_bridge tests/bridges -k "keras_bridge or keras-$backend" "$@"
 done
-"$python" -m pytest tests/jax_bridge tests/tensorflow_bridge "$@" >"$logs/jax and tensorflow" 2>&1 &
-running["jax and tensorflow"]=$!
+beside 'contract' tests/bridges -k 'not keras-' "$@"
+beside 'JAX and TensorFlow' tests/jax_bridge tests/tensorflow_bridge trainer/jax trainer/keras trainer/tensorflow kvemb/{jax,keras,tensorflow}.py "$@"
 
 failed=0
 for name in "${!running[@]}"; do

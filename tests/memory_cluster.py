@@ -99,8 +99,8 @@ class MemoryCluster:
         self.n_pulls = self.changes = 0
         self.all_stored = True
 
-    def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, id_dtype: str = "int64") -> MemoryTable:
-        definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), id_dtype=id_dtype)
+    def table(self, name: str, dim: int, optimizer: OptimizerSpec | None = None, **identity: Any) -> MemoryTable:
+        definition = TableDef(name, dim, optimizer or optim.sgd(0.5), init.normal(std=1.0), **identity)
         return self.tables.setdefault(name, MemoryTable(self, definition))
 
     def pull_versions(self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True) -> dict[str, Any]:

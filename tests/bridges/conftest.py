@@ -4,4 +4,4 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets with pages otherwise; read when it is imported
 
-collect_ignore = ["conftest.py", "jax_side.py", "tensorflow_side.py", "torch_side.py"]
+collect_ignore = ["conftest.py", "behaviours.py", "jax_side.py", "keras_side.py", "other_trainer.py", "tensorflow_side.py", "torch_side.py"]

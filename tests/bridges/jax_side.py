@@ -1,39 +1,73 @@
-"""The contract's model in JAX: on tables, and on arrays with optax."""
+"""The contract's models in JAX: on tables, and on arrays with optax."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import kvemb.jax as kj
 
 RULES = {"sgd": kj.sgd(0.5), "adagrad": kj.adagrad(0.1), "adam": kj.adam(0.01)}
 PLAIN = {"sgd": optax.sgd(0.5), "adagrad": optax.adagrad(0.1), "adam": optax.adam(0.01)}
+REPEATS = True
 
 
 def loss_of(params: Any, rows: Any, batch: Any) -> Any:
     return (((rows["user"] * rows["item"]).sum(1) - batch["label"]) ** 2).mean()
 
 
-def on_tables(tables: dict[str, Any], data: list[dict[str, Any]], ahead: str | None = None) -> list[float]:
-    step = kj.embed(loss_of, tables)
-    batches: Any = data if ahead is None else kj.prepare(step, data, consistency=ahead, threads_num=1, capacity=2)
-    return [float(step({}, batch)[0]) for batch in batches]
+def bag_loss(params: Any, rows: Any, batch: Any) -> Any:
+    return (((rows["word"].sum(2) * batch["weight"]).sum(1) - batch["label"]) ** 2).mean()
 
 
-def on_its_own(rows: dict[str, Any], data: list[dict[str, Any]], kind: str) -> list[float]:
+class Trained:
+    """Two tables, and a step over them."""
+
+    def __init__(self, tables: Mapping[str, Any]) -> None:
+        self._step = kj.embed(loss_of, tables)
+
+    def step(self, batch: Any) -> float:
+        return float(self._step({}, batch)[0])
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def evaluated(self, batch: Any) -> float:
+        return float(self._step.evaluate({}, batch))
+
+    def ahead(self, data: Iterable[Any], **options: Any) -> Iterable[Any]:
+        return kj.prepare(self._step, data, threads_num=1, capacity=2, **options)
+
+    def exported(self, tables: Mapping[str, Any], batch: Any) -> float:
+        rows = {name: jnp.asarray(table.pull(np.arange(table.definition.num_ids))) for name, table in tables.items()}
+        return float(loss_of({}, {name: rows[name][batch[name]] for name in rows}, batch))
+
+
+class TrainedBags:
+    """A table of bags: ids [b, n] that 0 fills up, and a weight for each."""
+
+    def __init__(self, table: Any) -> None:
+        self._step = kj.embed(bag_loss, {"word": table}, padding_id=0)
+
+    def step(self, batch: Any) -> float:
+        return float(self._step({}, batch)[0])
+
+
+def on_its_own(rows: Mapping[str, Any], data: list[dict[str, Any]], kind: str) -> list[float]:
     key = {name: ("user" if rows["user"] is rows["item"] else name) for name in rows}
     params = {key[name]: jnp.asarray(of) for name, of in rows.items()}
     state, losses = PLAIN[kind].init(params), []
-    of_rows = jax.value_and_grad(lambda params, batch: loss_of({}, {n: params[key[n]][batch[n]] for n in key}, batch))
-    for batch in data:
-        loss, grads = of_rows(params, batch)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: loss_of({}, {n: params[key[n]][batch[n]] for n in key}, batch))(params)
         updates, state = PLAIN[kind].update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, loss
+
+    for batch in data:
+        params, state, loss = step(params, state, batch)
         losses.append(float(loss))
     return losses
-
-
-def evaluated(tables: dict[str, Any], batch: dict[str, Any]) -> float:
-    return float(kj.embed(loss_of, tables).evaluate({}, batch))

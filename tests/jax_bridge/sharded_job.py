@@ -1,4 +1,5 @@
-"""A step over rows with its batch on two devices of the CPU: sharded by jit, and by shard_map inside of the loss. A process of its own, for
+"""A step over rows with its batch on two devices of the CPU: sharded by jit, and by shard_map inside of the loss; inside of pmap it is
+refused. A process of its own, for
 the number of devices is settled when JAX begins.
 """
 
@@ -12,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from memory_cluster import MemoryCluster
 
 import kvemb.jax as kj
+from kvemb.errors import InvalidInputError
 
 
 def loss_fn(params: Any, rows: Any, batch: Any) -> Any:
@@ -25,7 +28,7 @@ def loss_fn(params: Any, rows: Any, batch: Any) -> Any:
 
 def pushed(loss: Any, batch: Any) -> tuple[float, np.ndarray, np.ndarray]:
     """The loss, the gradient by the parameters, and what was pushed."""
-    item = MemoryCluster("sync").table("item", 3, kj.sgd(0.5))
+    item = MemoryCluster("sync").table("item", 3, kj.sgd(0.5), num_ids=5)
     value, grads = kj.embed(loss, {"item": item})(jnp.ones(3), batch)
     return float(value), np.asarray(grads), item.cluster.pushes[-1]["item"][1]
 
@@ -44,6 +47,8 @@ def main() -> None:
     for got in (pushed(loss_fn, on_both), pushed(mapped, batch), pushed(mapped, on_both)):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
+    with pytest.raises(InvalidInputError, match=r"inside of jax\.jit, pmap"):
+        jax.pmap(lambda one: pushed(loss_fn, one)[0])({name: of.reshape(2, 4) for name, of in batch.items()})
     print("equal on", len(jax.devices()), "devices")
 
 

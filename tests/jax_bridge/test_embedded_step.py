@@ -172,6 +172,38 @@ def test_a_push_that_fails_leaves_parameters_and_state_as_they_were(cluster: Mem
     assert np.isfinite(step(params, state, batch)[2])
 
 
+def test_ids_that_jax_may_have_cut_to_32_bits_are_refused(cluster: MemoryCluster) -> None:
+    cut = jnp.asarray(np.array([FAR + 3]))
+    assert cut.tolist() == [3], "JAX says nothing of it"
+    step = kj.embed(lambda params, rows, batch: rows["word"].sum(), {"word": cluster.table("word", DIM)})
+    with pytest.raises(InvalidInputError, match=r"feature 'word'.*int32.*another row would be trained. Give these ids as a NumPy array"):
+        step({}, {"word": cut})
+    assert cluster.pushes == []
+    step({}, {"word": np.array([FAR + 3])})
+    assert cluster.pushes[-1]["word"][0].tolist() == [FAR + 3]
+
+
+def test_ids_in_arrays_of_jax_are_taken_where_they_are_whole(cluster: MemoryCluster) -> None:
+    few = kj.embed(lambda params, rows, batch: rows["few"].sum(), {"few": cluster.table("few", DIM, num_ids=100)})
+    few({}, {"few": jnp.arange(3)})
+    assert cluster.pushes[-1]["few"][0].tolist() == [0, 1, 2]
+    many = kj.embed(lambda params, rows, batch: rows["many"].sum(), {"many": cluster.table("many", DIM)})
+    with jax.enable_x64(True):
+        many({}, {"many": jnp.asarray(np.array([FAR + 3]))})
+    assert cluster.pushes[-1]["many"][0].tolist() == [FAR + 3]
+
+
+def test_parameters_and_state_are_given_away_and_nothing_else(cluster: MemoryCluster) -> None:
+    step, params = kj.embed(loss_fn, memory_tables(cluster), optimizer=optax.adam(0.1)), first_params()
+    state, (batch,) = optax.adam(0.1).init(params), batches(1)
+    batch["label"] = jnp.asarray(batch["label"])
+    new_params, new_state, _ = step(params, state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_params, new_state, batch["label"])))
+    step(new_params, new_state, batch)  # the batch can be used again
+    assert len(cluster.pushes) == 2
+
+
 def test_gradients_that_are_not_finite_are_refused(cluster: MemoryCluster) -> None:
     step = kj.embed(lambda params, rows, batch: rows["word"].sum() * jnp.inf, {"word": cluster.table("word", DIM)})
     with pytest.raises(InvalidInputError, match="NaN or Inf"):

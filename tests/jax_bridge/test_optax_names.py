@@ -19,6 +19,9 @@ CASES = [
     ("adagrad", {"learning_rate": 0.1}),
     ("adam", {"learning_rate": 0.01, "b1": 0.8, "b2": 0.99}),
     ("adamw", {"learning_rate": 0.01, "weight_decay": 0.1}),
+    ("rmsprop", {"learning_rate": 0.01}),
+    ("rmsprop", {"learning_rate": 0.01, "eps": 0.5}),
+    ("rmsprop", {"learning_rate": 0.01, "eps": 1e-3, "centered": True, "momentum": 0.5}),
     ("rmsprop", {"learning_rate": 0.01, "eps_in_sqrt": False}),
     ("rmsprop", {"learning_rate": 0.01, "eps_in_sqrt": False, "centered": True, "momentum": 0.5}),
 ]
@@ -44,7 +47,6 @@ def test_two_hundred_steps_are_optaxs(name: str, given: dict[str, Any]) -> None:
     [
         ("adagrad", {"initial_accumulator_value": 0.0}, "eps"),
         ("adam", {"eps_root": 1e-8}, "eps_root"),
-        ("rmsprop", {}, "eps_in_sqrt=False"),
         ("sgd", {"learning_rate": optax.linear_schedule(0.1, 0.0, 10)}, "schedule"),
     ],
 )

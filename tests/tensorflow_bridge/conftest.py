@@ -9,7 +9,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow greets with pag
 
 import kvemb
 
-collect_ignore = ["conftest.py"]  # for doctests, which would not tell it from those of other folders
+collect_ignore = ["conftest.py", "strategies_job.py"]  # for doctests, which would not tell it from those of other folders
 
 
 @pytest.fixture(scope="module")

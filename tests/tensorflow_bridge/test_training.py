@@ -1,10 +1,13 @@
 """Training through kvemb.tensorflow: the losses of TensorFlow's own variables on real storage, whatever way rows come."""
 
+import itertools
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-from memory_cluster import MemoryCluster
+from memory_cluster import MemoryAck, MemoryCluster
 
 tf = pytest.importorskip("tensorflow")
 
@@ -244,3 +247,55 @@ def test_an_iterator_is_not_consumed_to_find_lookups() -> None:
 def on_memory(cluster: MemoryCluster) -> Model:
     made = [cluster.table(name, DIM, optim.sgd(RATE)) for name in ("word", "user")]
     return Model(*made, kt.RowsOptimizer(made))
+
+
+def counted(ended: str) -> Any:
+    """A dataset of a generator: batches 0, 1, 2, and then its end, an error, or more for ever."""
+
+    def generate() -> Any:
+        for at in itertools.count():
+            if at == 3 and ended == "ends":
+                return
+            if at == 3 and ended == "raises":
+                raise ValueError("a line that cannot be read")
+            yield np.array([at, at + 1])
+
+    return tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([None], tf.int64))
+
+
+@pytest.mark.parametrize(("threads_num", "capacity"), [(1, 1), (3, 8), ("auto", "auto")])
+@pytest.mark.parametrize("ended", ["ends", "raises", "goes on"])
+def test_a_prepared_dataset_ends_as_its_generator_does(ended: str, threads_num: Any, capacity: Any) -> None:
+    cluster, got = MemoryCluster(), []
+    word = cluster.table("word", DIM)
+    step = kt.function(lambda ids: tf.reduce_sum(kt.embedding_lookup(word, ids)))
+    prepared = kt.prepare(step, counted(ended), threads_num=threads_num, capacity=capacity)
+    error = pytest.raises(tf.errors.InvalidArgumentError, match="a line that cannot be read") if ended == "raises" else nullcontext()
+    with error, prepared:
+        for batch in prepared:
+            got.append(batch.numpy().tolist())
+            step(batch)
+            if len(got) == 20:
+                break
+    assert got == [[at, at + 1] for at in range(20 if ended == "goes on" else 3)]
+    assert "not foreseen" not in prepared.report
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("kvemb-pull") and one.is_alive() and not one.daemon]
+
+
+def test_a_step_whose_wait_fails_is_not_pushed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = MemoryCluster("sync")
+    word = cluster.table("word", DIM)
+    rows = kt.RowsOptimizer([word])
+
+    def train(ids: list[int]) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(kt.embedding_lookup(word, ids))
+        tape.gradient(loss, [])
+        rows.step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryAck, "wait_released", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train([1])
+    train([2])
+    assert [push["word"][0].tolist() for push in cluster.pushes] == [[1], [2]]

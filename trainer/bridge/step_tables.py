@@ -4,7 +4,7 @@ For frameworks whose steps are functions of arrays: rows go in, their gradients 
 One thread per step function; it does not survive fork().
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,14 +51,19 @@ class StepTables:
         """Look several up: from rows pulled ahead, the others in one pull."""
         return self.shared.look_up(asked, recording=False)
 
-    def push(self, gradients: Sequence[Gradient], loss: Any = None) -> None:
+    def push(self, gradients: Sequence[Gradient], loss: Any = None, *, use_up: Callable[[], None] = lambda: None) -> None:
         """Take a step: push the gradients of all lookups since the last one; a sync job's trainer without any takes part, too.
+
+        Args:
+            gradients: of lookups.
+            loss: for the report.
+            use_up: called once they were handed over, whatever happens afterwards.
 
         Raises:
             InvalidInputError: gradients that are not finite, or run-time values out of range; nothing was sent.
             KvembError: as `PushedSteps.take`.
         """
-        self._steps.take([self.shared], lambda: self._parts(gradients), self._checked_hyper, use_up=_nothing, loss=loss)
+        self._steps.take([self.shared], lambda: self._parts(gradients), self._checked_hyper, use_up=use_up, loss=loss)
 
     @property
     def last_ack(self) -> AckPort | None:
@@ -89,7 +94,3 @@ def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
     """
     of = table.definition
     return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
-
-
-def _nothing() -> None:
-    """Gradients are the caller's."""

@@ -21,6 +21,7 @@ from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
+from ..bridge.own_process import OwnProcess
 from ..bridge.pushed_steps import TIMEOUT_S
 from ..bridge.shared_lookups import Asked, LookupResult
 from ..bridge.step_tables import StepTables, asked_of
@@ -31,6 +32,7 @@ from ..report.step_report import StepReport
 from .padded_rows import capacity_of, padded, positions
 
 Loss = Callable[[Any, Mapping[str, jax.Array], Any], Any]
+_WHOLE_IN_32_BITS = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class EmbeddedStep:
         tables_of_step: StepTables,
     ) -> None:
         self._table_of, self._ids, self._padding_id, self._optimizer = dict(tables), ids, padding_id, optimizer
-        self._tables = tables_of_step
+        self._tables, self._process = tables_of_step, OwnProcess("JAX")
         self._capacity = {feature: 0 for feature in tables}
 
         def loss_of(params: Any, rows: Mapping[str, jax.Array], at: Mapping[str, jax.Array], batch: Any) -> Any:
@@ -142,6 +144,7 @@ class EmbeddedStep:
 
     def _look_up(self, given: Any, batch: Any) -> tuple[dict[str, LookupResult], dict[str, Any], dict[str, Any]]:
         """Look a batch's rows up: what was found, rows [capacity, dim] and positions, by feature."""
+        self._process.check()
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
             raise InvalidInputError(
                 "a step over kvemb tables was called inside of jax.jit, pmap, vmap or grad, where rows cannot be pulled: call it as it is; "
@@ -168,16 +171,29 @@ class EmbeddedStep:
         return {feature: self._wanted_of(feature, table, by_feature[feature]) for feature, table in self._table_of.items()}
 
     def _wanted_of(self, feature: str, table: TablePort, ids: Any) -> _Wanted:
-        if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
-            raise InvalidInputError(
-                f"feature {feature!r}: its ids lie on devices of other processes too, and this process can only look up what it has. Give "
-                "each process its own part as a NumPy array; each is a trainer of the cluster"
-            )
+        if isinstance(ids, jax.Array):
+            _check_array(feature, table, ids)
         array = np.asarray(ids)
         if self._padding_id is None:
             return _Wanted(asked_of(table, array), None, array.shape)
         kept = array.reshape(-1) != self._padding_id
         return _Wanted(asked_of(table, array.reshape(-1)[kept]), kept, array.shape)
+
+
+def _check_array(feature: str, table: TablePort, ids: jax.Array) -> None:
+    """Refuse an array of JAX's that does not lie here, or whose ids may have lost bits when it was made."""
+    if not ids.is_fully_addressable:
+        raise InvalidInputError(
+            f"feature {feature!r}: its ids lie on devices of other processes too, and this process can only look up what it has. Give "
+            "each process its own part as a NumPy array; each is a trainer of the cluster"
+        )
+    num_ids = table.definition.num_ids
+    if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 and (num_ids is None or num_ids > _WHOLE_IN_32_BITS):
+        raise InvalidInputError(
+            f"feature {feature!r}: its ids are a JAX array of {ids.dtype}, and the ids of table {table.name!r} have 64 bits. Without "
+            "jax_enable_x64 JAX cuts what is longer off without a word, and another row would be trained. Give these ids as a NumPy array "
+            "(the rest of the batch may be on devices), create the table with num_ids up to 2**31, or set jax_enable_x64"
+        )
 
 
 def embed(
@@ -197,7 +213,8 @@ def embed(
         loss_fn: `loss_fn(params, rows, batch)`: rows float32 [..., dim] by feature, of the shape of that feature's ids. Pure, as for
             jax.jit, which compiles it. Ids of 64 bits come in truncated to 32 unless jax_enable_x64 is set: the rows are those of all bits.
         tables: by feature; one table may serve several.
-        ids: from a batch to ids by feature, integers of any shape (NumPy, or arrays of this process); `batch[feature]` unless given.
+        ids: from a batch to ids by feature, integers of any shape; `batch[feature]` unless given. NumPy arrays. Arrays of JAX's are taken
+            where they hold all bits: with jax_enable_x64, or of a table with num_ids up to 2**31.
         padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
         optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
         has_aux: whether the loss returns (loss, aux).

@@ -60,14 +60,10 @@ def rmsprop(
     centered: bool = False,
     momentum: float | None = None,
 ) -> OptimizerSpec:
-    """optax.rmsprop with eps_in_sqrt=False.
-
-    Raises:
-        InvalidInputError: with optax's default, True: a parameter server adds eps behind the root.
-    """
-    if eps_in_sqrt:
-        raise InvalidInputError("rmsprop: a parameter server adds eps behind the root; give eps_in_sqrt=False here and to optax")
-    return optim.rmsprop(_rate(learning_rate), alpha=decay, eps=eps, momentum=momentum or 0.0, centered=centered)
+    """optax.rmsprop, its eps under the root or behind it."""
+    behind, under = (_NONE, eps) if eps_in_sqrt else (eps, 0.0)
+    rate = _rate(learning_rate)
+    return optim.rmsprop(rate, alpha=decay, eps=behind, eps_root=under, momentum=momentum or 0.0, centered=centered)
 
 
 def _rate(learning_rate: object) -> float:

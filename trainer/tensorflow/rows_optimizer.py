@@ -109,5 +109,4 @@ class RowsOptimizer:
                 "tf.GradientTape that watches variables (watch_accessed_variables), and ask it for the loss's gradient"
             )
         self._trained = True
-        self._tables.push(self._waiting, None if loss is None else float(loss))
-        self._waiting = []
+        self._tables.push(self._waiting, None if loss is None else float(loss), use_up=self.drop)

@@ -8,12 +8,10 @@ beside its own results. So a batch's lookups are one pull, ahead or when the ste
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import wrap_function  # WrappedFunction.prune, which tf.compat.v1.wrap_function gives for TF1's code only
 
@@ -21,6 +19,7 @@ from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import TablePort
+from ..bridge.own_process import OwnProcess
 from ..bridge.shared_lookups import Asked
 from ..bridge.step_tables import asked_of
 from ..lookahead.pool_sizes import AUTO
@@ -57,6 +56,7 @@ class StepFunction:
 
     def __init__(self, python_function: Callable[..., Any]) -> None:
         self.python_function = python_function
+        self._process = OwnProcess("TensorFlow")
         self._plans: dict[Any, _Plan] = {}
         self._runs: dict[Any, _Plan] = {}
 
@@ -67,6 +67,7 @@ class StepFunction:
             InvalidInputError: the step cannot be traced, ids come of rows, or a table does not take them; nothing was pushed.
             KvembError: as `RowsOptimizer.step`.
         """
+        self._process.check()
         tensors, key = _tensors(batch)
         plan = self._run_of(key, batch)
         found = pull(_asked(plan, tensors))
@@ -196,13 +197,7 @@ def _traced(python_function: Callable[..., Any], specs: Any) -> _Plan:
         raise InvalidInputError(
             f"{_name(python_function)}: its ids cannot be known before it runs; are they made of other rows? TensorFlow says: {error}"
         ) from error
-    # Called as a function it would look for a signature first, which it has not, and write all ids down for a message that nobody reads.
-    flat = partial(_flat, ids.inference_fn.call_flat, ids.captured_inputs)
-    return _Plan([table for table, _ in slots.asked], flat, concrete, None, [], [])
-
-
-def _flat(call: Callable[..., Any], captured: Sequence[Any], *tensors: Any) -> Any:
-    return call(*tensors, *captured)
+    return _Plan([table for table, _ in slots.asked], ids, concrete, None, [], [])
 
 
 def _compiled(python_function: Callable[..., Any], specs: Any, plan: _Plan) -> _Plan:
@@ -229,7 +224,7 @@ def _called(python_function: Callable[..., Any], batch: Any, slots: Slots) -> An
 
 def _asked(plan: _Plan, tensors: list[Any]) -> list[Asked]:
     ids = plan.ids(*tensors)
-    return [asked_of(table, np.asarray(of)) for table, of in zip(plan.tables, ids, strict=True)]
+    return [asked_of(table, of.numpy()) for table, of in zip(plan.tables, ids, strict=True)]
 
 
 def _tensors(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:

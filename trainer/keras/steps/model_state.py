@@ -91,7 +91,7 @@ def make_shadow(layer: Any, dim: int) -> Any:
 
 
 def give_back(model: Any, state: "list[Any]") -> None:
-    """Put values back into variables that Keras has emptied for a step that did not come about: on JAX they would be lost."""
+    """Put values back into variables that Keras has emptied, or whose memory a failed step got: on JAX they would be lost."""
     if not state:
         return
     values = list(state[0])
@@ -102,5 +102,5 @@ def give_back(model: Any, state: "list[Any]") -> None:
         lists.append(model.metrics_variables)
     for variables, held in zip(lists, values, strict=True):
         for variable, value in zip(variables, held, strict=True):
-            if variable._value is None and not value.is_deleted():
+            if (variable._value is None or variable._value.is_deleted()) and not value.is_deleted():
                 variable._value = value

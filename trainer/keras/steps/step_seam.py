@@ -17,6 +17,7 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError
 
+from ...bridge.own_process import OwnProcess
 from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ..layers.rows_at_hand import RowsAtHand
@@ -130,20 +131,25 @@ class ConnectedModel:
             if tuple(shadow.shape) != shape:
                 before.reshape(shadow, shape)
         result = inner(*before.given(), [data] if keras.backend.backend() == "torch" else iter([data]))
-        after = ModelState(self.model, [result[1]] if state else [])
-        self.steps.take(
-            [self.shared],
-            lambda: self._parts(after, found, values),
-            lambda: {name: one.hyper for name, one in values.items()},
-            use_up=_nothing,
-        )
+        new_state = [result[1]] if state else []
+        after = ModelState(self.model, new_state)
+        try:
+            self.steps.take(
+                [self.shared],
+                lambda: self._parts(after, found, values),
+                lambda: {name: one.hyper for name, one in values.items()},
+                use_up=_nothing,
+            )
+        except BaseException:
+            give_back(self.model, new_state)  # the memory of the state before was given away to the step
+            raise
         return result
 
     def _parts(self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues]) -> dict[str, GradientPart]:
         if self._scale.overflowed(after):
             return {}
         parts = {name: self._part(after, name, found.get(name)) for name in self.at_hand.shadows}
-        return {name: self._scale.scaled(part, values[name]) for name, part in parts.items()}
+        return {name: self._scale.scaled(part, values[name].factor) for name, part in parts.items()}
 
     def _part(self, after: ModelState, name: str, found: LookupResult | None) -> GradientPart:
         shadow = self.at_hand.shadows[name]
@@ -165,6 +171,7 @@ class StepSeam:
 
     def __init__(self, connected: ConnectedModel, inner: Callable[..., Any], training: bool) -> None:
         self._connected, self._inner, self._training = connected, inner, training
+        self._process = OwnProcess(f"Keras on {keras.backend.backend()}")
 
     def __call__(self, *args: Any) -> Any:
         """Run as many steps as Keras asks for at a time.
@@ -172,6 +179,7 @@ class StepSeam:
         Args:
             args: on JAX the state; then an iterator of batches, or a list of them.
         """
+        self._process.check()
         *state, source = args
         try:
             return self._run(state, source)
