@@ -22,6 +22,8 @@ LOADED = "tests/unit/test_checkpoint_load.py"
 PREPARE = "tests/torch/test_prepare.py"
 CONSISTENCY = "tests/torch/test_prefetch_consistency.py"
 STORES = "tests/integration/test_stores.py"
+KERAS = "tests/keras_bridge"
+FEATURES = f"{KERAS}/test_distributed_embedding.py"
 TRAINERS = "tests/faults/test_faults_trainers.py"
 OF_A_TABLE = f"{DISTRIBUTE}:test_options_reach_the_tables"
 SAVED = f"{SAVES}:test_a_save_under_load_is_one_cut_per_shard_and_holds_all_that_was_acknowledged"
@@ -103,6 +105,54 @@ SHOWN_BY = {
         "reduce": OF_A_TABLE,
         "max_unapplied": f"{DISTRIBUTE}:test_how_many_pushes_may_be_on_their_way_is_handed_on",
         "quiet": f"{DISTRIBUTE}:test_it_says_what_it_did",
+    },
+    "trainer/keras/distributing/distribute_keras.py:distribute": {
+        "model": f"{KERAS}/test_keras_fit.py:test_fit_evaluate_and_predict_are_those_of_the_plain_model",
+        "cluster": f"{KERAS}/test_keras_fit.py:test_fit_evaluate_and_predict_are_those_of_the_plain_model",
+        "min_rows": f"{KERAS}/test_keras_options.py:test_small_embeddings_stay_and_it_says_so",
+        "optimizer": f"{KERAS}/test_keras_rules.py:test_a_rule_for_all_tables_keeps_its_own_rate",
+        "names": f"{KERAS}/test_keras_fit.py:test_fit_evaluate_and_predict_are_those_of_the_plain_model",
+        "leave": f"{KERAS}/test_keras_uses.py:test_embeddings_that_cannot_be_tables_are_named_with_why",
+        "features": f"{KERAS}/test_keras_uses.py:test_a_model_that_cannot_be_followed_is_told_what_feeds_its_layers",
+        "initializer": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
+        "dtype": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
+        "seed": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
+        "reduce": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
+        "max_unapplied": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
+        "quiet": f"{KERAS}/test_keras_options.py:test_small_embeddings_stay_and_it_says_so",
+    },
+    "trainer/keras/distributing/plain_copy.py:materialize": {
+        "model": f"{KERAS}/test_keras_uses.py:test_a_copy_of_plain_layers_predicts_the_same_without_a_cluster",
+        "max_bytes": f"{KERAS}/test_keras_uses.py:test_a_copy_beyond_max_bytes_is_refused",
+    },
+    "trainer/keras/layers/row_embedding.py:RowEmbedding.__init__": {
+        "table": f"{KERAS}/test_keras_uses.py:test_a_layer_over_a_table_combines_bags",
+        "combiner": f"{KERAS}/test_keras_uses.py:test_a_layer_over_a_table_combines_bags",
+        "mask_zero": f"{KERAS}/test_keras_uses.py:test_a_layer_over_a_table_combines_bags",
+        "output_dim": f"{KERAS}/test_keras_uses.py:test_a_saved_model_has_no_rows_and_goes_on_with_its_tables",
+        "input_dim": f"{KERAS}/test_keras_uses.py:test_a_saved_model_has_no_rows_and_goes_on_with_its_tables",
+    },
+    "trainer/keras/layers/feature_configs.py:TableConfig": {
+        "name": f"{FEATURES}:test_nested_features_with_a_shared_table_learn_as_plain_embeddings",
+        "vocabulary_size": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+        "embedding_dim": f"{FEATURES}:test_nested_features_with_a_shared_table_learn_as_plain_embeddings",
+        "initializer": f"{FEATURES}:test_a_table_that_the_cluster_cannot_have_is_refused_before_anything_is_made",
+        "optimizer": f"{FEATURES}:test_each_table_has_its_own_optimizer_and_follows_its_schedule",
+        "combiner": f"{FEATURES}:test_bags_are_combined_with_weights_and_ragged_ones_are_padded",
+        "placement": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+        "max_ids_per_partition": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+        "max_unique_ids_per_partition": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+    },
+    "trainer/keras/layers/feature_configs.py:FeatureConfig": {
+        "name": f"{FEATURES}:test_nested_features_with_a_shared_table_learn_as_plain_embeddings",
+        "table": f"{FEATURES}:test_nested_features_with_a_shared_table_learn_as_plain_embeddings",
+        "input_shape": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+        "output_shape": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+    },
+    "trainer/keras/layers/distributed_embedding.py:DistributedEmbedding.__init__": {
+        "feature_configs": f"{FEATURES}:test_nested_features_with_a_shared_table_learn_as_plain_embeddings",
+        "table_stacking": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
+        "update_stats": f"{FEATURES}:test_what_means_nothing_here_is_refused_by_name",
     },
     "kvemb/local_cluster/launcher.py:LocalCluster.__init__": {
         "store": SHOWN,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvemb.schema.record import make_version
+from kvemb.schema.table_def import TableDef
 
 from ..ingest.aggregate import merge_pushes
 from ..ingest.ingest import Ingest
@@ -20,7 +21,7 @@ from ..ingest.ingest_state import AbandonedError
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.fenced_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
-from ..model.tables import Tables
+from ..model.tables import Tables, TableState
 from ..owned_thread import OwnedThread
 
 DEPTH = 2
@@ -121,6 +122,7 @@ class Committer:
         self._ingest, self._tables, self._fenced_log, self._handover = ingest, tables, fenced_log, handover
         self._sync, self._epoch, self._failed = sync, epoch, failed
         self.k = k  # of the last batch numbered: what was acknowledged before is in it or before it
+        self._counting = threading.Lock()
         self._steps: dict[str, int] = {}  # per table, behind the last batch numbered
         self.thread = OwnedThread(self._run, name="kvemb-journal", wakes=(ingest.state.stop, handover.close))
 
@@ -152,12 +154,10 @@ class Committer:
         """Number a piece of work and append it to the journal."""
         batch = self._batch(work)
         version = make_version(self._epoch, self.k + 1)
-        steps = tuple(self._step(rows.definition.key, batch) for rows in batch.tables)
+        steps = tuple(self._count(rows.definition, batch.kind) for rows in batch.tables)
         entry = BatchEntry(version, batch, steps, tuple(_watermarks(work)))
         end = self._ingest.state.trouble.until_there_is_room(lambda: self._fenced_log.append(entry), self.thread.wait)
         self.k += 1
-        if batch.kind == APPLY:
-            self._steps.update({rows.definition.key: step + 1 for rows, step in zip(batch.tables, steps, strict=True)})
         return Committed(version, batch, work, end)
 
     def _batch(self, work: Work) -> Batch:
@@ -166,11 +166,26 @@ class Committer:
         # A batch without tables changes nothing: it is there for its watermarks.
         return Batch(ERASE, ()) if isinstance(work, RefusedStep) else merge_pushes(work, sync=self._sync)
 
-    def _step(self, key: str, batch: Batch) -> int:
-        if key not in self._steps:  # no batch of it is on its way, so the apply thread does not change its step now
-            definition = next(rows.definition for rows in batch.tables if rows.definition.key == key)
-            self._steps[key] = self._tables.state(definition).step
-        return self._steps[key]
+    def raise_step(self, state: TableState, step: int) -> None:
+        """Let a table count at least so many applies, what is on its way counted on top. Between two batches, apply thread only.
+
+        Batches that are in the journal and not applied yet say fewer there than they are applied with, which a replay puts up with.
+        """
+        with self._counting:
+            more, key = step - state.step, state.definition.key
+            if more > 0:
+                state.step = step
+                if key in self._steps:
+                    self._steps[key] += more
+
+    def _count(self, definition: TableDef, kind: str) -> int:
+        """How many applies a table has had before a batch that is numbered now; the batch counts from here on, if it is one."""
+        with self._counting:
+            step = self._steps.get(definition.key)
+            if step is None:  # no batch of it is on its way, so the apply thread does not change its step now
+                step = self._tables.state(definition).step
+            self._steps[definition.key] = step + (kind == APPLY)
+            return step
 
 
 def _watermarks(work: Work) -> Iterator[Watermark]:

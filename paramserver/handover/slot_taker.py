@@ -32,10 +32,21 @@ class SlotTaker:
         read: the records of rows in storage.
         save: saves an image of the index as it is, durably.
         epoch: returns that of this shard.
+        raise_step: lets a table count at least so many applies.
     """
 
-    def __init__(self, tables: Tables, runs: Runs, read: ReadRecords, save: Callable[[], None], *, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        runs: Runs,
+        read: ReadRecords,
+        save: Callable[[], None],
+        *,
+        epoch: Callable[[], int],
+        raise_step: Callable[[TableState, int], None] = TableState.raise_step,
+    ) -> None:
         self._tables, self._runs, self._read, self._save, self._epoch = tables, runs, read, save, epoch
+        self._raise_step = raise_step
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
 
@@ -80,7 +91,9 @@ class SlotTaker:
             raise
         self._writers, self._ahead = [], {}
         for one in entries:
-            self._tables.state(one.definition).took(one.ids, one.versions, one.step)
+            state = self._tables.state(one.definition)
+            state.took(one.ids, one.versions)
+            self._raise_step(state, one.step)
         self._save()
 
     def give_up(self) -> None:

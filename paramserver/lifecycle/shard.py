@@ -215,7 +215,14 @@ class Shard:
         nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
         giver = SlotGiver(parts.tables, parts.runs, self._save_now, applied)
-        taker = SlotTaker(parts.tables, parts.runs, from_storage(store, timeout_s), self._save_now, epoch=lambda: engine.epoch)
+        taker = SlotTaker(
+            parts.tables,
+            parts.runs,
+            from_storage(store, timeout_s),
+            self._save_now,
+            epoch=lambda: engine.epoch,
+            raise_step=lambda state, step: self._committer.raise_step(state, step),
+        )
         tls = None if servers.tls is None else TlsFiles(servers.tls, "parameter_servers.tls")
         ports = HandoverPorts(
             rise=lambda above: parts.claim.rise_above(above, self._risen),

@@ -81,11 +81,14 @@ class TableState:
         with self._lock:
             return self._index.erase(ids)
 
-    def took(self, ids: Ids, versions: Ids, step: int) -> None:
-        """Know n unique rows that another shard has handed over, and count no fewer applies than it. Apply thread only."""
+    def took(self, ids: Ids, versions: Ids) -> None:
+        """Know n unique rows that another shard has handed over. Apply thread only."""
         self._kept = None
         with self._lock:
             self._index.put(ids, versions)
+
+    def raise_step(self, step: int) -> None:
+        """Count at least so many applies. Apply thread only."""
         self.step = max(self.step, step)
 
     def page(self, after: int, first: bool, limit: int) -> Ids:

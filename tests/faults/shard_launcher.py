@@ -19,8 +19,11 @@ from paramserver.checkpoint.save_job import SaveJob
 from paramserver.checkpoint.saver import Saver
 from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine.piece_writer import PieceWriter
+from paramserver.handover.slot_giver import SlotGiver
+from paramserver.handover.slot_taker import SlotTaker
 from paramserver.journal import segment_files
 from paramserver.journal.fenced_log import FencedLog
+from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.snapshot import Runs
 from paramserver.snapshot.sorted_run_writer import RunWriter
 
@@ -50,6 +53,14 @@ LOAD_POINTS = (
     "before the erases of a load",
 )
 SNAPSHOT_POINTS = ("in a local snapshot", "before a local snapshot counts", "after a local snapshot counts")
+HANDOVER_POINTS = (
+    "before slots are taken over",
+    "after slots are taken over",
+    "before slots are dropped",
+    "after slots are dropped",
+    "before a phase is kept",
+    "before a phase is on the nodes",
+)
 _folder = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
 
@@ -141,6 +152,13 @@ def install(shard: str) -> None:
     _patch(RunWriter, "add", before("in a local snapshot"))
     _patch(Runs, "publish", before("before a local snapshot counts"))
     _patch(Runs, "publish", after("after a local snapshot counts"))
+
+    _patch(SlotTaker, "take", before("before slots are taken over"))
+    _patch(SlotTaker, "take", after("after slots are taken over"))
+    _patch(SlotGiver, "drop", before("before slots are dropped"))
+    _patch(SlotGiver, "drop", after("after slots are dropped"))
+    _patch(MoveCarrier, "_follow", before("before a phase is kept"))
+    _patch(MoveCarrier, "_publish", before("before a phase is on the nodes"))
 
 
 if __name__ == "__main__":

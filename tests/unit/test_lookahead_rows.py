@@ -24,6 +24,17 @@ def table(name: str, id_dtype: str = "int64") -> Any:
     return SimpleNamespace(name=name, definition=TableDef(name, 2, optim.sgd(0.1), init.zeros(), id_dtype=id_dtype))
 
 
+def test_equal_ids_of_several_tables_are_made_unique_once_wherever_they_lie() -> None:
+    ids = np.array([7, 3, 7], np.uint64)
+    others = np.array([7, 5, 7], np.uint64)  # which begin and end alike
+    rows = RowsAhead([(table("a"), ids), (table("b"), ids.copy()), (table("c"), others)])
+    rows.pull(Storage())
+    a, b, c = (rows.by_table[name][0].found for name in "abc")
+    assert a.ids is b.ids
+    assert a.inverse is b.inverse
+    assert c.ids.tolist() == [5, 7]
+
+
 class Storage:
     """Row i is [i, i], at version `version`; says what it was asked for."""
 

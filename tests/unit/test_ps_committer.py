@@ -352,3 +352,28 @@ def test_the_log_writes_what_the_journal_reads_back(tmp_path: Path) -> None:
     assert entries[1].batch.tables[0].ids.tolist() == [1, 5]
     assert list(journal.read(end)) == []
     journal.close()
+
+
+def test_applies_that_come_with_slots_are_counted_before_the_batches_numbered_next(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.ingest.attendance.hello("a", 0)
+    rig.push("a", [1]).wait()
+    state = rig.tables.state(TABLE)
+    rig.committer.raise_step(state, 40)
+    rig.push("a", [2]).wait()
+    rig.committer.raise_step(state, 7)  # fewer than there are
+    assert rig.handover.get(timeout_s=WAIT_S) is not None
+    rig.push("a", [3]).wait()
+    batches = [entry for entry in rig.fenced_log.entries if isinstance(entry, BatchEntry)]
+    assert [entry.steps for entry in batches] == [(0,), (41,), (42,)]  # the first one is still to be applied
+    assert state.step == 40
+
+
+def test_batches_are_numbered_on_in_a_higher_epoch(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.ingest.attendance.hello("a", 0)
+    rig.push("a", [1]).wait()
+    assert rig.committer.rise(9) >= 1
+    rig.push("a", [2]).wait()
+    versions = [entry.version for entry in rig.fenced_log.entries if isinstance(entry, BatchEntry)]
+    assert versions == [make_version(5, 1), make_version(9, 2)]

@@ -7,6 +7,8 @@ not live here: storage, wire formats, update rules.
 
 from .distributing.distribute_keras import distribute
 from .distributing.plain_copy import materialize
+from .layers.distributed_embedding import DistributedEmbedding
+from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding
 
-__all__ = ["Embedding", "distribute", "materialize"]
+__all__ = ["DistributedEmbedding", "Embedding", "FeatureConfig", "TableConfig", "distribute", "materialize"]

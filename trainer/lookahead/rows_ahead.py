@@ -3,8 +3,8 @@
 What must not live here: threads, and what a framework makes of rows.
 
 Strategy: of all that a batch asks a table for, the unique ids are pulled once, all tables in one pull. Then each lookup gets the rows of
-its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups that read the same memory have
-the same unique ids, which are found once.
+its own unique ids. A table that is asked once, which is the usual case, gets what was pulled itself. Lookups of the same ids (many
+models feed one tensor to several tables) have the same unique ones, which are found once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ Changed = Mapping[str, tuple[Ids, NDArray[np.float32], Ids]]
 """By table, rows that have changed: ids uint64 [n], rows float32 [n, dim], versions uint64 [n]."""
 _NO_VERSION = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """No row ever has it."""
+_FEW = 8
 
 
 class AskedTable(Protocol):
@@ -97,10 +98,10 @@ class RowsAhead:
     def __init__(self, asked: Sequence[tuple[AskedTable, Ids]]) -> None:
         self._id_dtype = {table.name: table.definition.id_dtype for table, _ in asked}
         self._asked: dict[str, list[Ids]] = {}
-        copies: dict[tuple[int, int], Ids] = {}
+        copies: dict[tuple[int, bytes, bytes], Ids] = {}
         for table, ids in asked:
             self._asked.setdefault(table.name, []).append(_copy_once(ids, copies))
-        known: dict[tuple[int, int], Unique] = {}
+        known: dict[int, Unique] = {}
         self._wanted = {name: _unique_of_all(lookups, known) for name, lookups in self._asked.items()}
         self.by_table: dict[str, list[EarlyLookup]] = {}
         """What `pull` found, by table."""
@@ -153,27 +154,23 @@ class RowsAhead:
         return sum(one.ids.nbytes + one.inverse.nbytes + one.rows.nbytes + one.versions.nbytes for one in found.values())
 
 
-def _unique_of_all(lookups: Sequence[Ids], known: dict[tuple[int, int], Unique]) -> Unique:
-    """The unique ids of all lookups of a table; `known` has those of the same memory, of this batch's other tables."""
+def _unique_of_all(lookups: Sequence[Ids], known: dict[int, Unique]) -> Unique:
+    """The unique ids of all lookups of a table; `known` has those of this batch's other tables, by id() of what they were asked for."""
     if len(lookups) > 1:
         return unique_ascending(np.concatenate(lookups))
     (ids,) = lookups
-    place = _place(ids)
-    if place not in known:
-        known[place] = unique_ascending(ids)
-    return known[place]
+    if id(ids) not in known:
+        known[id(ids)] = unique_ascending(ids)
+    return known[id(ids)]
 
 
-def _copy_once(ids: Ids, copies: dict[tuple[int, int], Ids]) -> Ids:
-    place = _place(ids)
-    if place not in copies:
-        copies[place] = ids.copy()
-    return copies[place]
-
-
-def _place(ids: Ids) -> tuple[int, int]:
-    """Two contiguous arrays of the same place and length are the same ids."""
-    return ids.__array_interface__["data"][0], len(ids)
+def _copy_once(ids: Ids, copies: dict[tuple[int, bytes, bytes], Ids]) -> Ids:
+    """Return a copy of ids, the same one for lookups of the same: bridges hand them over in memory of one or of several arrays."""
+    some = len(ids), ids[:_FEW].tobytes(), ids[-_FEW:].tobytes()  # which hardly others have: comparing each with each would take long
+    copy = copies.get(some)
+    if copy is None or not np.array_equal(copy, ids):
+        copy = copies[some] = ids.copy()
+    return copy
 
 
 def prefetched_of_all(batches: Sequence[RowsAhead]) -> dict[str, tuple[NDArray[Any], Ids]]:

@@ -8,10 +8,12 @@ beside its own results. So a batch's lookups are one pull, ahead or when the ste
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import wrap_function  # WrappedFunction.prune, which tf.compat.v1.wrap_function gives for TF1's code only
 
@@ -197,7 +199,13 @@ def _traced(python_function: Callable[..., Any], specs: Any) -> _Plan:
         raise InvalidInputError(
             f"{_name(python_function)}: its ids cannot be known before it runs; are they made of other rows? TensorFlow says: {error}"
         ) from error
-    return _Plan([table for table, _ in slots.asked], ids, concrete, None, [], [])
+    # Called as a function it would look for a signature first, which it has not, and write all ids down for a message that nobody reads.
+    flat = partial(_flat, ids.inference_fn.call_flat, ids.captured_inputs)
+    return _Plan([table for table, _ in slots.asked], flat, concrete, None, [], [])
+
+
+def _flat(call: Callable[..., Any], captured: Sequence[Any], *tensors: Any) -> Any:
+    return call(*tensors, *captured)
 
 
 def _compiled(python_function: Callable[..., Any], specs: Any, plan: _Plan) -> _Plan:
@@ -224,7 +232,7 @@ def _called(python_function: Callable[..., Any], batch: Any, slots: Slots) -> An
 
 def _asked(plan: _Plan, tensors: list[Any]) -> list[Asked]:
     ids = plan.ids(*tensors)
-    return [asked_of(table, of.numpy()) for table, of in zip(plan.tables, ids, strict=True)]
+    return [asked_of(table, np.asarray(of)) for table, of in zip(plan.tables, ids, strict=True)]
 
 
 def _tensors(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:

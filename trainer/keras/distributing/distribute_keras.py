@@ -26,8 +26,9 @@ from ..steps.ids_plan import Feature, layers_over_tables
 from ..steps.model_state import ModelState
 from ..steps.step_seam import ConnectedModel
 from ..steps.step_values import StepValues
+from .declared_tables import DeclaredTable, declared_tables, make_declared
 from .keras_rules import MappedRule
-from .keras_sites import KerasSite, Names, find_sites, initializer_of
+from .keras_sites import KerasSite, Names, counterpart, find_sites
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster
@@ -72,7 +73,7 @@ def distribute(
 
     `fit`, `train_on_batch`, `evaluate`, `predict` are used as before, on any backend. Every trainer of a job calls it, with the same
     arguments; so does one that resumes, and one that has loaded a saved model. Layers over tables that the model has already
-    (`kvemb.keras.Embedding`) are connected, too.
+    (`kvemb.keras.Embedding`) are connected, too. Tables that a `kvemb.keras.DistributedEmbedding` declares are made, or opened.
 
     A table begins with the layer's own weights, where it has some: the trainer that makes the table assigns them, others wait until they
     are there. A layer that is not built has none yet, and can be larger than this machine: its rows are drawn by the layer's initializer.
@@ -81,7 +82,8 @@ def distribute(
         model: Sequential, functional or subclassed; compiled, unless `optimizer` is given.
         cluster: of `kvemb.connect`.
         min_rows: embeddings of fewer rows stay, and so do frozen ones.
-        optimizer: a `kvemb.optim` rule for all tables that are made. None: that of the model's optimizer, whose learning rate they follow.
+        optimizer: a `kvemb.optim` rule for the tables of replaced layers. None: that of the model's optimizer, whose learning rate they
+            follow. A TableConfig has its own.
         names: of the tables, by layer's name, or a function from it; the layer's name unless given.
         leave: names of layers that stay.
         features: what feeds a layer, by its name: a key of x, or a function of x. Only for models whose code cannot be followed.
@@ -99,6 +101,7 @@ def distribute(
     check_max_unapplied(max_unapplied)
     sites, left = find_sites(model, min_rows, names, leave)
     ours = layers_over_tables(model)
+    declared = declared_tables(model, initializer)
     if not sites and not ours:
         raise InvalidInputError(f"there is no keras.layers.Embedding to replace: {_listed(left)}")
     mapped = None if optimizer is not None else MappedRule(model.optimizer) if getattr(model, "optimizer", None) is not None else None
@@ -109,18 +112,21 @@ def distribute(
         )
     _refuse_built(model, sites)
     first = {site.table: _first(site, initializer) for site in sites}
-    tables = []
+    tables, options = [], TableOptions(dtype, seed, reduce)
     for site in sites:
         assert rule is not None
-        tables.append(make_table(cluster, site, rule, TableOptions(dtype, seed, reduce), first[site.table], None))
+        tables.append(make_table(cluster, site, rule, options, first[site.table], None))
     fill(tables, None)
+    for of in declared:
+        make_declared(cluster, of, options)
     opened = {layer.table_name: cluster.table(layer.table_name) for layer in ours if not layer.connected}
     for one in tables:
         _convert(one)
     for layer in ours:
         if not layer.connected:
             layer.connect(opened[layer.table_name])
-    connected = _connect(model, {one.site.table for one in tables}, mapped, dict(features or {}), max_unapplied)
+    own = {of.config.name: of for of in declared}
+    connected = _connect(model, {one.site.table for one in tables}, mapped, own, dict(features or {}), max_unapplied)
     done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(_lines(tables, left, ours)))
     if not quiet:
         print(done, file=sys.stderr)
@@ -165,7 +171,7 @@ def _first(site: KerasSite, given: Initializer | None) -> First:
         return First(False, given, "given")
     if site.layer.built:
         return First(True, CARRIED, "")
-    found = initializer_of(site.layer)
+    found = counterpart(site.layer.embeddings_initializer, site.n_rows, site.dim)
     if found is None:
         raise InvalidInputError(
             f"nothing was changed: {site} is not built, and its {type(site.layer.embeddings_initializer).__name__} has no "
@@ -188,9 +194,14 @@ def _convert(one: SiteTable[KerasSite]) -> None:
 
 
 def _connect(
-    model: Any, follows: Collection[str], mapped: MappedRule | None, features: dict[str, Feature], max_unapplied: int
+    model: Any,
+    follows: Collection[str],
+    mapped: MappedRule | None,
+    declared: Mapping[str, DeclaredTable],
+    features: dict[str, Feature],
+    max_unapplied: int,
 ) -> ConnectedModel:
-    """Put pull and push around the model's steps. Tables that were made for the optimizer follow it, others keep their own values."""
+    """Put pull and push around the model's steps. Tables that were made for an optimizer follow it, others keep their own values."""
     tables = {layer.table.name: layer.table for layer in layers_over_tables(model)}
     clusters = {id(table.cluster) for table in tables.values()}
     if len(clusters) > 1:
@@ -199,8 +210,18 @@ def _connect(
     steps = PushedSteps(cluster, {name: table.definition.id_dtype for name, table in tables.items()}, max_unapplied=max_unapplied)
 
     def values(now: ModelState) -> dict[str, StepValues]:
-        ours = mapped.at(model.optimizer, now) if mapped is not None else None
-        return {name: ours if ours is not None and name in follows else StepValues(dict(table.hyper)) for name, table in tables.items()}
+        rule = rule_of(model.optimizer)
+        n_steps = int(now.value(rule.iterations))
+        ours = mapped.at(model.optimizer, now, n_steps) if mapped is not None else None
+        found = {}
+        for name, table in tables.items():
+            if name in declared:
+                found[name] = declared[name].rule.at(declared[name].optimizer, now, n_steps)
+            elif ours is not None and name in follows:
+                found[name] = ours
+            else:
+                found[name] = StepValues(dict(table.hyper), clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
+        return found
 
     connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, features)
     if getattr(model, "optimizer", None) is not None:

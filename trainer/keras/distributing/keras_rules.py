@@ -10,6 +10,7 @@ otherwise in places, and what differs is put into the run-time values and the gr
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -23,7 +24,6 @@ from ..steps.model_state import ModelState
 from ..steps.step_values import StepValues
 
 _TINY = 1e-30  # the least eps that a table takes
-
 
 Values = Callable[[Any, float, int], StepValues]
 """From the optimizer, its learning rate at this step, and the step's number from 1."""
@@ -94,8 +94,8 @@ class MappedRule:
         kind, _, fixed = _RULES[self._kind]
         self.spec = OptimizerSpec.from_dict({"kind": kind, **fixed(rule), **self._values(rule, _rate_now(rule), 1).hyper})
 
-    def at(self, optimizer: Any, now: ModelState) -> StepValues:
-        """Return what holds for the step that comes.
+    def at(self, optimizer: Any, now: ModelState, n_steps: int) -> StepValues:
+        """Return what holds for the step that comes, after `n_steps` of the model.
 
         Raises:
             InvalidInputError: the model is compiled with another rule by now.
@@ -107,8 +107,8 @@ class MappedRule:
                 "compile it with that"
             )
         self._refuse(rule)
-        iterations = now.value(rule.iterations)
-        return self._values(rule, _rate(rule, now, iterations), int(iterations) + 1)
+        values = self._values(rule, _rate(rule, now, n_steps), n_steps + 1)
+        return replace(values, clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
 
     def _values(self, rule: Any, lr: float, step: int) -> StepValues:
         return _RULES[self._kind][1](rule, lr, step)
@@ -137,10 +137,10 @@ def _rate_now(rule: Any) -> float:
     return float(keras.ops.convert_to_numpy(rule.learning_rate))
 
 
-def _rate(rule: Any, now: ModelState, iterations: Any) -> float:
+def _rate(rule: Any, now: ModelState, n_steps: int) -> float:
     given = rule._learning_rate
     if isinstance(given, keras.optimizers.schedules.LearningRateSchedule):
-        return float(keras.ops.convert_to_numpy(given(keras.ops.convert_to_tensor(iterations))))
+        return float(keras.ops.convert_to_numpy(given(keras.ops.convert_to_tensor(n_steps))))
     if isinstance(given, keras.Variable):
         return float(now.value(given))
     return float(np.asarray(keras.ops.convert_to_numpy(given() if callable(given) else given)))

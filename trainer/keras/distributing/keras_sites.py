@@ -4,6 +4,7 @@ What must not live here: clusters, optimizers, the change itself. Strategy, as f
 refused with all reasons at once. It is left only where that is said: too few rows, frozen, or asked for.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from kvemb.schema.table_def import check_table_name
 
 Names = Mapping[str, str] | Callable[[str], str]
 """Table names by layer's name, or a function from it."""
+_STD_WITHIN_2 = 0.87962566103423978  # of a normal distribution that is cut at 2 of its own: Keras scales by it
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,21 +96,35 @@ def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection
     return sites, left
 
 
-def initializer_of(layer: Any) -> Initializer | None:
-    """Return the counterpart of a layer's initializer; None if there is none.
+def counterpart(given: Any, rows: int, dim: int) -> Initializer | None:
+    """Return the counterpart of one of keras.initializers for a weight of that shape; None if there is none.
 
     Example:
-        >>> initializer_of(keras.layers.Embedding(10, 4)).kind
+        >>> counterpart(keras.initializers.get("uniform"), 10, 4).kind
         'uniform'
     """
-    given, kinds = layer.embeddings_initializer, keras.initializers
+    kinds = keras.initializers
     if type(given) is kinds.RandomUniform:
         return init.uniform(float(given.minval), float(given.maxval))
     if type(given) is kinds.RandomNormal:
         return init.normal(float(given.mean), float(given.stddev))
+    if type(given) is kinds.TruncatedNormal:
+        return init.truncated_normal(float(given.mean), float(given.stddev))
     if type(given) is kinds.Zeros:
         return init.zeros()
+    if isinstance(given, kinds.VarianceScaling):
+        return _by_variance(given, rows, dim)
     return init.constant(float(given.value)) if type(given) is kinds.Constant and isinstance(given.value, float | int) else None
+
+
+def _by_variance(given: Any, rows: int, dim: int) -> Initializer:
+    fan = {"fan_in": rows, "fan_out": dim, "fan_avg": (rows + dim) / 2}[given.mode]
+    variance = given.scale / max(1.0, fan)
+    if given.distribution == "uniform":
+        return init.uniform(-math.sqrt(3 * variance), math.sqrt(3 * variance))
+    if given.distribution == "untruncated_normal":
+        return init.normal(0.0, math.sqrt(variance))
+    return init.truncated_normal(0.0, math.sqrt(variance) / _STD_WITHIN_2)
 
 
 def _reason_to_stay(layer: Any, min_rows: int) -> str:

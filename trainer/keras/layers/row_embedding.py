@@ -30,7 +30,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     Args:
         table: a kvemb table. Or a table's name, with `output_dim`, for a model that `distribute` connects later.
         combiner: None, or how the rows along the last axis of ids become one: "sum", "mean" (by the weights), "sqrtn" (by the root of their
-            squares). Empty bags are zeros.
+            squares). Empty bags are zeros. Ids of one axis, the batch's, are bags of one.
         mask_zero: as in keras.layers.Embedding; with a combiner id 0 counts for nothing.
         output_dim: weights per row; only with a name.
         kwargs: of keras.layers.Layer: name, dtype, trainable.
@@ -121,7 +121,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             weights: float, of the shape of `inputs`: factors of the rows; with a combiner only.
 
         Returns:
-            [*inputs.shape, dim]; with a combiner [*inputs.shape[:-1], dim]. Of the layer's compute dtype.
+            [*inputs.shape, dim]; with a combiner [*inputs.shape[:-1], dim], [batch, dim] at least. Of the layer's compute dtype.
 
         Raises:
             InvalidInputError: traced or trained without `distribute`, or ids outside the table's domain.
@@ -129,15 +129,21 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if weights is not None and self.combiner is None:
             raise InvalidInputError(f"layer {self.name!r}: weights go with a combiner")
         rows = self._rows(inputs)
-        out = rows if self.combiner is None else _combined(rows, self._factors(inputs, weights), self.combiner)
-        return keras.ops.cast(out, self.compute_dtype)
+        if self.combiner is not None:
+            alone = len(inputs.shape) == 1
+            # The weight of a row that is alone says nothing but in a sum.
+            factors = self._factors(inputs, None if alone and self.combiner != "sum" else weights)
+            if alone:
+                rows, factors = keras.ops.expand_dims(rows, -2), keras.ops.expand_dims(factors, -1)
+            rows = _combined(rows, factors, self.combiner)
+        return keras.ops.cast(rows, self.compute_dtype)
 
     def _rows(self, inputs: Any) -> Any:
         if self.at_hand is not None and self.at_hand.there:
             leaf, at = self.at_hand.look_up(self.table_name, self.name, inputs.shape)
             return keras.ops.take(leaf, at, axis=0)
         if in_symbolic_scope():
-            return keras.ops.zeros((*inputs.shape, self.output_dim), "float32")
+            return keras.ops.zeros((*keras.ops.shape(inputs), self.output_dim), "float32")
         return self._pulled_now(inputs)
 
     def _pulled_now(self, inputs: Any) -> Any:
@@ -188,7 +194,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
         """Return the result's shape."""
-        return (*(input_shape if self.combiner is None else input_shape[:-1]), self.output_dim)
+        combined = self.combiner is not None and len(input_shape) > 1
+        return (*(input_shape[:-1] if combined else input_shape), self.output_dim)
 
     def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         """Return shape and dtype of the result."""

@@ -13,6 +13,7 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.pushed_steps import GradientPart
 from .model_state import ModelState
+from .step_values import StepValues
 
 
 def rule_of(optimizer: Any) -> Any:
@@ -49,17 +50,17 @@ class GradientScale:
         """Whether the step was left out, as LossScaleOptimizer does where a gradient is not finite."""
         return int(after.value(rule_of(self._model.optimizer).iterations)) == self._iterations
 
-    def scaled(self, part: GradientPart, factor: float) -> GradientPart:
-        """Return gradients as the rule is to have them, times a factor."""
+    def scaled(self, part: GradientPart, values: StepValues) -> GradientPart:
+        """Return gradients as the rule is to have them."""
         ids, grads, versions = part
-        return ids, _times(self._clipped(_times(grads, 1.0 / self._scale)), factor), versions
+        return ids, _times(_clipped(_times(grads, 1.0 / self._scale), values), values.factor), versions
 
-    def _clipped(self, grads: Any) -> Any:
-        rule = rule_of(self._model.optimizer)
-        if rule.clipnorm:
-            norm = float(np.sqrt(np.vdot(grads, grads)))
-            return grads * np.float32(rule.clipnorm / norm) if norm > rule.clipnorm else grads
-        return np.clip(grads, -rule.clipvalue, rule.clipvalue) if rule.clipvalue else grads
+
+def _clipped(grads: Any, by: StepValues) -> Any:
+    if by.clipnorm:
+        norm = float(np.sqrt(np.vdot(grads, grads)))
+        return grads * np.float32(by.clipnorm / norm) if norm > by.clipnorm else grads
+    return np.clip(grads, -by.clipvalue, by.clipvalue) if by.clipvalue else grads
 
 
 def _times(grads: Any, factor: float) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError
 
+from ..layers.ragged_ids import is_ragged
 from ..layers.row_embedding import RowEmbedding
 
 Values = dict[int, Any]
@@ -56,7 +57,8 @@ class IdsPlan:
                 self._named.append((layer, one))
         if len(named) < len(layers):
             walked = _SymbolWalk(named)
-            walked.model(model, x)
+            with _meeting(walked.meet):
+                walked.model(model, x)
             self.calls = walked.calls
 
     def ids(self, x: Any) -> list[tuple[RowEmbedding, Any]]:
@@ -90,7 +92,13 @@ def _by_name(struct: Any, x: Mapping[str, Any]) -> list[Any]:
 
 
 def host(value: Any) -> np.ndarray[Any, Any]:
-    """Return a value as NumPy has it, without a copy where the backend allows."""
+    """Return a value as NumPy has it, without a copy where the backend allows.
+
+    Raises:
+        InvalidInputError: it is ragged or sparse.
+    """
+    if is_ragged(value):
+        raise InvalidInputError("ids of a batch are ragged or sparse: put preprocess() of their layer into the input pipeline, or pad them")
     return value if isinstance(value, np.ndarray) else np.asarray(keras.ops.convert_to_numpy(value))
 
 
@@ -144,9 +152,9 @@ class _SymbolWalk:
         for depth in sorted(graph._nodes_by_depth, reverse=True):
             for node in graph._nodes_by_depth[depth]:
                 if node.operation is not None and not node.is_input:
-                    self._meet(node.operation, node.arguments.args, node.arguments.kwargs)
+                    self.meet(node.operation, node.arguments.args, node.arguments.kwargs)
 
-    def _meet(self, operation: Any, args: Any, kwargs: Any) -> None:
+    def meet(self, operation: Any, args: Any, kwargs: Any) -> None:
         """Look at one call within a model: of a layer over a table, or of a part that holds some."""
         if isinstance(operation, RowEmbedding):
             symbol = kwargs.get("inputs", args[0] if args else None)
@@ -173,8 +181,7 @@ class _SymbolWalk:
         self._symbols.update(known)
         self._kept.append(args)
         try:
-            with _meeting(self._meet):
-                layer.call(*args, **kwargs)
+            layer.call(*args, **kwargs)
         except InvalidInputError:
             raise
         except Exception as error:
@@ -241,13 +248,18 @@ _patching = threading.Lock()
 
 @contextmanager
 def _meeting(meet: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Be told of every call of a layer in this thread. Keras has no hook for calls within a model's own code."""
-    original, mine = keras.Layer.__call__, threading.get_ident()
+    """Be told of every call of a layer in this thread. Keras has no hook for calls within a model's own code.
+
+    Not of what a layer calls while Keras asks it for its result's shape: `meet` looks into layers by itself, and has been there.
+    """
+    original, mine, within = keras.Layer.__call__, threading.get_ident(), threading.Lock()
 
     def told(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == mine:
-            meet(layer, args, kwargs)
-        return original(layer, *args, **kwargs)
+        if threading.get_ident() != mine or within.locked():
+            return original(layer, *args, **kwargs)
+        meet(layer, args, kwargs)
+        with within:
+            return original(layer, *args, **kwargs)
 
     with _patching:
         keras.Layer.__call__ = told

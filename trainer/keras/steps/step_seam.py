@@ -149,7 +149,7 @@ class ConnectedModel:
         if self._scale.overflowed(after):
             return {}
         parts = {name: self._part(after, name, found.get(name)) for name in self.at_hand.shadows}
-        return {name: self._scale.scaled(part, values[name].factor) for name, part in parts.items()}
+        return {name: self._scale.scaled(part, values[name]) for name, part in parts.items()}
 
     def _part(self, after: ModelState, name: str, found: LookupResult | None) -> GradientPart:
         shadow = self.at_hand.shadows[name]

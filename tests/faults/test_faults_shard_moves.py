@@ -1,0 +1,174 @@
+"""Slots on their way from shard to shard, and whoever dies in the middle: the move comes to its end, and no push is lost or made twice."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chaos.cluster import FaultyCluster
+from jobs import eventually
+from matrix import one_of
+from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
+
+import kvemb
+from kvemb.schema.cluster_map import ClusterMap, equal_runs
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING
+
+LAUNCHER = Path(__file__).with_name("shard_launcher.py")
+KINDS = {"redis": "redis-server", "memcached": "memcached"}
+GIVER, TAKER = 2, 1  # of every second move; of the others the other way round
+SHARES = equal_runs(3)
+GIVEN = np.where(SHARES == GIVER, TAKER, SHARES)
+
+
+class MovingTraining:
+    """A cluster of three shards whose third one's slots go to the second, or come back; trainers that push all the while."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.points = folder
+        self.cluster = FaultyCluster(
+            kind, 2, shards=3, storage={"timeout_s": 2}, shard_program=[sys.executable, str(LAUNCHER), str(folder)]
+        )
+        self.n_tables = 0
+
+    def begin_move(self) -> tuple[int, int]:
+        """Begin the next move; return who gives and who takes."""
+        there = (self.moves.now().slot_shards == GIVER).any()
+        self.moves.begin(GIVEN if there else SHARES)
+        return (GIVER, TAKER) if there else (TAKER, GIVER)
+
+    def next_pair(self) -> tuple[int, int]:
+        return (GIVER, TAKER) if (self.moves.now().slot_shards == GIVER).any() else (TAKER, GIVER)
+
+    def start(self) -> None:
+        """Begin to push."""
+        self.n_tables += 1
+        self.moves = ShardMoves(self.cluster.url)
+        self.trainers = [HastyTrainer(self.cluster.url, f"t{self.n_tables}", seed) for seed in (1, 2)]
+        self.require_progress()
+
+    def require_progress(self) -> None:
+        """Wait until every trainer has had answers to pushes of from now on."""
+        for trainer in self.trainers:
+            before = trainer.n_pushed
+            eventually(lambda t=trainer, n=before: t.n_pushed > n + 80, "a trainer does not go on")
+
+    def finish(self) -> None:
+        """End the trainers, and look at every row."""
+        try:
+            counts = [trainer.stop() for trainer in self.trainers]
+        finally:
+            self.moves.close()
+        with kvemb.connect(self.cluster.url, read_only=True) as reader:
+            rows = reader.table(f"t{self.n_tables}").pull(IDS, timeout_s=PATIENCE_S)
+        np.testing.assert_array_equal(-rows[:, 0], sum(counts))
+
+    def dies_and_comes_back(self, shard: int, point: str) -> None:
+        process = self.cluster.shards[shard]
+        eventually(lambda: process.poll() is not None, f"shard {shard} never came to the point {point!r}")
+        assert process.poll() == -signal.SIGKILL
+        self.cluster.start_shard(shard)
+
+
+@pytest.fixture(scope="module", params=one_of("redis", "memcached"))
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]
+) -> Iterator[MovingTraining]:
+    require_server(KINDS[request.param])
+    made = MovingTraining(request.param, tmp_path_factory.mktemp("points"))
+    with made.cluster:
+        yield made
+
+
+@pytest.fixture
+def training(shared: MovingTraining) -> Iterator[MovingTraining]:
+    shared.start()
+    yield shared
+    shared.finish()
+
+
+POINTS_OF = [
+    ("taker", "before slots are taken over"),
+    ("taker", "after a local snapshot counts"),
+    ("taker", "after slots are taken over"),
+    ("giver", "before slots are dropped"),
+    ("giver", "after a local snapshot counts"),
+    ("giver", "after slots are dropped"),
+]
+
+
+@pytest.mark.parametrize(("who", "point"), POINTS_OF)
+def test_a_shard_killed_at_any_point_of_a_hand_over_goes_on_with_it(training: MovingTraining, who: str, point: str) -> None:
+    giver, taker = training.next_pair()
+    shard = giver if who == "giver" else taker
+    (training.points / f"{point} {shard}").touch()
+    training.begin_move()
+    training.dies_and_comes_back(shard, point)
+    now = training.moves.wait()
+    assert (now.slot_shards == giver).sum() == 0 or giver == TAKER
+    training.require_progress()
+
+
+@pytest.mark.parametrize(
+    ("phase", "point"),
+    [
+        (MOVING, "before a phase is on the nodes"),
+        (DRAINING, "before a phase is kept"),
+        (DRAINING, "before a phase is on the nodes"),
+        (SERVING, "before a phase is kept"),
+    ],
+)
+def test_shard_0_killed_between_two_phases_carries_the_move_on(training: MovingTraining, phase: str, point: str) -> None:
+    _, taker = training.begin_move()
+    seen = training.moves.wait(lambda now: phase_of(now) in after(phase))
+    if phase_of(seen) == "":
+        return  # it was over before anybody could look
+    (training.points / f"{point} 0").touch()
+    training.dies_and_comes_back(0, point)
+    now = training.moves.wait()
+    assert (now.slot_shards == taker).any()
+    training.require_progress()
+
+
+@pytest.mark.parametrize("who", ["giver", "taker"])
+@pytest.mark.parametrize("phase", [MOVING, SERVING])
+def test_a_shard_killed_in_any_phase_is_waited_for(training: MovingTraining, phase: str, who: str) -> None:
+    giver, taker = training.begin_move()
+    training.moves.wait(lambda now: phase_of(now) in after(phase))
+    shard = giver if who == "giver" else taker
+    training.cluster.shards[shard].kill()
+    training.cluster.start_shard(shard)
+    assert (training.moves.wait().slot_shards == taker).any()
+    training.require_progress()
+
+
+@pytest.mark.parametrize("silent", ["taker", "giver"])
+def test_a_move_is_taken_back_while_slots_are_on_their_way(training: MovingTraining, silent: str) -> None:
+    giver, taker = training.next_pair()
+    before = training.moves.now().slot_shards
+    shard = giver if silent == "giver" else taker
+    process = training.cluster.shards[shard]
+    (training.points / f"before slots are taken over {taker}").touch()
+    training.begin_move()
+    eventually(lambda: training.cluster.shards[taker].poll() is not None, "the taker never came so far")
+    assert phase_of(training.moves.now()) == DRAINING
+    if silent == "giver":
+        process.kill()
+    training.moves.abort()
+    assert phase_of(training.moves.now()) == ABORTING
+    for index in {taker, shard}:
+        training.cluster.start_shard(index)
+    now = training.moves.wait()
+    np.testing.assert_array_equal(now.slot_shards, before)
+    training.require_progress()
+
+
+def phase_of(cluster_map: ClusterMap) -> str:
+    return "" if cluster_map.plan is None else cluster_map.plan.phase
+
+
+def after(phase: str) -> tuple[str, ...]:
+    order = (MOVING, DRAINING, FLIPPED, SERVING, "")
+    return order[order.index(phase) :]

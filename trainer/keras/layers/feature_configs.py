@@ -1,0 +1,153 @@
+"""TableConfig and FeatureConfig: keras-rs's words for a table and for a feature that is looked up in one. Values only.
+
+What must not live here: layers (`distributed_embedding`), and what becomes of a table's optimizer (`distributing.keras_rules`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import keras
+
+from kvemb.errors import InvalidInputError
+from kvemb.schema.table_def import check_table_name
+
+from .row_embedding import COMBINERS
+
+Shape = Sequence[int | None]
+
+
+def _fan_out() -> Any:
+    return keras.initializers.VarianceScaling(mode="fan_out")
+
+
+@dataclass(eq=False)
+class TableConfig:
+    """One embedding table. Features that name the same object share it.
+
+    Args:
+        name: of the table in the cluster.
+        vocabulary_size: rows: ids are 0 to vocabulary_size - 1.
+        embedding_dim: weights per row.
+        initializer: of keras.initializers, or its name; normally distributed by the rows' length unless given, as in keras-rs.
+        optimizer: of keras.optimizers, or its name: the table's own, whatever the model is compiled with.
+        combiner: how the rows of a bag become one: "mean", "sum", "sqrtn".
+        placement: "auto": rows are in the cluster.
+        max_ids_per_partition, max_unique_ids_per_partition: refused; they size the buffers of a SparseCore.
+
+    Raises:
+        InvalidInputError: a value that a table cannot have, or a word that means nothing here.
+    """
+
+    name: str
+    vocabulary_size: int
+    embedding_dim: int
+    initializer: Any = field(default_factory=_fan_out)
+    optimizer: Any = "adam"
+    combiner: str = "mean"
+    placement: str = "auto"
+    max_ids_per_partition: int | None = None
+    max_unique_ids_per_partition: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        check_table_name(self.name)
+        for what, value in (("vocabulary_size", self.vocabulary_size), ("embedding_dim", self.embedding_dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInputError(f"table {self.name!r}: {what} is {value!r}; give a whole number above 0")
+        if self.combiner not in COMBINERS:
+            raise InvalidInputError(f"table {self.name!r}: combiner is {self.combiner!r}; give one of {', '.join(COMBINERS)}")
+        if self.placement != "auto":
+            raise InvalidInputError(
+                f"table {self.name!r}: placement is {self.placement!r}; its rows are in the cluster, which is 'auto'. For a table that "
+                "stays in the model take keras.layers.Embedding"
+            )
+        for what in ("max_ids_per_partition", "max_unique_ids_per_partition"):
+            if getattr(self, what) is not None:
+                raise InvalidInputError(
+                    f"table {self.name!r}: {what} sizes the buffers of a SparseCore; here a step grows with its rows. Leave it out"
+                )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes it anew."""
+        return {
+            "name": self.name,
+            "vocabulary_size": self.vocabulary_size,
+            "embedding_dim": self.embedding_dim,
+            "initializer": keras.saving.serialize_keras_object(self.initializer),
+            "optimizer": keras.saving.serialize_keras_object(self.optimizer),
+            "combiner": self.combiner,
+            "placement": self.placement,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Make one of what `get_config` has given."""
+        objects = {key: keras.saving.deserialize_keras_object(config[key]) for key in ("initializer", "optimizer")}
+        return cls(**{**config, **objects})
+
+
+@dataclass(eq=False)
+class FeatureConfig:
+    """One feature, and the table that it is looked up in.
+
+    Args:
+        name: of the feature; a layer has each once.
+        table: its table.
+        input_shape: of its ids: (batch,) for one id an example, (batch, n) for bags, of which ragged ones are cut at n. The batch's size is
+            not held to: the last one of an epoch is smaller.
+        output_shape: of what is returned: (batch, embedding_dim).
+
+    Raises:
+        InvalidInputError: shapes that do not go together.
+    """
+
+    name: str
+    table: TableConfig
+    input_shape: Shape
+    output_shape: Shape
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        if not isinstance(self.table, TableConfig):
+            raise InvalidInputError(f"feature {self.name!r}: table is a {type(self.table).__name__}; give a TableConfig")
+        self.input_shape, self.output_shape = tuple(self.input_shape), tuple(self.output_shape)
+        returned = (*(self.input_shape[:1] if len(self.input_shape) < 2 else self.input_shape[:-1]), self.table.embedding_dim)
+        if not self.input_shape or not same_shape(returned, self.output_shape):
+            raise InvalidInputError(
+                f"feature {self.name!r}: ids of shape {self.input_shape} in table {self.table.name!r} give {returned}, output_shape is "
+                f"{self.output_shape}"
+            )
+
+    def check(self, shape: Shape) -> None:
+        """Refuse ids of another shape; any batch size goes.
+
+        Raises:
+            InvalidInputError: got and expected.
+        """
+        one_each = len(self.input_shape) == 1 and same_shape((None, 1), shape)
+        if not one_each and not same_shape((None, *self.input_shape[1:]), shape):
+            raise InvalidInputError(f"feature {self.name!r} has ids of shape {tuple(shape)}, its input_shape is {self.input_shape}")
+
+    def flat(self, ids: Any) -> Any:
+        """Return one id an example as [batch]: `fit` makes [batch, 1] of arrays."""
+        return ids[:, 0] if ids is not None and len(self.input_shape) == 1 and len(ids.shape) == 2 else ids
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes it anew, its table's included."""
+        return {
+            "name": self.name,
+            "table": self.table.get_config(),
+            "input_shape": list(self.input_shape),
+            "output_shape": list(self.output_shape),
+        }
+
+
+def same_shape(known: Shape, shape: Shape) -> bool:
+    """Whether two shapes agree where both are known.
+
+    Example:
+        >>> same_shape((None, 3), (8, 3)), same_shape((8,), (8, 1))
+        (True, False)
+    """
+    return len(known) == len(shape) and all(a == b for a, b in zip(known, shape, strict=True) if a is not None and b is not None)
