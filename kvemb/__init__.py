@@ -66,13 +66,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvemb import errors, init, optim, torch
     from kvemb.arrays.hashing import hash_ids
-    from kvemb.cluster import Cluster, connect
+    from kvemb.cluster import Cluster, connect, nodes
     from kvemb.errors import KvembError
     from kvemb.json_logs import json_log_formatter
     from kvemb.local_cluster import local
     from kvemb.table import Table
 
-__all__ = ["Cluster", "KvembError", "Table", "connect", "errors", "hash_ids", "init", "json_log_formatter", "local", "optim", "torch"]
+__all__ = [
+    "Cluster",
+    "KvembError",
+    "Table",
+    "connect",
+    "errors",
+    "hash_ids",
+    "init",
+    "json_log_formatter",
+    "local",
+    "nodes",
+    "optim",
+    "torch",
+]
 
 _MODULES = ("errors", "init", "optim", "torch")
 _HOMES = {
@@ -83,6 +96,7 @@ _HOMES = {
     "hash_ids": "kvemb.arrays.hashing",
     "json_log_formatter": "kvemb.json_logs",
     "local": "kvemb.local_cluster",
+    "nodes": "kvemb.cluster",
 }
 
 

@@ -6,9 +6,10 @@ What must not live here: what is done with an open cluster (kvemb.cluster.cluste
 from __future__ import annotations  # help() shows types as they are written here
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvemb.cluster.cluster import Cluster
 from kvemb.config import load
@@ -16,9 +17,12 @@ from kvemb.connection.access import Access
 from kvemb.connection.moved_nodes import NodesInFile
 from kvemb.connection.plaintext import require_encrypted
 from kvemb.datapath.row_cache import RowCache, check_options
-from kvemb.errors import InvalidInputError
+from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
+
+if TYPE_CHECKING:
+    from kvemb.client.node_moves import NodeMoves
 
 
 def connect(
@@ -79,6 +83,36 @@ def connect(
     except BaseException:
         store.close()
         raise
+
+
+@contextmanager
+def nodes(source: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[NodeMoves]:
+    """Ask a cluster's shards about its storage nodes, and have them come and go, without connecting to any of them: some may be dead.
+
+    Args:
+        source: as of `connect`.
+
+    Raises:
+        ConfigError: kvemb.yaml is wrong, or of a Redis Cluster, which moves its slots itself.
+
+    Example:
+        >>> with kvemb.nodes("kvemb.yaml") as nodes:  # doctest: +SKIP
+        ...     nodes.replace_dead("10.0.0.2:6379", "10.0.0.4:6379")
+    """
+    from kvemb.client.all_shards import AllShards  # imports gRPC
+    from kvemb.client.node_moves import NodeMoves
+
+    config = load(source, os.environ)
+    require_encrypted(config)
+    if config.storage.kind == "redis-cluster":
+        raise ConfigError(
+            "a Redis Cluster moves its slots itself: use `kvemb nodes`, or kvemb.stores.redis_cluster.scaling.node_scaling.NodeScaling"
+        )
+    servers = AllShards.of(config.servers)
+    try:
+        yield NodeMoves(servers)
+    finally:
+        servers.close()
 
 
 def _served(cluster: Cluster, metrics_port: int | None) -> Cluster:

@@ -8,8 +8,13 @@ from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.text_table import text_table
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError
+from kvemb.net.deadline import Deadline
+from kvemb.net.tls_link import connector_of
+from kvemb.status.node_traffic import traffic_between
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress
 from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 _MB = 1e6
 
@@ -40,13 +45,20 @@ def cluster_moves(config: StorageConfig, action: str) -> int:
         return _say(_driven(nodes.abort if action == "abort" else nodes.resume))
 
 
+def cluster_addresses(config: StorageConfig) -> tuple[str, ...]:
+    """Return the primaries that hold slots, as the cluster says now: a shard may know an older truth."""
+    return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s)).addresses
+
+
 def render_members(nodes: NodeScaling) -> str:
     """Return the primaries as a table, and what moves."""
-    rows: list[tuple[object, ...]] = [("ADDRESS", "SLOTS", "ROWS' BYTES", "USED", "HEADROOM", "REPLICAS", "STATE")]
+    rows: list[tuple[object, ...]] = [("ADDRESS", "SLOTS", "ROWS' BYTES", "USED", "HEADROOM", "TRAFFIC", "REPLICAS", "STATE")]
+    traffic = traffic_between(nodes.plans.traffic_bytes)
     for node in nodes.plans.show():
         free = f"{(node.limit_bytes - node.used_bytes) / _MB:,.1f} MB" if node.limit_bytes else "-"
         used, state = f"{node.used_bytes / _MB:,.1f} MB", "failed" if node.failed else "ok"
-        rows.append((node.address, f"{node.n_slots:,}", f"{node.row_bytes / _MB:,.1f} MB", used, free, node.n_replicas, state))
+        sizes = (f"{node.n_slots:,}", f"{node.row_bytes / _MB:,.1f} MB", used, free)
+        rows.append((node.address, *sizes, traffic.get(node.address, "-"), node.n_replicas, state))
     return "\n".join([text_table(rows), _under_way(nodes)])
 
 

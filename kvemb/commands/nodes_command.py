@@ -11,13 +11,14 @@ import yaml
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.node_moves import MoveState, NodeMoves, NodePlan
-from kvemb.commands.cluster_nodes_command import agreed, cluster_moves, cluster_nodes
+from kvemb.commands.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
 from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.text_table import text_table
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, MoveRefusedError
 from kvemb.schema.cluster_map import GONE
 from kvemb.status.cluster_status import survey
+from kvemb.status.node_traffic import NodeTraffic, look_twice
 from kvemb.stores.store import NodeStats
 
 NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
@@ -34,7 +35,7 @@ def nodes_command(args: argparse.Namespace) -> int:
         return cluster_nodes(config.storage, action, words, _weights(args.weights), args)
     with _moves(config) as moves:
         if action == "show":
-            print(render_nodes(moves, survey(config).nodes))
+            print(render_nodes(moves, *look_twice(config.storage)))
             return 0
         if action == "replace":
             return _replace(moves, config, words, args)
@@ -67,7 +68,8 @@ def config_command(args: argparse.Namespace) -> int:
     with _moves(config) as moves:
         state = moves.state()
     shards = list(state.map.shards or config.servers.shards)
-    nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values())}
+    own_map = config.storage.kind != REDIS_CLUSTER
+    nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values() if own_map else cluster_addresses(config.storage))}
     print(yaml.safe_dump({"cluster": config.cluster, "storage": nodes, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
     return 0
 
@@ -84,10 +86,10 @@ def describe(state: MoveState) -> str:
     return "\n".join([*lines, *state.troubles])
 
 
-def render_nodes(moves: NodeMoves, stats: Sequence[NodeStats]) -> str:
+def render_nodes(moves: NodeMoves, stats: Sequence[NodeStats], traffic: Mapping[str, NodeTraffic]) -> str:
     """Return the nodes as a table, and what moves."""
     state, sizes, seen = moves.state(), moves.sizes(), {node.address: node for node in stats}
-    rows: list[tuple[object, ...]] = [("NODE", "ADDRESS", "SLOTS", "ROWS", "RECORDS", "USED", "HEADROOM")]
+    rows: list[tuple[object, ...]] = [("NODE", "ADDRESS", "SLOTS", "ROWS", "RECORDS", "USED", "HEADROOM", "TRAFFIC")]
     for number, place in enumerate(state.places):
         slots = state.map.slot_nodes == number
         if not place:
@@ -96,7 +98,9 @@ def render_nodes(moves: NodeMoves, stats: Sequence[NodeStats]) -> str:
         used = "-" if node is None or node.error else f"{node.used_bytes / _MB:,.1f} MB"
         free = "-" if node is None or node.error or not node.limit_bytes else f"{(node.limit_bytes - node.used_bytes) / _MB:,.1f} MB"
         size = f"{int(sizes.record_bytes[slots].sum()) / _MB:,.1f} MB"
-        rows.append((number, place, f"{int(slots.sum()):,}", f"{int(sizes.rows[slots].sum()):,}", size, used, free))
+        rows.append(
+            (number, place, f"{int(slots.sum()):,}", f"{int(sizes.rows[slots].sum()):,}", size, used, free, traffic.get(place, "-"))
+        )
     gone = [number for number, place in enumerate(state.map.places) if place.said_by == GONE]
     left = [f"gone: node {', '.join(map(str, gone))}"] if gone else []
     return "\n".join([text_table(rows), *left, describe(state)])

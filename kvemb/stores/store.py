@@ -48,7 +48,8 @@ class Capabilities:
 class NodeStats:
     """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer.
 
-    `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached).
+    `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached);
+    `traffic_bytes` what it has received and sent since it started.
     """
 
     address: str
@@ -60,6 +61,7 @@ class NodeStats:
     role: str = "primary"
     error: str = ""
     moved: int = 0
+    traffic_bytes: int = 0
 
 
 class OtherNodes(Protocol):

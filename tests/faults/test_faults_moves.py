@@ -95,6 +95,19 @@ def test_a_node_that_loses_its_rows_in_the_middle_is_repaired_and_the_move_goes_
             load.stop()
 
 
+def test_a_dead_node_is_replaced_from_python_without_connecting_to_storage(local: LocalCluster) -> None:
+    with further_node(local) as third:
+        load = MovingLoad(local)
+        try:
+            dead = local.servers[0]
+            dead.process.kill()
+            with kvemb.nodes(local.url) as nodes:
+                state = nodes.replace_dead(dead.address, third.address)
+            assert set(state.nodes.values()) == {third.address, local.servers[1].address}
+        finally:
+            load.stop()
+
+
 def test_a_move_is_taken_back_on_request_and_another_refused_meanwhile(local: LocalCluster) -> None:
     with further_node(local) as third:
         load = MovingLoad(local)

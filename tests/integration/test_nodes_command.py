@@ -1,12 +1,16 @@
 """`kvemb nodes`, `kvemb moves` and `kvemb config` against real clusters."""
 
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 import yaml
+from matrix import one_of
 from moving_load import further_node
 
 import kvemb
@@ -15,6 +19,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
+from kvemb.testing.real_servers import memcached_client, redis_client
 
 IDS = np.arange(5000)
 PATIENCE_S = 90.0
@@ -86,6 +91,36 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(words: tuple[str, .
     assert "map is of version 1" in run("moves", str(cluster.config_path)).stdout
 
 
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster", "memcached"))
+def test_each_nodes_share_of_the_traffic_is_what_its_own_counters_gained(kind: str, require_server: Callable[[str], str]) -> None:
+    require_server("memcached" if kind == "memcached" else "redis-server")
+    with LocalCluster(kind, 3, shards=1, memory_mb=64) as local:
+        busy, ended = local.servers[1], threading.Event()
+
+        def load() -> None:
+            if kind == "memcached":
+                with closing(memcached_client(busy)) as client:
+                    while not ended.is_set():
+                        client.set("junk", bytes(500_000), noreply=False)
+            else:
+                with redis_client(busy) as client:
+                    while not ended.is_set():
+                        client.echo(bytes(500_000))
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            told = run("nodes", str(local.config_path))
+        finally:
+            ended.set()
+            thread.join()
+        assert told.returncode == 0, told.stderr
+        (line,) = [line for line in told.stdout.splitlines() if busy.address in line]
+        share = re.search(r"(\d+)%, [\d.,]+ MB/s", line)
+        assert share is not None, told.stdout
+        assert int(share[1]) > 80
+
+
 @pytest.fixture(scope="module")
 def cluster(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server("redis-server")
@@ -104,8 +139,10 @@ def test_a_node_joins_a_redis_cluster_and_leaves_it(require_server: Callable[[st
             done = run("nodes", "add", path, fourth.address, "--yes")
             assert done.returncode == 0, done.stderr
             assert fourth.address in run("nodes", path).stdout
+            assert fourth.address in run("config", "show", path).stdout
             require_rows(local, rows)
             assert run("nodes", "remove", path, fourth.address, "--yes").returncode == 0
+            assert yaml.safe_load(run("config", "show", path).stdout)["storage"]["nodes"] == sorted(node.address for node in local.servers)
             assert fourth.address not in run("nodes", path).stdout
             assert "nothing moves" in run("moves", path).stdout
         finally:

@@ -143,7 +143,13 @@ def node_stats(address: str, fields: Mapping[str, str]) -> NodeStats:
         limit_bytes=number_in(address, fields, "maxmemory"),
         evicted=number_in(address, fields, "evicted_keys"),
         role="primary" if fields.get("role") == "master" else str(fields.get("role")),
+        traffic_bytes=traffic_bytes(address, fields),
     )
+
+
+def traffic_bytes(address: str, fields: Mapping[str, str]) -> int:
+    """Return what a server has received and sent since it started."""
+    return sum(number_in(address, fields, f"total_net_{way}_bytes") for way in ("input", "output"))
 
 
 def number_in(address: str, fields: Mapping[str, str], name: str) -> int:

@@ -109,6 +109,7 @@ class MemcachedStore(NodeStore):
             limit_bytes=_number(address, stats, "limit_maxbytes"),
             evicted=_number(address, stats, "evictions") + moved,
             moved=moved,
+            traffic_bytes=_number(address, stats, "bytes_read") + _number(address, stats, "bytes_written"),
         )
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,16 @@ class ScalingPlanner:
         view = self.view()
         loads = slot_loads(self._links, view, self._config.timeout_s)
         return [self._figures(node, view, loads) for node in view.primaries]
+
+    def traffic_bytes(self) -> dict[str, int]:
+        """Return what each primary that answers has received and sent since it started."""
+        found = {}
+        for node in self.view().primaries:
+            with suppress(StorageError):
+                found[node.address] = redis_admin.traffic_bytes(
+                    node.address, redis_admin.info(node.address, self._access, self._deadline())
+                )
+        return found
 
     def under_way(self) -> NodeChange | None:
         """Return the change that is under way, None for none."""
