@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from chaos.catalogue import FAULTS, Fault, Scene
+from chaos.catalogue import FAULTS, Fault, Scene, operator_of
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
-from chaos.node_moves import MOVE_KINDS, Operator
 from chaos.run import LedgerRun
 from chaos.tls_cluster import TlsFaultyCluster
 from kvemb.errors import KvembError
@@ -92,8 +91,7 @@ class Chaos:
         """Stop the trainers and verify every row."""
         try:
             self._run.cluster.heal()
-            if self._run.cluster.store in MOVE_KINDS:
-                self.report.trouble = self.report.trouble or Operator(self._run.cluster, self._random).wait(_RECOVERY_S)
+            self.report.trouble = self.report.trouble or operator_of(self._run.cluster, self._random).wait(_RECOVERY_S)
             self.report.verdict = self._run.finish()
         except (KvembError, OSError) as error:
             self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chaos import processes, storage
+from chaos.cluster import FaultyCluster
+from chaos.cluster_node_moves import ClusterOperator
 from chaos.node_moves import MOVE_KINDS, Operator
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
@@ -161,11 +163,16 @@ def trainer_hangs(scene: Scene) -> None:
         scene.hold(0.3, 2)
 
 
-def _asked(what: Callable[[Operator], None]) -> Callable[[Scene], None]:
+def operator_of(cluster: FaultyCluster, chance: random.Random) -> Operator | ClusterOperator:
+    """Return who changes the nodes of a cluster of its storage kind."""
+    return (Operator if cluster.store in MOVE_KINDS else ClusterOperator)(cluster, chance)
+
+
+def _asked(what: str) -> Callable[[Scene], None]:
     """A fault that has an operator ask for something, and leaves it going on."""
 
     def act(scene: Scene) -> None:
-        what(Operator(scene.run.cluster, scene.random))
+        getattr(operator_of(scene.run.cluster, scene.random), what)()
         scene.hold(0, 2)
 
     return act
@@ -226,11 +233,11 @@ FAULTS = (
     Fault("node lost", node_lost, needs=_needs("repair")),
     Fault("node rolled back", node_rolled_back, _REDIS_KINDS, needs=_needs("repair")),
     Fault("nodes swapped", nodes_swapped, _OWN_MAP_KINDS, needs=_needs("swap")),
-    Fault("nodes added", _asked(Operator.add), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("node removed", _asked(Operator.remove), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("node exchanged", _asked(Operator.exchange), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("dead node replaced", _asked(Operator.replace_dead), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("nodes rebalanced", _asked(Operator.rebalance), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("nodes added", _asked("add"), needs=_needs("moves")),
+    Fault("node removed", _asked("remove"), needs=_needs("moves")),
+    Fault("node exchanged", _asked("exchange"), needs=_needs("moves")),
+    Fault("dead node replaced", _asked("replace_dead"), needs=_needs("moves")),
+    Fault("nodes rebalanced", _asked("rebalance"), needs=_needs("moves")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

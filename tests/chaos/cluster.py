@@ -15,10 +15,11 @@ import yaml
 
 from chaos.proxy import FaultProxy
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
+from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
 
+_NODE_TIMEOUT_MS = 5000  # after which a Redis Cluster calls a node failed
 _SHARD_START_S = 90.0  # it may have a long journal to replay, on a machine that does much else
 
 
@@ -51,6 +52,7 @@ class FaultyCluster(LocalCluster):
         self._shard_targets: list[str] = []
         self.node_proxies: list[FaultProxy] = []
         self.named: list[str] = []  # nodes that kvemb.yaml names
+        self.command: LocalProcess | None = None  # an operator's, the last
         self.shard_proxies: list[FaultProxy] = []
         super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
 
@@ -80,8 +82,14 @@ class FaultyCluster(LocalCluster):
 
     def add_node(self) -> str:
         """Start a further storage server, which is none of the cluster's yet; return its address."""
-        (server,) = self._start_servers(self.store, 1, self.folder, self._memory_mb)
+        if self.store == "redis-cluster":  # of no cluster yet, and without slots
+            server = StorageServer(self.store, free_ports(1)[0], self.folder, self._memory_mb)
+            server.process.wait_until(lambda: accepts(server.port), Deadline.after(START_TIMEOUT_S))
+        else:
+            (server,) = self._start_servers(self.store, 1, self.folder, self._memory_mb)
         proxy = FaultProxy(self._served_at(server), seed=server.port)
+        if self.store == "redis-cluster":
+            self._announce(server, proxy)
         self.servers.append(server)
         self.node_proxies.append(proxy)
         return proxy.address
@@ -119,7 +127,7 @@ class FaultyCluster(LocalCluster):
             super().__exit__(kind, error, trace)
 
     def _stop(self) -> None:
-        for process in self._retired:
+        for process in (*self._retired, *([self.command] if self.command is not None else [])):
             process.kill()
         super()._stop()
         for proxy in (*self.node_proxies, *self.shard_proxies):
@@ -155,19 +163,28 @@ class FaultyCluster(LocalCluster):
         """Let a Redis Cluster's node tell clients and other nodes that it is where its proxy is."""
         with closing(redis.Redis(port=server.port, protocol=2, socket_timeout=10)) as client:
             client.config_set("cluster-announce-port", proxy.port)
+            client.config_set("cluster-node-timeout", _NODE_TIMEOUT_MS)
 
     def _await_cluster(self) -> None:
-        """Wait until every node knows every node by its proxy, and every slot is served."""
-        deadline, wanted = Deadline.after(START_TIMEOUT_S), {proxy.port for proxy in self.node_proxies}
-        while not all(_knows(server, wanted) for server in self.servers if server.process.poll() is None):
+        """Wait until all nodes of the cluster know each other by their proxies, and serve every slot."""
+        deadline = Deadline.after(START_TIMEOUT_S)
+        while not self._together():
             if deadline.expired:
-                raise LocalProcessError(f"the Redis Cluster does not know its nodes by the ports {sorted(wanted)}")
+                raise LocalProcessError("the nodes of the Redis Cluster do not know each other by their proxies, or miss a slot")
             time.sleep(0.05)
 
+    def _together(self) -> bool:
+        told = {}
+        for server, proxy in zip(self.servers, self.node_proxies, strict=True):
+            if server.process.poll() is None:
+                told[proxy.port] = _told(server)
+        members = {port for port, (_, known) in told.items() if len(known) > 1}  # others have not joined, or have left
+        return all(told[port][0] == "ok" and members <= told[port][1] for port in members)
 
-def _knows(server: StorageServer, ports: set[int]) -> bool:
+
+def _told(server: StorageServer) -> tuple[str, set[int]]:
+    """What a node says: the cluster's state, and the ports of those that it knows."""
     with closing(redis.Redis(port=server.port, protocol=2, socket_timeout=10, decode_responses=True)) as client:
         state = client.execute_command("CLUSTER INFO")
         nodes = client.execute_command("CLUSTER NODES")
-    known = {int(address.rpartition(":")[2]) for address in nodes}  # by "host:port", a dict
-    return bool(state["cluster_state"] == "ok" and known == ports)
+    return str(state["cluster_state"]), {int(address.rpartition(":")[2]) for address in nodes}  # by "host:port", a dict

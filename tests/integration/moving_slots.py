@@ -1,5 +1,6 @@
 """Rows of chosen slots of a Redis Cluster, and what moves such slots from node to node, a phase at a time."""
 
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import mix64
 from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.pages import PagedKeys, page_layout, paged_keys
@@ -75,9 +77,17 @@ class Mover:
         """From now on the owner answers ASK for keys of the slot that it does not hold; return the owner."""
         source = self.owner(slot)
         self.begun.add(slot)
+        deadline = Deadline.after(30)  # a target that has not heard of the source's claim would make none that is later
+        while self._epoch(to, "cluster_current_epoch") < self._epoch(source, "cluster_my_epoch"):
+            assert not deadline.expired, "the nodes do not hear of each other"
+            time.sleep(0.01)
         self.clients[to].execute_command("CLUSTER SETSLOT", slot, "IMPORTING", self.names[source])
         self.clients[source].execute_command("CLUSTER SETSLOT", slot, "MIGRATING", self.names[to])
         return source
+
+    def _epoch(self, node: int, name: str) -> int:
+        told = self.clients[node].execute_command("CLUSTER INFO")
+        return int(dict(line.split(":") for line in told.decode().split())[name] if isinstance(told, bytes) else told[name])
 
     def migrate(self, source: int, to: int, keys: list[bytes]) -> None:
         if keys:

@@ -189,6 +189,54 @@ def test_rows_that_a_server_loses_while_its_slot_stands_open_are_told_never_new(
     assert all(node.why == "empty" for node in found)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("server", ["redis", "valkey"])
+def test_a_dead_nodes_slots_go_to_a_newcomer_however_slowly_it_takes_them(
+    server: str, tmp_path: Path, require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = require_server("redis-server") if server == "redis" else storage_servers.find_server("valkey")
+    monkeypatch.setattr(storage_servers, "find_server", lambda kind: program)
+    nodes = ServerNodes("redis-cluster", 3, tmp_path)
+    new = StorageServer("redis-cluster", free_ports(1)[0], tmp_path, 64)
+    run = AdminLinks.run
+
+    def slowly(self: AdminLinks, address: str, commands: Sequence[Sequence[Word]], timeout_s: float) -> list[Value]:
+        if address != new.address or len(commands) < 1000 or "SETSLOT" not in commands[0]:
+            return run(self, address, commands, timeout_s)
+        first = run(self, address, commands[:10], timeout_s)
+        time.sleep(3)  # others tell the newcomer meanwhile whose slots they take these to be
+        return first + run(self, address, commands[10:], timeout_s)
+
+    monkeypatch.setattr(AdminLinks, "run", slowly)
+    try:
+        new.process.wait_until(lambda: accepts(new.port), Deadline.after(START_TIMEOUT_S))
+        with nodes.store() as store:
+            store.provision(CLUSTER, GENERATION, within())
+            store.open(within())
+            for one in nodes.servers:
+                with redis_client(one) as client:
+                    client.config_set("cluster-node-timeout", 2000)
+            dead = nodes.servers[2]
+            dead.process.kill()
+            with NodeScaling(nodes.config) as scaling:
+                deadline = Deadline.after(60)
+                while not any(node.failed for node in scaling.plans.view().primaries):
+                    assert not deadline.expired, "the cluster does not call its dead node failed"
+                    time.sleep(0.1)
+                (told,) = scaling.carry_out(scaling.plans.replace(dead.address, new.address))
+                assert "shards are bringing the rows" in told
+                view = scaling.plans.view()
+                assert {node.address for node in view.primaries} == {new.address, *(one.address for one in nodes.servers[:2])}
+                assert "" not in view.owners
+            lost = within()
+            while not (found := store.lost_nodes(lost)):
+                assert not lost.expired
+            assert [(node.address, node.why) for node in found] == [(new.address, "empty")]
+    finally:
+        new.process.kill()
+        nodes.close()
+
+
 def test_a_full_target_leaves_every_slot_as_it_was_and_the_change_can_go_on_when_it_has_room(store: Store, running: ServerNodes) -> None:
     with NodeScaling(running.config) as nodes:
         plan = plan_of(nodes)

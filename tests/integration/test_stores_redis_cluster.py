@@ -1,7 +1,7 @@
 """Redis Cluster while its slots move: right rows in the ASK phase, in the MOVED phase, through a reshard; markers of single slots."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,10 +14,12 @@ import kvemb
 from kvemb.coordination.markers import Identity, Marker
 from kvemb.errors import DeadlineExceededError, NodeLostError, NotProvisionedError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
 from kvemb.schema.pages import page_layout, paged_keys
 from kvemb.schema.slots import N_SLOTS, slot_tags, text_slot
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
-from kvemb.stores.redis_cluster.slot_map import marker_keys
+from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map, marker_keys
+from kvemb.stores.redis_server.redis_commands import RedisAccess
 from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes
@@ -144,6 +146,25 @@ def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running:
         assert not read(store, keys).found.any()
     with running.store() as late:
         assert len(late.open(within())) == N_SLOTS
+
+
+def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Store, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = SLOT + 7  # other tests begin with that one and its neighbour on the same node
+    keys, name = rows_in(slot), marker_keys()[slot].decode()
+    write(store, keys, records_of(keys))
+    assert isinstance(store, RedisClusterStore)
+    before, source = store._topology.slot_map(within()), mover.owner(slot)
+    to, third = (source + 1) % 3, f"127.0.0.1:{mover.ports[(source + 2) % 3]}"
+
+    def fetch(asked: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
+        return replace(before, source=third) if next(iter(asked)) == third else fetch_slot_map(asked, access, deadline)
+
+    monkeypatch.setattr("kvemb.stores.redis_cluster.cluster_topology.fetch_slot_map", fetch)
+    store._topology._answered = (third,)
+    mover.move(slot, to)
+    assert store.get_meta(name, within()) != [None]
+    store._topology.known, store._topology._answered = before, (third,)
+    require_rows(store, keys, records_of(keys))
 
 
 def test_meta_is_right_while_its_slot_is_on_its_way(store: Store, mover: Mover) -> None:

@@ -52,6 +52,7 @@ class Redirects:
     changed_map: bool = False
     wait: bool = False
     last: bytes = b""
+    holders: set[str] = field(default_factory=set)  # who was said to hold a slot that has moved
 
     def error(self, deadline: Deadline) -> StorageError:
         """The error when the deadline passes before the rows have settled."""
@@ -193,6 +194,7 @@ class ClusterBatch(ABC):
                 continue
             if kind == b"-MOVED":
                 redirects.changed_map = True
+                redirects.holders.add(redirect_target(line, share.address))
             elif kind in NOT_NOW:
                 redirects.changed_map = redirects.wait = True
             else:

@@ -8,6 +8,7 @@ from kvemb.coordination.markers import diagnose
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
+from kvemb.stores.redirects import redirect_target
 from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, NodeShare, Redirects
 from kvemb.stores.redis_cluster.cluster_members import run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -48,7 +49,7 @@ class ClusterRounds:
                 self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
                 raise
             if redirected.changed_map:
-                self._topology.refreshed(deadline)
+                self._topology.refreshed(deadline, *redirected.holders)
             if redirected.wait:
                 time.sleep(min(_PAUSE_S, deadline.remaining_s()))
             if batch.pending and deadline.expired:
@@ -73,7 +74,10 @@ class ClusterRounds:
             raise diagnose(f"{check.address} (slot {check.slot})", check.marker, check.reply.value)
         here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
         moved = {check.address for check in here if not self._markers.stays(check.slot, check.reply)}
-        return batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+        redirected = batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
+        lines = [(check.reply.error or b"", check.address) for check in here]
+        redirected.holders.update(redirect_target(line, address) for line, address in lines if line.startswith(b"-MOVED "))
+        return redirected
 
     def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:
         """The markers to read: one of every node that is asked, and those of its slots that came from another node."""

@@ -41,10 +41,15 @@ class ClusterTopology:
         """Return the map, asked for if none is known."""
         return self.refreshed(deadline) if self.known is None else self.known
 
-    def refreshed(self, deadline: Deadline) -> SlotMap:
-        """Ask for the map and return it."""
+    def refreshed(self, deadline: Deadline, *first: str) -> SlotMap:
+        """Ask for the map and return it.
+
+        Args:
+            deadline: of the answer.
+            first: who are asked first: of a slot that has just moved, a third node may know for seconds less than its new holder.
+        """
         before = self.known
-        asked = dict.fromkeys([*self._answered, *self.addresses, *self._access.config.nodes])
+        asked = dict.fromkeys([*first, *self._answered, *self.addresses, *self._access.config.nodes])
         after = fetch_slot_map(asked, self._access, deadline)
         self.vouched[self.vouched != self.owners(after)] = -1
         self.known = after

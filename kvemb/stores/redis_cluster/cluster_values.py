@@ -87,14 +87,14 @@ class ClusterValues:
         line = reply.error if isinstance(reply, BlobReply) else reply.errors[0][1] if reply.errors else None
         if line is not None and line.startswith(b"-ASK ") and not deadline.expired:
             return redirect_target(line, address), False
-        return None, not self._try_again(line, deadline)
+        return None, not self._try_again(line, address, deadline)
 
-    def _try_again(self, line: bytes | None, deadline: Deadline) -> bool:
+    def _try_again(self, line: bytes | None, address: str, deadline: Deadline) -> bool:
         """Whether a single command was redirected or refused for now; the map has been asked for anew then."""
         if line is None:
             return False
         if not line.startswith(REDIRECTS) or deadline.expired:
             raise server_error("of the cluster", line)
         time.sleep(min(_PAUSE_S, deadline.remaining_s()))
-        self._topology.refreshed(deadline)
+        self._topology.refreshed(deadline, *([redirect_target(line, address)] if line.startswith(b"-MOVED ") else []))
         return True

@@ -92,11 +92,11 @@ class NodeMembership:
     def leave(self, name: str, view: ClusterView) -> list[str]:
         """Let everybody forget a node without slots, and it everybody; return what did not work, in words.
 
-        A node that does not answer is forgotten all the same.
+        A node that does not answer is forgotten all the same; of one that the cluster calls failed no answer is expected.
         """
         trouble = []
         leaving = view.nodes.get(name)
-        if leaving is not None:
+        if leaving is not None and not leaving.failed:
             trouble += self._tried(leaving.address, "CLUSTER", "RESET", "SOFT")
         for node in view.nodes.values():
             if node.name != name and not node.failed:

@@ -42,6 +42,7 @@ from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 _ROLE = "nodes"
 _PATIENCE_S = 30.0  # of a person, while the cluster has other things to do
+_LEAST_TIMEOUT_S = 10.0  # of one answer: a batch of training gives a busy node up sooner than a command need
 _AT_ONCE = 16  # slots that stand open together
 Progress = Callable[[str, int, int], None]
 """Told what is going on, and how many bytes of how many have moved, about."""
@@ -61,6 +62,7 @@ class NodeScaling:
     def __init__(self, config: StorageConfig, *, max_mb_per_s: float | None = None) -> None:
         if max_mb_per_s is not None and not max_mb_per_s > 0:
             raise InvalidInputError(f"max_mb_per_s is {max_mb_per_s!r}; give a number above 0")
+        config = replace(config, timeout_s=max(config.timeout_s, _LEAST_TIMEOUT_S))
         self._config, self._access = config, RedisAccess(config, connector_of(config.tls))
         connector = PrimaryConnector(self._access, _ROLE, OwnerFence())
         self._pool = LinkPool(connector.connect, connector.dropped, Doubts())

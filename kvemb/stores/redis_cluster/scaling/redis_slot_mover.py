@@ -116,9 +116,16 @@ class RedisSlotMover:
                 self._silent.add(node.address)  # it learns it from the others
 
     def claim(self, slots: Sequence[int], owner: ClusterNode, others: Sequence[ClusterNode]) -> None:
-        """Let a node have the slots of one that is dead, without their keys and markers."""
+        """Let a node have the slots of one that is dead, without their keys and markers.
+
+        Its claim is made later than the dead one's first: told of an older one by another node it would give the slots back, follow the
+        dead node as its replica, and take no slots any more.
+        """
+        for other in others:
+            if other.name != owner.name:
+                self._await_epoch(other, owner, "cluster_current_epoch")
+        self._do(owner, "CLUSTER", "BUMPEPOCH")
         self._do_all(owner, slots, "NODE", owner.name)
-        self._do(owner, "CLUSTER", "BUMPEPOCH")  # its claim is later than the dead one's, wherever that may come back
         self.settle(slots, owner, others)
 
     def close_unused(self, slot: int, source: ClusterNode, target: ClusterNode) -> bool:
@@ -151,13 +158,13 @@ class RedisSlotMover:
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
-    def _await_epoch(self, source: ClusterNode, target: ClusterNode) -> None:
+    def _await_epoch(self, source: ClusterNode, target: ClusterNode, claim_of: str = "cluster_my_epoch") -> None:
         """Wait until the target has heard of the source's claim to its slots: its own is to be later.
 
         A slot that goes there and back within milliseconds is otherwise claimed by both, each sending clients to the other for good.
         """
         deadline = Deadline.after(self._timeout_s)
-        claim = _epoch(source, self._do(source, "CLUSTER", "INFO"), "cluster_my_epoch")
+        claim = _epoch(source, self._do(source, "CLUSTER", "INFO"), claim_of)
         while _epoch(target, self._do(target, "CLUSTER", "INFO"), "cluster_current_epoch") < claim:
             if deadline.expired:
                 raise DeadlineExceededError(
