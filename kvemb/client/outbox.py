@@ -142,6 +142,11 @@ class Outbox:
             "storage."
         )
 
+    def split(self, last_sequence: int) -> tuple[list[Sent], list[Sent]]:
+        """Forget everything; return the parts up to this sequence, and those behind it."""
+        taken = [sent for sequence, sent in self._parts.items() if sequence <= last_sequence]
+        return taken, self.clear()[len(taken) :]
+
     def clear(self) -> list[Sent]:
         """Forget everything; return what was left."""
         left, self._parts, self._n_accepted = list(self._parts.values()), {}, 0

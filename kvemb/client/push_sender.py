@@ -41,6 +41,18 @@ _PASSING = (
 )  # fmt: skip
 
 
+class ShardLeftError(Exception):
+    """The shard has left the cluster.
+
+    Args:
+        last_sequence: of the last part that it had taken.
+    """
+
+    def __init__(self, last_sequence: int) -> None:
+        super().__init__(f"it has left the cluster, and had taken {last_sequence} parts")
+        self.last_sequence = last_sequence
+
+
 class PushSender:
     """Sends parts to one shard, in order, over one stream that is opened again when it breaks.
 
@@ -48,7 +60,7 @@ class PushSender:
 
     Args:
         channel: of the shard.
-        hello: introduces the trainer to the shard, before the first part and after every reconnect.
+        hello: introduces the trainer to the shard, before the first part and after every reconnect; raises ShardLeftError.
         row_cache: takes the rows that come back, if the trainer keeps rows.
         on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
             applied until `resent` says that other parts have taken their place.
@@ -189,6 +201,9 @@ class PushSender:
                 if self._exchange():
                     waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 self._trouble = "the shard ended the stream"
+            except ShardLeftError as left:
+                self._leave(left.last_sequence)
+                return
             except ShardUnavailableError as error:
                 self._trouble = str(error)
             except KvembError as error:
@@ -292,6 +307,18 @@ class PushSender:
                 changed_rows = reply.changed_rows
         finally:
             tell(sent.part, reply.changed, reply.elapsed, changed_rows)
+
+    def _leave(self, last_sequence: int) -> None:
+        """Nothing goes to the shard any more: what it had taken is applied, the rest is to be routed again."""
+        with self._changed:
+            self._outbox.reconcile(last_sequence)
+            taken, rest = self._outbox.split(last_sequence)
+            self._moved += rest
+            self._changed.notify_all()
+        for sent in taken:
+            sent.ack.part_applied(sent.part, -1.0, 0)
+        if rest:
+            self._on_moved()
 
     def _fail(self, error: KvembError) -> None:
         """Nothing can be sent any more: tell every waiting ack."""

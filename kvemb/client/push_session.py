@@ -17,14 +17,14 @@ from kvemb.client.ack import Ack, PartAck, copied
 from kvemb.client.all_shards import AllShards
 from kvemb.client.moved_pushes import put_together
 from kvemb.client.outbox import Sent
-from kvemb.client.push_sender import PushSender
+from kvemb.client.push_sender import PushSender, ShardLeftError
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
 from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
+from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, LeftSessionRequest, PushPart, StatusReply, digest_tables
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 
@@ -240,8 +240,15 @@ class PushSession:
         """The hello after a broken connection to one shard."""
 
         def hello(deadline: Deadline) -> HelloReply:
+            if shard not in self._servers.numbers:  # what it has taken, it has applied: it had drained when it left
+                request = LeftSessionRequest(shard, self._trainer, self._incarnation)
+                raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
             try:
                 return self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+            except ShardUnavailableError:
+                with suppress(StorageError):
+                    self._servers.refresh_map(Deadline.after(_STATUS_TIMEOUT_S))  # it may have left while we slept
+                raise
             except PushRejectedError as error:
                 raise ShardFailedError(
                     f"{self._streams[shard].where} was restarted and does not know this trainer any more: {error}. What it had "

@@ -499,6 +499,30 @@ class SlotEntriesReply(Message):
     versions: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class WatermarksRequest(Message):
+    """Shard 0 asks a shard that leaves what it has taken of each trainer, by this version of the cluster map."""
+
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class WatermarksReply(Message):
+    """That, as `paramserver.moves.left_sessions` keeps it; not `ready` while the shard may still take something."""
+
+    ready: bool
+    sessions: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class LeftSessionRequest(Message):
+    """A trainer asks shard 0 what a shard that has left had taken of it; answered by a `HelloReply`."""
+
+    shard: int
+    trainer: str
+    incarnation: int
+
+
 def digest_tables(tables: list[TableRows], prefetched: Sequence[TableRows] = ()) -> int:
     """Return the xxh3-64 digest of the arrays of a push part."""
     state = xxhash.xxh3_64()

@@ -29,10 +29,10 @@ MAY_CALL = {
     ),
     **dict.fromkeys(("MoveStatus", "SlotSizes"), _EVERYBODY),
     **dict.fromkeys(("CreateTable", "Assign", "Flush", "Save", "SaveStatus"), _WRITERS),
-    **dict.fromkeys(("Hello", "Push", "Bye"), frozenset({TRAINER})),
+    **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
     **dict.fromkeys(("MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
-    "SlotEntries": frozenset({SHARD}),
+    **dict.fromkeys(("SlotEntries", "Watermarks"), frozenset({SHARD})),
 }
 """Verb of the shards' service: roles that may call it."""
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.table_def import TableDef
 
+from .other_shards import OtherShards
 from .slot_entries import SlotEntries, put_together
 
 _CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
@@ -39,12 +39,11 @@ class GiverQuestions:
 
     Args:
         shard: who asks.
-        address_of: returns where a shard is.
-        tls: how the connections are encrypted; None: not at all.
+        others: makes channels to them.
     """
 
-    def __init__(self, shard: int, address_of: Callable[[int], str], tls: TlsFiles | None) -> None:
-        self._shard, self._address_of, self._tls = shard, address_of, tls
+    def __init__(self, shard: int, others: OtherShards) -> None:
+        self._shard, self._others = shard, others
         self._given_up = threading.Event()
         self.answer: GivenEntries | None = None
         self.trouble = ""
@@ -76,11 +75,10 @@ class GiverQuestions:
         try:
             while not given_up.is_set():
                 try:
-                    address = self._address_of(giver)
-                    if channel is None or channel.address != address:
+                    if channel is None or channel.address != self._others.address_of(giver):
                         if channel is not None:
                             channel.close()
-                        channel = ShardChannel(giver, address, None, self._tls)
+                        channel = self._others.channel(giver)
                     found = self._pages(channel, version)
                     if found is not None:
                         return found

@@ -39,6 +39,11 @@ class SlotOffers:
         with self._lock:
             self._drained = version
 
+    def is_final(self, version: int) -> bool:
+        """Whether that was said, and this map is in force still."""
+        with self._lock:
+            return self._drained == version == self._maps.cluster_map.version
+
     def clear(self) -> None:
         """Forget what was made for an older map."""
         with self._lock:

@@ -13,7 +13,6 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.metrics.metrics_endpoint import MetricsEndpoint
 from kvemb.net.deadline import Deadline
-from kvemb.net.tls_files import TlsFiles
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.storage_kinds import open_store
@@ -30,11 +29,13 @@ from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause
 from ..figures.shard_metrics import ShardMetrics
 from ..handover.giver_questions import GiverQuestions
+from ..handover.other_shards import OtherShards
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
 from ..handover.slot_taker import SlotTaker
 from ..journal import Position
 from ..moves.handover_work import HandoverPorts, HandoverWork
+from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
 from ..moves.plan_work import PlanWork
@@ -121,7 +122,8 @@ class Shard:
         keep = partial(keep_map, data, check=still_ours)
         in_file = parts.config.servers.shards
         first = parts.shard == 0
-        carrier = MoveCarrier(store, keep=keep, metas=self._metas, in_file=in_file, timeout_s=timeout_s) if first else None
+        left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
+        carrier = MoveCarrier(store, keep=keep, metas=self._metas, in_file=in_file, left=left, timeout_s=timeout_s) if first else None
         moves = MoveHandlers(parts, store, carrier, offers)
         self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
         self._follower = MapFollower(
@@ -210,7 +212,7 @@ class Shard:
         )
 
     def _make_mover(self, offers: SlotOffers, observer: SaveObserver) -> PlanWork:
-        parts, store, engine, servers = self._parts, self._store, self._parts.engine, self._parts.config.servers
+        parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
@@ -223,14 +225,13 @@ class Shard:
             epoch=lambda: engine.epoch,
             raise_step=lambda state, step: self._committer.raise_step(state, step),
         )
-        tls = None if servers.tls is None else TlsFiles(servers.tls, "parameter_servers.tls")
         ports = HandoverPorts(
             rise=lambda above: parts.claim.rise_above(above, self._risen),
             quiet=lambda: parts.ingest.backlog.quiet,
             saving=lambda: observer.running,
             write_dirty=engine.write_dirty,
         )
-        questions = GiverQuestions(parts.shard, lambda shard: store.cluster_map.shard_places(servers.shards)[shard], tls)
+        questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
         return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
 
     def _risen(self, epoch: int) -> None:

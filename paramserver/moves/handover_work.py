@@ -159,7 +159,8 @@ class HandoverWork:
             yield 0.0
 
     def _drain(self, cluster_map: ClusterMap) -> Iterator[float]:
-        if cluster_map.gives(self._shard).any():
+        assert cluster_map.plan is not None
+        if cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
             while not self._ports.quiet():
                 yield _POLL_S
             self._ports.write_dirty(self._pause)

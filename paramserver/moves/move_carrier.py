@@ -21,6 +21,8 @@ from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, Node
 from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, MAX_WHY, MOVING, NODES, SERVING, SHARDS, MovePlan
 from kvemb.stores.store import Store
 
+from .left_sessions import LeftSessions
+
 _LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
 _AFTER = {
     NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
@@ -61,6 +63,7 @@ class MoveCarrier:
         keep: keeps a map in the data folder; raises once another process owns the shard.
         metas: small values of which every node has a copy, by name.
         in_file: the shards' addresses by kvemb.yaml.
+        left: keeps what shards that leave had taken of trainers.
         timeout_s: of one storage call.
     """
 
@@ -71,10 +74,11 @@ class MoveCarrier:
         keep: Callable[[ClusterMap], None],
         metas: Callable[[], Mapping[str, bytes]],
         in_file: Sequence[str],
+        left: LeftSessions,
         timeout_s: float,
     ) -> None:
         self._store, self._keep, self._metas, self._timeout_s = store, keep, metas, timeout_s
-        self._in_file = in_file
+        self._in_file, self._left = in_file, left
         self._lock = threading.Lock()
         self._said = ""
 
@@ -173,6 +177,10 @@ class MoveCarrier:
             log.warning("node %d, which was at %s, is now at %s: its rows are brought back there", number, places[number].address, address)
             return self._store.cluster_map
 
+    def left_session(self, shard: int, trainer: str, incarnation: int) -> int:
+        """See `LeftSessions.find`."""
+        return self._left.find(shard, trainer, incarnation)
+
     def reports(self, n_shards: int) -> list[MoveReport | None]:
         """Return what each shard said last of the map in force; None where its present process has said nothing."""
         version = self._store.cluster_map.version
@@ -200,6 +208,8 @@ class MoveCarrier:
         renews = plan.renews_markers and after != SERVING  # no shard writes a marker of before the flip any more
         if renews and (missed := self._store.renew_markers(Deadline.after(self._timeout_s))):
             self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
+            return
+        if plan.phase == DRAINING and not self._left.keep(plan.leaving, now.version, self._deadline()):
             return
         if after is None:
             self._end(now, plan)

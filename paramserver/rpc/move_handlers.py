@@ -8,17 +8,22 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import (
     AbortMoveRequest,
     Empty,
+    HelloReply,
+    LeftSessionRequest,
     MoveRequest,
     MoveStatusReply,
     ReplaceNodeRequest,
     SlotEntriesReply,
     SlotEntriesRequest,
     SlotSizesReply,
+    WatermarksReply,
+    WatermarksRequest,
 )
 from kvemb.schema.slots import N_SLOTS, from_runs
 from kvemb.stores.store import Store
 
 from ..handover.slot_offers import SlotOffers
+from ..moves.left_sessions import pack_sessions
 from ..moves.move_carrier import MoveCarrier, WantedMove
 from ..recovery.shard_parts import ShardParts
 
@@ -49,6 +54,11 @@ class MoveHandlers:
             tuple(request.join_shards),
             tuple(request.leave_shards),
         )
+        if wanted.slot_shards is not None and self._parts.config.servers.mode == "sync":
+            raise MoveRefusedError(
+                "slots do not move between the shards of a sync job yet: all of them must stop at one step. Nothing was changed. Save, "
+                "and load the checkpoint with another number of shards."
+            )
         if (wanted.slot_nodes is None) == (wanted.slot_shards is None):
             raise InvalidInputError("slots move between nodes or between shards, one at a time: give slot_nodes or slot_shards")
         carrier.begin(wanted, deadline)
@@ -85,6 +95,18 @@ class MoveHandlers:
     def slot_entries(self, request: SlotEntriesRequest, deadline: Deadline) -> SlotEntriesReply:
         """Tell another shard what this one knows of the rows that it hands over to it."""
         return self._offers.page(request)
+
+    def watermarks(self, request: WatermarksRequest, deadline: Deadline) -> WatermarksReply:
+        """Tell shard 0 what this shard, which leaves, has taken of each trainer."""
+        if not self._offers.is_final(request.version):
+            return WatermarksReply(False, b"")
+        sessions, _, _ = self._parts.ingest.attendance.to_save()
+        return WatermarksReply(True, pack_sessions(sessions))
+
+    def left_session(self, request: LeftSessionRequest, deadline: Deadline) -> HelloReply:
+        """Tell a trainer what a shard that has left had taken of it."""
+        last = self._on_shard_0().left_session(request.shard, request.trainer, request.incarnation)
+        return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
 
     def _on_shard_0(self) -> MoveCarrier:
         if self._carrier is None:

@@ -28,6 +28,7 @@ from kvemb.protocol.messages import (
     FlushRequest,
     HelloRequest,
     IdsRequest,
+    LeftSessionRequest,
     LoadRequest,
     MoveRequest,
     RepairRequest,
@@ -40,6 +41,7 @@ from kvemb.protocol.messages import (
     ShowRowRequest,
     SlotEntriesRequest,
     TableRequest,
+    WatermarksRequest,
 )
 
 from .access_control import AccessControl
@@ -142,6 +144,8 @@ class Server:
             "AbortMove": self._unary(AbortMoveRequest, handlers.moves.abort, waits=True),
             "MoveStatus": self._unary(Empty, handlers.moves.status, waits=True),
             "SlotSizes": self._unary(Empty, handlers.moves.slot_sizes, waits=True),
+            "Watermarks": self._unary(WatermarksRequest, handlers.moves.watermarks),
+            "LeftSession": self._unary(LeftSessionRequest, handlers.moves.left_session),
             "SlotEntries": self._unary(SlotEntriesRequest, handlers.moves.slot_entries, waits=True),
         }
         methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}
@@ -159,7 +163,7 @@ class Server:
             caller = self._access.caller(context)
             caller.require(name)
             request = request_type.decode(data)
-            if isinstance(request, (HelloRequest, ByeRequest)):
+            if isinstance(request, (HelloRequest, ByeRequest, LeftSessionRequest)):
                 caller.require_seat(request.trainer)
             left_s = context.time_remaining()
             deadline = Deadline.after(_LONGEST_WAIT_S if left_s is None else min(left_s, _LONGEST_WAIT_S))

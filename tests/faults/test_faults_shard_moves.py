@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chaos.cluster import FaultyCluster
+from chaos.proxy import DOWN, UP, Flow
 from jobs import eventually
 from matrix import one_of
 from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
 
 import kvemb
+import kvemb.init
+import kvemb.optim
 from kvemb.schema.cluster_map import ClusterMap, equal_runs
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING
 
@@ -172,3 +175,27 @@ def phase_of(cluster_map: ClusterMap) -> str:
 def after(phase: str) -> tuple[str, ...]:
     order = (MOVING, DRAINING, FLIPPED, SERVING, "")
     return order[order.index(phase) :]
+
+
+def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
+    require_server: Callable[[str], str],
+) -> None:
+    require_server("redis-server")
+    ones = np.ones((len(IDS), 2), np.float32)
+    with FaultyCluster("redis", 1, shards=3, storage={"timeout_s": 2}) as cluster, kvemb.connect(cluster.url) as trainer:
+        table = trainer.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, ones).wait_applied(PATIENCE_S)
+        cluster.shard_proxies[GIVER].set_open(Flow(hold=True), DOWN)
+        taken = [table.push(IDS, ones) for _ in range(3)]
+        eventually(lambda: bool((table.pull(IDS) == -4).all()), "the pushes are not applied")
+        cluster.shard_proxies[GIVER].set_open(Flow(hold=True), UP)
+        on_its_way = table.push(IDS, ones)
+        moves = ShardMoves(cluster.url)
+        moves.begin(GIVEN, leave_shards=[GIVER])
+        moves.wait()
+        moves.close()
+        cluster.shards[GIVER].kill()
+        cluster.shard_proxies[GIVER].reset_all()
+        for ack in (*taken, on_its_way, table.push(IDS, ones)):
+            ack.wait_applied(PATIENCE_S)
+        assert np.unique(table.pull(IDS)).tolist() == [-6]

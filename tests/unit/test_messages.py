@@ -84,6 +84,9 @@ EXAMPLES: dict[str, Message] = {
     "SlotSizesReply": m.SlotSizesReply(bytes(8), bytes(8)),
     "SlotEntriesRequest": m.SlotEntriesRequest(7, 2, 2**19),
     "SlotEntriesReply": m.SlotEntriesReply(True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8)),
+    "WatermarksRequest": m.WatermarksRequest(7),
+    "WatermarksReply": m.WatermarksReply(True, b"\x90"),
+    "LeftSessionRequest": m.LeftSessionRequest(2, "trainer-0", 3),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 

@@ -1,0 +1,37 @@
+"""The other shards of the cluster, as a shard calls them: where they are by the map in force, and how the connections are encrypted."""
+
+from kvemb.client.shard_channel import ShardChannel
+from kvemb.config import ServersConfig
+from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import TlsFiles
+from kvemb.protocol.messages import WatermarksReply, WatermarksRequest
+from kvemb.protocol.shard_routing import MapSource
+
+
+class OtherShards:
+    """Makes channels to them. Thread-safe.
+
+    Args:
+        maps: says which map is in force.
+        servers: of kvemb.yaml.
+    """
+
+    def __init__(self, maps: MapSource, servers: ServersConfig) -> None:
+        self._maps, self._in_file = maps, servers.shards
+        self._tls = None if servers.tls is None else TlsFiles(servers.tls, "parameter_servers.tls")
+
+    def address_of(self, shard: int) -> str:
+        """Return where a shard is now."""
+        return self._maps.cluster_map.shard_places(self._in_file)[shard]
+
+    def channel(self, shard: int) -> ShardChannel:
+        """Return a channel to where it is now, which the caller closes."""
+        return ShardChannel(shard, self.address_of(shard), None, self._tls)
+
+    def watermarks(self, shard: int, request: WatermarksRequest, deadline: Deadline) -> WatermarksReply:
+        """Ask a shard that leaves what it has taken of each trainer."""
+        channel = self.channel(shard)
+        try:
+            return channel.call("Watermarks", request, WatermarksReply, deadline)
+        finally:
+            channel.close()

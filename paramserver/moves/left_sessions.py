@@ -1,0 +1,86 @@
+"""What a shard that leaves had taken of each trainer, kept in shard 0's folder: for trainers whose answers were still on their way.
+
+It is asked for when that shard has drained, and durable before the map says that it has left: from then on it takes nothing more.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+
+from kvemb.errors import KvembError, ParameterServerError
+from kvemb.net.deadline import Deadline
+from kvemb.protocol.messages import WatermarksReply, WatermarksRequest
+
+from ..disk.data_dir import DataDir
+
+FILE = "left-sessions"
+log = logging.getLogger("paramserver")
+
+
+def pack_sessions(sessions: Sequence[tuple[str, int, int]]) -> bytes:
+    """Return (trainer, incarnation, last sequence in the journal) of each session as bytes.
+
+    Example:
+        >>> sequence_in(pack_sessions([("a", 3, 17)]), "a", 3), sequence_in(pack_sessions([("a", 3, 17)]), "a", 2)
+        (17, 0)
+    """
+    packed: bytes = msgpack.packb([list(session) for session in sessions])
+    return packed
+
+
+def sequence_in(packed: bytes, trainer: str, incarnation: int) -> int:
+    """Return the last sequence of one session, 0 where there is none."""
+    found = (sequence for name, number, sequence in msgpack.unpackb(packed) if (name, number) == (trainer, incarnation))
+    return next(found, 0)
+
+
+class LeftSessions:
+    """Those of every shard that has left. `keep` is for one thread, `find` for any.
+
+    Args:
+        data: shard 0's folder.
+        ask: asks a shard.
+        still_ours: raises once another process owns shard 0.
+    """
+
+    def __init__(
+        self,
+        data: DataDir,
+        ask: Callable[[int, WatermarksRequest, Deadline], WatermarksReply],
+        still_ours: Callable[[], None],
+    ) -> None:
+        self._data, self._ask, self._still_ours = data, ask, still_ours
+
+    def keep(self, shards: Sequence[int], version: int, deadline: Deadline) -> bool:
+        """Have the sessions of shards that are about to leave, by the map of this version; return whether all are here, durably."""
+        kept = self._kept()
+        for shard in shards:
+            if kept.get(shard, [0])[0] == version:
+                continue
+            try:
+                reply = self._ask(shard, WatermarksRequest(version), deadline)
+            except KvembError as error:
+                log.warning("shard %d does not say yet what it has taken of trainers: %s", shard, error)
+                return False
+            if not reply.ready:
+                return False
+            kept[shard] = [version, reply.sessions]
+            self._data.write(FILE, [msgpack.packb(kept)], check=self._still_ours)
+        return True
+
+    def find(self, shard: int, trainer: str, incarnation: int) -> int:
+        """Return the last part that a shard which has left had taken of a trainer, 0 for none.
+
+        Raises:
+            ParameterServerError: nothing was kept of that shard.
+        """
+        kept = self._kept()
+        if shard not in kept:
+            raise ParameterServerError(f"nothing is known of what shard {shard} had taken of trainers: it has not left")
+        return sequence_in(kept[shard][1], trainer, incarnation)
+
+    def _kept(self) -> dict[int, list[Any]]:
+        raw = self._data.read(FILE)
+        return {} if raw is None else msgpack.unpackb(raw, strict_map_key=False)
