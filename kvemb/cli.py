@@ -145,16 +145,21 @@ def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
     nodes.add_argument("--max-mb-per-s", type=_count, default=0, metavar="N", help="copy no more than this, all shards together")
     nodes.add_argument("--dry-run", action="store_true", help="only say what would move")
     nodes.add_argument("--yes", action="store_true", help="do not ask")
+    shards = verbs.add_parser("shards", help="show the shards; let some join, leave or take other shares while training goes on")
+    shards.add_argument("words", nargs="*", metavar="WORD", help="[show | add | remove | rebalance] kvemb.yaml [host:port ...]")
+    shards.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of shards; 1 of those that are not named")
+    shards.add_argument("--dry-run", action="store_true", help="only say what would move")
+    shards.add_argument("--yes", action="store_true", help="do not ask")
     moves = verbs.add_parser("moves", help="show the move of slots under way, take it back, or look on until it has ended")
     moves.add_argument("words", nargs="*", metavar="WORD", help="[show | abort | resume] kvemb.yaml")
     now = verbs.add_parser("config", help="show where nodes and shards are now, as the cluster itself knows it")
     now.add_argument("words", nargs="*", metavar="WORD", help="[show] kvemb.yaml")
-    for verb in (nodes, moves, now):
+    for verb in (nodes, shards, moves, now):
         verb.set_defaults(run=_move_verb)
 
 
 def _move_verb(args: argparse.Namespace) -> int:
-    from kvemb.commands.nodes_command import COMMANDS
+    from kvemb.commands.shards_command import COMMANDS
 
     return COMMANDS[args.verb](args)
 

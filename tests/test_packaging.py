@@ -209,7 +209,7 @@ def in_profile(profile: str) -> list[str]:
 def test_compose_has_the_services_of_the_architecture() -> None:
     by_default = {name for name, service in SERVICES.items() if "profiles" not in service}
     assert by_default == {"memcached-0", "memcached-1", "ps-0", "ps-1", "trainer"}
-    assert in_profile("grow") == ["memcached-2"]
+    assert in_profile("grow") == ["memcached-2", "ps-2"]
     assert in_profile("monitoring") == ["prometheus", "grafana"]
     for kind in ("redis", "valkey"):
         assert in_profile(kind) == [f"{kind}-{number}" for number in range(3)]

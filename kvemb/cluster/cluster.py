@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvemb.client.ack import Ack
     from kvemb.client.node_moves import NodeMoves
     from kvemb.client.shard_questions import ShardQuestions
+    from kvemb.client.shard_scaling import ShardScaling
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
@@ -83,6 +84,13 @@ class Cluster:
         from kvemb.client.node_moves import NodeMoves
 
         return NodeMoves(self._access.require_shards("nodes").servers)
+
+    @property
+    def shards(self) -> ShardScaling:
+        """The parameter-server shards that come and go while training goes on."""
+        from kvemb.client.shard_scaling import ShardScaling
+
+        return ShardScaling(self._access.require_shards("shards").servers)
 
     @property
     def mode(self) -> str:

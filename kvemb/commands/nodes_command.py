@@ -10,13 +10,15 @@ import numpy as np
 import yaml
 
 from kvemb.client.all_shards import AllShards
-from kvemb.client.node_moves import MoveState, NodeMoves, NodePlan
+from kvemb.client.node_moves import NodeMoves, NodePlan
+from kvemb.client.slot_moves import MoveState, SlotMoves
 from kvemb.commands.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
 from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.text_table import text_table
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, MoveRefusedError
 from kvemb.schema.cluster_map import GONE
+from kvemb.schema.move_plan import NODES
 from kvemb.status.cluster_status import survey
 from kvemb.status.node_traffic import NodeTraffic, look_twice
 from kvemb.stores.store import NodeStats
@@ -29,23 +31,23 @@ _MB = 1e6
 
 def nodes_command(args: argparse.Namespace) -> int:
     """Show the nodes, or move slots between them."""
-    action, source, words = _words(args.words, NODE_ACTIONS)
+    action, source, words = words_of(args.words, NODE_ACTIONS)
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
-        return cluster_nodes(config.storage, action, words, _weights(args.weights), args)
+        return cluster_nodes(config.storage, action, words, weights_of(args.weights), args)
     with _moves(config) as moves:
         if action == "show":
             print(render_nodes(moves, *look_twice(config.storage)))
             return 0
         if action == "replace":
             return _replace(moves, config, words, args)
-        plan = _plan(moves, action, words, _weights(args.weights))
-        return _carry_out(moves, plan, args) if plan.n_slots or plan.join or plan.leave else _nothing_to_do()
+        plan = _plan(moves, action, words, weights_of(args.weights))
+        return _carry_out(moves, plan, args) if plan.n_slots or plan.join or plan.leave else nothing_to_do()
 
 
 def moves_command(args: argparse.Namespace) -> int:
     """Show the move under way, take it back, or look on until it has ended."""
-    action, source, words = _words(args.words, MOVE_ACTIONS)
+    action, source, words = words_of(args.words, MOVE_ACTIONS)
     if words:
         raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
     config = load(source, os.environ)
@@ -53,21 +55,23 @@ def moves_command(args: argparse.Namespace) -> int:
         return cluster_moves(config.storage, action)
     with _moves(config) as moves:
         if action == "abort":
-            moves.abort()
-            return _look_on(moves, expected_back=True)
+            if not moves.abort().phase:
+                print("the move was taken back, and everything is as before")
+                return 0
+            return look_on(moves, expected_back=True)
         if action == "resume":
-            return _look_on(moves)
+            return look_on(moves)
         print(describe(moves.state()))
         return 0
 
 
 def config_command(args: argparse.Namespace) -> int:
     """Show where nodes and shards are now, as the cluster itself knows it, in the form of a kvemb.yaml."""
-    _, source, _ = _words(args.words, ("show",))
+    _, source, _ = words_of(args.words, ("show",))
     config = load(source, os.environ)
     with _moves(config) as moves:
         state = moves.state()
-    shards = list(state.map.shards or config.servers.shards)
+    shards = [address for address in state.map.shard_places(config.servers.shards) if address]
     own_map = config.storage.kind != REDIS_CLUSTER
     nodes = {"kind": config.storage.kind, "nodes": list(state.nodes.values() if own_map else cluster_addresses(config.storage))}
     print(yaml.safe_dump({"cluster": config.cluster, "storage": nodes, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
@@ -79,7 +83,8 @@ def describe(state: MoveState) -> str:
     plan = state.map.plan
     if plan is None:
         return f"nothing moves; the cluster map is of version {state.map.version}"
-    n_slots = int(np.count_nonzero(state.map.slot_nodes != plan.slot_owners)) if plan.kind == "nodes" else 0
+    owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
+    n_slots = int(np.count_nonzero(owners != plan.slot_owners))
     lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}, {state.rows:,} of {state.n_rows:,} rows gone through"]
     lines += [f"taken back because: {plan.why}"] if plan.why else []
     lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
@@ -140,10 +145,11 @@ def _carry_out(moves: NodeMoves, plan: NodePlan, args: argparse.Namespace) -> in
     if not agreed(args, "begin"):
         return 1
     moves.begin(plan, max_mb_per_s=args.max_mb_per_s)
-    return _look_on(moves)
+    return look_on(moves)
 
 
-def _look_on(moves: NodeMoves, *, expected_back: bool = False) -> int:
+def look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
+    """Show how far a move is until it has ended; return the exit code."""
     said = ""
 
     def show(state: MoveState) -> None:
@@ -166,16 +172,18 @@ def _look_on(moves: NodeMoves, *, expected_back: bool = False) -> int:
             "\nthe move goes on without this command: `kvemb moves` shows how far it is, `kvemb moves abort` takes it back", file=sys.stderr
         )
         raise
-    print(f"done: nodes {', '.join(state.nodes.values())} (cluster map of version {state.map.version})")
+    shards = ", ".join(map(str, state.map.shard_numbers))
+    print(f"done: nodes {', '.join(state.nodes.values())}; shards {shards} (cluster map of version {state.map.version})")
     return 0
 
 
-def _nothing_to_do() -> int:
+def nothing_to_do() -> int:
+    """Say so."""
     print("nothing has to move")
     return 0
 
 
-def _words(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list[str]]:
+def words_of(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list[str]]:
     """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows."""
     named = bool(words) and words[0] in actions
     action, rest = (words[0], words[1:]) if named else (actions[0], words)
@@ -186,7 +194,8 @@ def _words(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list
     return action, (rest[0] if rest else "kvemb.yaml"), list(rest[1:])
 
 
-def _weights(text: str) -> dict[str, float] | None:
+def weights_of(text: str) -> dict[str, float] | None:
+    """Read `--weights`; None where it was not given."""
     if not text:
         return None
     try:

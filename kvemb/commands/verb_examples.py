@@ -19,6 +19,12 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvemb nodes replace kvemb.yaml 10.0.0.1:6379 10.0.0.4:6379 --yes",
         "kvemb nodes rebalance kvemb.yaml --weights 10.0.0.3:6379=2",
     ),
+    "shards": (
+        "kvemb shards kvemb.yaml",
+        "kvemb shards add kvemb.yaml 10.0.1.3:7070",
+        "kvemb shards remove kvemb.yaml 10.0.1.2:7070 --dry-run",
+        "kvemb shards rebalance kvemb.yaml --weights 10.0.1.1:7070=2",
+    ),
     "moves": ("kvemb moves kvemb.yaml", "kvemb moves abort kvemb.yaml"),
     "config": ("kvemb config show kvemb.yaml",),
     "drop": ("kvemb drop user", "kvemb drop user --yes"),

@@ -111,8 +111,10 @@ def start(
     parts = started.parts
     n_shards = len(store.cluster_map.shard_numbers)
     log.info("serving on %s: %d shards, epoch %d, k %d", running.address, n_shards, parts.engine.epoch, parts.engine.k)
-    if shard not in store.cluster_map.shard_numbers:
+    if shard >= store.cluster_map.n_shards:
         log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")
+    elif shard not in store.cluster_map.shard_numbers:
+        log.info("this shard has left the cluster: it answers for what it took, and may be stopped when no trainer waits for it")
     return running
 
 
@@ -146,7 +148,6 @@ class _Start:
                 "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
             )
         cluster_id = join_cluster(self._store, data, shard, len(servers.shards), deadline=deadline, timeout_s=timeout_s, wait=self._wait)
-        self._require_not_gone()
         registry = Registry(self._store, shard, timeout_s, data)
         registry.load()
         for table in self._config.tables if shard == 0 else ():
@@ -213,14 +214,6 @@ class _Start:
         except BaseException:
             journal.close()
             raise
-
-    def _require_not_gone(self) -> None:
-        cluster_map, shard = self._store.cluster_map, self._shard
-        if shard < cluster_map.n_shards and shard not in cluster_map.shard_numbers:
-            raise ConfigError(
-                f"--shard {shard}: it has left the cluster, and its number is not given again. A shard that joins has number "
-                f"{cluster_map.n_shards}."
-            )
 
     @property
     def _where(self) -> str:

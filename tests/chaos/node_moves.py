@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from kvemb.client.all_shards import AllShards
-from kvemb.client.node_moves import MoveState, NodeMoves, NodePlan
+from kvemb.client.node_moves import NodeMoves, NodePlan
+from kvemb.client.slot_moves import MoveState
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline

@@ -57,6 +57,10 @@ def test_memcached_survives_kills_and_a_node_joins_and_another_leaves_while_trai
             require_kept(ledger)
             assert "memcached-0" not in cluster.kvemb("nodes", "show", "kvemb.yaml")
 
+            cluster.up("ps-2")
+            assert "joins: ps-2:7070" in cluster.kvemb("shards", "add", "kvemb.yaml", "ps-2:7070", "--yes")
+            cluster.kvemb("shards", "remove", "kvemb.yaml", "ps-1:7070", "--yes")
+            assert "ps-1" not in cluster.kvemb("shards", "show", "kvemb.yaml")
             cluster.kvemb("save", "/checkpoints/after")
             cluster.kvemb("verify", "/checkpoints/after", "--against-storage")
 

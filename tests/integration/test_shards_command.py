@@ -1,0 +1,80 @@
+"""`kvemb shards`, and `cluster.shards`, against a real cluster."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+import kvemb
+import kvemb.optim
+from kvemb.config import load
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
+
+IDS = np.arange(5000)
+PATIENCE_S = 200.0
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvemb.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+
+
+def refused(says: str, *words: str) -> None:
+    done = run("shards", *words)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_shard_joins_by_one_command_and_another_leaves_from_python(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=2, memory_mb=64) as local:
+        path, address = str(local.config_path), f"127.0.0.1:{free_ports(1)[0]}"
+        with kvemb.connect(local.url) as cluster:
+            table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.adam(lr=0.1))
+            table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+            before = table.pull(IDS)
+            base = cluster.save(f"{local.folder}/saves/base")
+            first, second = cluster.config.servers.shards
+            refused("is none of the cluster's", "remove", path, "127.0.0.1:1", "--yes")
+            refused("is one of the cluster's already", "add", path, second, "--yes")
+            refused("is shard 0, which carries moves and stays", "remove", path, first, "--yes")
+            refused("then host:port of the shard", "add", path)
+
+            local.start_shard(2, "--listen", address)
+            dry = run("shards", "add", path, address, "--dry-run")
+            assert f"joins: {address}" in dry.stdout, dry.stderr
+            assert address not in run("shards", path).stdout
+            done = run("shards", "add", path, address, "--yes")
+            assert done.returncode == 0, done.stderr
+            assert "shards 0, 1, 2 (cluster map" in done.stdout
+            shown = run("shards", path).stdout
+            assert address in shown
+            assert "nothing moves" in shown
+            assert address in run("config", "show", path).stdout
+            np.testing.assert_array_equal(table.pull(IDS), before)
+            after = cluster.save(f"{local.folder}/saves/after")
+            assert (base.manifest.n_shards, after.manifest.n_shards) == (2, 3)
+
+            plan = cluster.shards.remove(second)
+            cluster.shards.begin(plan)
+            seen: list[str] = []
+            state = cluster.shards.wait(timeout_s=PATIENCE_S, progress=lambda state: seen.append(state.phase))
+            assert state.map.shard_numbers == (0, 2)
+            assert seen[-1] == ""
+            table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+            last = cluster.save(f"{local.folder}/saves/last")
+            moved = table.pull(IDS)
+            assert run("verify", last.url).returncode == 0
+            for url, rows in ((base.url, before), (after.url, before), (last.url, moved)):
+                cluster.load(url)
+                np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)
+
+
+def test_in_a_sync_job_shards_stay(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2, memory_mb=64, mode="sync", trainers=1) as local:
+        weights = f"{load(local.config_path, {}).servers.shards[0]}=2"
+        refused("between the shards of a sync job", "rebalance", str(local.config_path), "--weights", weights, "--yes")
