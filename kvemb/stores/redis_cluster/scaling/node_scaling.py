@@ -155,7 +155,8 @@ class NodeScaling:
         if loads is None:
             loads = slot_loads(self._links, view, self._config.timeout_s)
         going, total = np.flatnonzero(change.before != change.after), float(loads[change.before != change.after].sum())
-        if leaver := view.nodes.get(change.joining if change.aborting else change.leaving):
+        leaver = view.nodes.get(change.joining if change.aborting else change.leaving)
+        if leaver is not None and not leaver.failed:
             # Without its last slot it would follow who got that, and copy all of its rows, a moment before it leaves.
             self._links.run(leaver.address, [("CONFIG", "SET", "cluster-allow-replica-migration", "no")], self._config.timeout_s)
         done, what = 0.0, "moving back" if change.aborting else "moving"

@@ -1,0 +1,134 @@
+"""Nodes of a Redis Cluster and a Valkey Cluster with users of their own, with replicas, and that die while a slot stands open to them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matrix import one_of
+
+from kvemb.arrays.hashing import mix64
+from kvemb.errors import ConfigError
+from kvemb.local_cluster import storage_servers
+from kvemb.local_cluster.processes import accepts, free_ports
+from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
+from kvemb.net.deadline import Deadline
+from kvemb.schema.buckets import BucketKeys
+from kvemb.schema.slots import N_SLOTS
+from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
+from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
+from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
+from kvemb.stores.store import Store
+from kvemb.testing.real_servers import ServerNodes, redis_client
+from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
+
+ROWS = BucketKeys(TAG, mix64(np.arange(1, 20_000, dtype=np.uint64)), N_SLOTS)
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = Deadline.after(90)
+    while not holds():
+        assert not deadline.expired, what
+        time.sleep(0.05)
+
+
+class Stopped(BaseException):
+    """The command was stopped."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Three nodes with rows, a store on them, and a server of no cluster."""
+
+    nodes: ServerNodes
+    store: Store
+    new: StorageServer
+
+
+@pytest.fixture(params=one_of("redis", "valkey"))
+def scaled(
+    request: pytest.FixtureRequest, tmp_path: Path, require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Scaled]:
+    program = require_server("redis-server") if request.param == "redis" else storage_servers.find_server("valkey")
+    monkeypatch.setattr(storage_servers, "find_server", lambda kind: program)
+    with ExitStack() as stack:
+        nodes = ServerNodes("redis-cluster", 3, tmp_path)
+        stack.callback(nodes.close)
+        new = StorageServer("redis-cluster", free_ports(1)[0], tmp_path, 64)
+        stack.callback(new.process.kill)
+        new.process.wait_until(lambda: accepts(new.port), Deadline.after(START_TIMEOUT_S))
+        store = stack.enter_context(nodes.store())
+        store.provision(CLUSTER, GENERATION, within())
+        store.open(within())
+        write(store, ROWS, records_of(ROWS))
+        yield Scaled(nodes, store, new)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_slots_move_under_the_user_and_the_password_that_the_command_has(scaled: Scaled, named: bool) -> None:
+    for server in (*scaled.nodes.servers, scaled.new):
+        with redis_client(server) as client:
+            client.execute_command("ACL SETUSER", "ops", "on", ">secret", "~*", "&*", "+@all")
+            client.execute_command("ACL SETUSER", "default", "resetpass", ">secret", *(["off"] if named else []))
+    config = replace(scaled.nodes.config, username="ops" if named else None, password="secret")
+    with NodeScaling(config) as nodes:
+        assert nodes.carry_out(nodes.plans.add(scaled.new.address)) == []
+        assert {figures.address: figures.n_slots for figures in nodes.plans.show()}[scaled.new.address] > 3000
+    with RedisClusterStore(config, role="trainer") as store:
+        store.open(within())
+        require_rows(store, ROWS, records_of(ROWS))
+
+
+def test_a_node_with_replicas_gives_slots_away_and_is_not_removed(scaled: Scaled) -> None:
+    primary = scaled.nodes.servers[0]
+    with NodeScaling(scaled.nodes.config) as nodes:
+        nodes._membership.join(scaled.new.address, nodes.plans.view())
+        with redis_client(scaled.new) as client, redis_client(primary) as other:
+            client.execute_command("CLUSTER REPLICATE", other.execute_command("CLUSTER MYID"))
+            eventually(lambda: client.info("replication")["master_link_status"] == "up", "the replica does not follow")
+        eventually(lambda: any(one.n_replicas for one in nodes.plans.show()), "nobody knows of the replica")
+        with pytest.raises(ConfigError, match=rf"{primary.address}.*followed by {scaled.new.address}"):
+            nodes.plans.remove(primary.address)
+        with pytest.raises(ConfigError, match="is a replica"):
+            nodes.plans.add(scaled.new.address)
+        assert nodes.carry_out(nodes.plans.rebalance({primary.address: 0.5})) == []
+        assert nodes.plans.view().open_slots == ()
+    require_rows(scaled.store, ROWS, records_of(ROWS))
+
+
+@pytest.mark.timeout(300)
+def test_a_target_that_dies_for_good_while_slots_stand_open_costs_the_source_its_markers(
+    scaled: Scaled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for server in (*scaled.nodes.servers, scaled.new):
+        with redis_client(server) as client:
+            client.config_set("cluster-node-timeout", 2000)
+
+    migrate = KeyMigration._migrate_pieces
+
+    def first_only(self: KeyMigration, pieces: Sequence[tuple[list[bytes], int]], *args: object, **more: object) -> None:
+        keys, size = pieces[0]
+        migrate(self, [(keys[:1], size)], *args, **more)  # type: ignore[arg-type]
+        raise Stopped
+
+    with NodeScaling(scaled.nodes.config) as nodes:
+        before = nodes.plans.view().owners
+        plan = nodes.plans.add(scaled.new.address)
+        with monkeypatch.context() as patch:
+            patch.setattr(KeyMigration, "_migrate_pieces", first_only)
+            with pytest.raises(Stopped):
+                nodes.carry_out(plan)
+        assert nodes.plans.view().open_slots
+        scaled.new.process.kill()
+        eventually(lambda: any(node.failed for node in nodes.plans.view().primaries), "the cluster does not call its dead node failed")
+        nodes.abort()
+        view = nodes.plans.view()
+        assert view.open_slots == ()
+        assert view.owners == before
+        assert nodes.plans.under_way() is None
+        assert scaled.new.address not in [node.address for node in view.primaries]
+    found = scaled.store.lost_nodes(within())
+    assert [node.why for node in found] == ["empty"]
