@@ -109,6 +109,14 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         found: RowsAtHand | None = self._links["at_hand"]
         return found
 
+    @property
+    def embeddings(self) -> Any:
+        """Refuse: the rows are in the cluster."""
+        raise InvalidInputError(
+            f"layer {self.name!r} has no weight: its rows are in table {self.table_name!r}. Look them up by id, or take those of "
+            "kvemb.keras.materialize(model)"
+        )
+
     def build(self, input_shape: Any = None) -> None:
         """Build nothing: the rows are in the cluster."""
         self.built = True

@@ -2,7 +2,8 @@
 
 What must not live here: pulling, and what a step does. Strategy: a functional model has its graph. A subclassed one is called once with
 symbols for its inputs, and so is every part of a model that holds a layer over a table. The symbol that such a layer is called with says
-by which operations it comes from the batch. For each batch those operations are called again, on the batch as the host has it.
+by which operations it comes from the batch. For each batch those operations are called again, on the batch as the host has it. A model's
+own `compute_loss`, which may look up what stands in y, is called with symbols likewise.
 """
 
 import threading
@@ -40,14 +41,14 @@ class IdsPlan:
 
     Args:
         model: whose.
-        x: of one batch, as the model takes it.
+        x, y: of one batch, as the model takes it; y is None where nothing is trained or evaluated.
         features: by layer's name, where the model cannot be walked.
 
     Raises:
         InvalidInputError: the model cannot be called with symbols, or never calls a layer.
     """
 
-    def __init__(self, model: Any, x: Any, features: Mapping[str, Feature | Sequence[Feature]]) -> None:
+    def __init__(self, model: Any, x: Any, y: Any, features: Mapping[str, Feature | Sequence[Feature]]) -> None:
         self._model, self.calls, self._named = model, list[LayerCall](), list[tuple[RowEmbedding, Feature]]()
         layers = layers_over_tables(model)
         named = {layer.name for layer in layers if layer.name in features}
@@ -58,14 +59,14 @@ class IdsPlan:
         if len(named) < len(layers):
             walked = _SymbolWalk(named)
             with _meeting(walked.meet):
-                walked.model(model, x)
+                walked.model(model, x, y)
             self.calls = walked.calls
 
-    def ids(self, x: Any) -> list[tuple[RowEmbedding, Any]]:
+    def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, Any]]:
         """Return each call's layer and its ids, an array of the shape that the layer is called with."""
         found: list[tuple[RowEmbedding, Any]] = []
         if self.calls:
-            flat, values = inputs_of(self._model, x), Values()
+            flat, values = [*inputs_of(self._model, x), *keras.tree.flatten(y)], Values()
             found = [(call.layer, host(call.ids(flat, values))) for call in self.calls]
         return found + [(layer, host(one(x) if callable(one) else x[one])) for layer, one in self._named]
 
@@ -132,15 +133,30 @@ class _SymbolWalk:
         self._symbols: dict[int, Compute] = {}
         self._kept: list[Any] = []  # symbols whose id() is a key
 
-    def model(self, model: Any, x: Any) -> None:
+    def model(self, model: Any, x: Any, y: Any) -> None:
         graph = _graph_of(model)
         n = len(graph.inputs) if graph is not None else len(keras.tree.flatten(x))
         inputs = [_input(at) for at in range(n)]
         if graph is not None:
+            symbols, predicted = graph._inputs_struct, graph._outputs_struct
             self._graph(graph, inputs)
+        else:
+            symbols = keras.tree.map_structure(_symbol_like, x)
+            predicted = self._call(model, (symbols,), {}, dict(zip(map(id, keras.tree.flatten(symbols)), inputs, strict=True)))
+        if y is not None and type(model).compute_loss is not keras.Model.compute_loss:
+            self._loss(model, symbols, keras.tree.map_structure(_symbol_like, y), predicted, n)
+
+    def _loss(self, model: Any, x: Any, y: Any, predicted: Any, n: int) -> None:
+        """Call a model's own loss with symbols. Where it takes none, what it looks up is not foreseen, and refused in the step by name."""
+        for at, symbol in enumerate(keras.tree.flatten(y)):
+            self._know(symbol, _input(n + at))
+        try:
+            with keras.StatelessScope():
+                model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=None)
+        except InvalidInputError:
+            raise
+        except Exception:
             return
-        symbols = keras.tree.map_structure(_symbol_like, x)
-        self._call(model, (symbols,), {}, dict(zip(map(id, keras.tree.flatten(symbols)), inputs, strict=True)))
 
     def _know(self, symbol: Any, compute: Compute) -> None:
         self._symbols[id(symbol)] = compute
@@ -176,12 +192,12 @@ class _SymbolWalk:
                 self._kept.append(replaced)
                 self._call(operation, replaced[0], replaced[1], known)
 
-    def _call(self, layer: Any, args: Any, kwargs: Any, known: Mapping[int, Compute]) -> None:
-        """Call a layer's own code with symbols."""
+    def _call(self, layer: Any, args: Any, kwargs: Any, known: Mapping[int, Compute]) -> Any:
+        """Call a layer's own code with symbols; return what it returns."""
         self._symbols.update(known)
         self._kept.append(args)
         try:
-            layer.call(*args, **kwargs)
+            return layer.call(*args, **kwargs)
         except InvalidInputError:
             raise
         except Exception as error:

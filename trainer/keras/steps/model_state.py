@@ -4,6 +4,8 @@ What must not live here: what is done with them. On JAX `fit` takes the values o
 their memory away to each step. So they are read before it or after it, and never kept.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -90,17 +92,35 @@ def make_shadow(layer: Any, dim: int) -> Any:
     return shadow
 
 
-def give_back(model: Any, state: "list[Any]") -> None:
-    """Put values back into variables that Keras has emptied, or whose memory a failed step got: on JAX they would be lost."""
+@contextmanager
+def in_place(model: Any, state: "list[Any]") -> Iterator[None]:
+    """Have values in variables that Keras has emptied for its steps on JAX, while a model's code is called beside them."""
+    filled = give_back(model, state)
+    try:
+        yield
+    finally:
+        for variable, before in filled:
+            variable._value = before
+
+
+def give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
+    """Put values back into variables that Keras has emptied, or whose memory a failed step got: on JAX they would be lost.
+
+    Returns:
+        These variables, and what each had before.
+    """
     if not state:
-        return
+        return []
     values = list(state[0])
     lists = [model.trainable_variables, model.non_trainable_variables]
     if len(values) == 4:
         lists.append(model.optimizer.variables)
     if len(values) > 2:
         lists.append(model.metrics_variables)
+    filled = []
     for variables, held in zip(lists, values, strict=True):
         for variable, value in zip(variables, held, strict=True):
             if (variable._value is None or variable._value.is_deleted()) and not value.is_deleted():
+                filled.append((variable, variable._value))
                 variable._value = value
+    return filled

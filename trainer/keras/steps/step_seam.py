@@ -24,7 +24,7 @@ from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
 from .gradient_scale import GradientScale
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .model_state import ModelState, give_back, is_shadow, make_shadow
+from .model_state import ModelState, give_back, in_place, is_shadow, make_shadow
 from .step_values import StepValues
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
@@ -55,7 +55,7 @@ class ConnectedModel:
     ) -> None:
         self.model, self.tables, self.steps, self.shared, self._values, self._features = model, tables, steps, shared, values, features
         self.at_hand = RowsAtHand()
-        self._plan: IdsPlan | None = None
+        self._plans: dict[bool, IdsPlan] = {}  # by whether a batch has a y
         self._capacities: dict[str, int] = {}
         self._scale = GradientScale(model)
         for layer in layers_over_tables(model):
@@ -105,16 +105,17 @@ class ConnectedModel:
 
         return made
 
-    def wanted(self, batch: Any) -> AskedByLayers:
-        """What a batch asks for; of the first one it is found out how."""
-        x = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        if self._plan is None:
-            self._plan = IdsPlan(self.model, x, self._features)
-        return wanted_of(self._plan.ids(x))
+    def wanted(self, batch: Any, state: list[Any]) -> AskedByLayers:
+        """What a batch asks for; of the first one it is found out how, by calling the model, which may look at its variables."""
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if (y is not None) not in self._plans:
+            with in_place(self.model, state):
+                self._plans[y is not None] = IdsPlan(self.model, x, y, self._features)
+        return wanted_of(self._plans[y is not None].ids(x, y))
 
-    def fed(self, batch: Any, training: bool) -> tuple[Any, dict[str, LookupResult]]:
-        """Return a batch with its rows, and what was found."""
-        wanted = self.wanted(batch)
+    def fed(self, batch: Any, training: bool, state: list[Any]) -> tuple[Any, dict[str, LookupResult]]:
+        """Return a batch with its rows, and what was found; `state` as in `train`."""
+        wanted = self.wanted(batch, state)
         found = look_up(wanted, self.shared, training)
         for name, one in found.items():
             self._capacities[name] = capacity_of(len(one.ids), self._capacities.get(name, 0))
@@ -125,7 +126,7 @@ class ConnectedModel:
         before = ModelState(self.model, state)
         self._scale.begin(before)
         values = self._values(before)
-        data, found = self.fed(batch, training=True)
+        data, found = self.fed(batch, True, state)
         for name in found:
             shadow, shape = self.at_hand.shadows[name], (self._capacities[name], self.tables[name].dim)
             if tuple(shadow.shape) != shape:
@@ -191,7 +192,7 @@ class StepSeam:
         batches = self._batches(source)
         if self._training:
             return self._train(state, batches)
-        fed = (self._connected.fed(batch, training=False)[0] for batch in batches)
+        fed = (self._connected.fed(batch, False, state)[0] for batch in batches)
         return self._inner(*state, list(fed) if isinstance(source, list) else fed)
 
     def _batches(self, source: Any) -> Iterator[Any]:
