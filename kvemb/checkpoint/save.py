@@ -93,7 +93,8 @@ def _open_base(saving: Saving, storage: CheckpointStorage, base: str, weights_on
     check_name(storage.url.rpartition("/")[2])
     below = open_checkpoint(url)
     manifest = below.manifest
-    if manifest.cluster_id != saving.cluster_id or manifest.slots != saving.servers.cluster_map.shard_runs:
+    shares = manifest.slots, manifest.n_shards
+    if manifest.cluster_id != saving.cluster_id or shares != (saving.servers.cluster_map.shard_runs, 1 + max(saving.servers.numbers)):
         raise CheckpointError(
             f"{below.storage!r}: of cluster {manifest.cluster_id} with {manifest.n_shards} shards, which may have owned other rows; not a "
             "base for this one. Save without a base."

@@ -33,6 +33,11 @@ class ErasedLog:
                 self._since, _, gone = self._entries.pop(0)
                 self._n_ids -= len(gone)
 
+    def forget(self, version: int) -> None:
+        """Know nothing of batches up to this version any more: slots come back whose rows another shard may have erased meanwhile."""
+        with self._lock:
+            self._since, self._entries, self._n_ids = max(self._since, version), [], 0
+
     def after(self, version: int, table: str) -> Ids | None:
         """Return the ids erased by batches after this version (ascending, unique; they may exist again); None if it is not known."""
         with self._lock:

@@ -153,9 +153,17 @@ class Saver:
         tables = []
         for definition in definitions:
             state = self._tables.state(definition)
-            erased = self._observer.erased_log.after(order.base_version, definition.key) if order.incremental else np.empty(0, np.uint64)
+            erased = self._erased(definition, order.base_version) if order.incremental else np.empty(0, np.uint64)
             tables.append(TableCut(definition, state.step, *state.arrays(), erased))
         return SaveJob(order, cut, tables, self._store, self._folder, self._timeout_s, self._restore, self.figures)
+
+    def _erased(self, definition: TableDef, base_version: int) -> Ids | None:
+        """The ids erased since the base, None where that is not known; of slots that have gone since, their new shard tells."""
+        erased = self._observer.erased_log.after(base_version, definition.key)
+        if erased is None:
+            return None
+        own: NDArray[np.bool_] = self._store.cluster_map.shards_of(definition.placement.slots(erased)) == self._shard
+        return erased[own]
 
 
 def _finished(storage: CheckpointStorage, order: SaveOrder, shard: int) -> Fragment | None:

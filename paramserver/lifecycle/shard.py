@@ -100,7 +100,7 @@ class Shard:
         parts, handover, observer = recovered.parts, recovered.handover, recovered.observer
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
-        self.fenced = False
+        self.fenced, self._erased_log = False, observer.erased_log
         offers = SlotOffers(store, parts.tables, parts.shard, lambda: engine.epoch)
         self._mover = self._make_mover(offers, observer)
         self._background = self._make_background(handover.wake, observer)
@@ -237,6 +237,7 @@ class Shard:
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""
         self._parts.engine.rise(epoch, self._committer.rise(epoch))
+        self._erased_log.forget(make_version(epoch, 0))
         log.info("epoch %d from now on, above that of the shards whose slots come", epoch)
 
     def _make_background(self, wake: Callable[[], None], observer: SaveObserver) -> BackgroundWork:

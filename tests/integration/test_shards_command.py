@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 import kvemb
+import kvemb.init
 import kvemb.optim
 from kvemb.config import load
 from kvemb.local_cluster import LocalCluster
@@ -78,3 +80,25 @@ def test_in_a_sync_job_shards_stay(require_server: Callable[[str], str]) -> None
     with LocalCluster("redis", 1, shards=2, memory_mb=64, mode="sync", trainers=1) as local:
         weights = f"{load(local.config_path, {}).servers.shards[0]}=2"
         refused("between the shards of a sync job", "rebalance", str(local.config_path), "--weights", weights, "--yes")
+
+
+def test_an_incremental_checkpoint_knows_what_was_erased_while_slots_were_elsewhere(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        base = cluster.save(f"{local.folder}/saves/base")
+        there = cluster.shards.rebalance().map.slot_shards
+
+        def move(owners: np.ndarray) -> None:
+            cluster.shards.begin(replace(cluster.shards.rebalance(), slot_shards=owners.astype(np.uint16)))
+            cluster.shards.wait(timeout_s=PATIENCE_S)
+
+        move(np.zeros_like(there))
+        assert table.erase(IDS[::2]) == len(IDS[::2])
+        move(there)
+        table.push(IDS[1::2], np.ones((len(IDS) // 2, 2), np.float32)).wait_applied(PATIENCE_S)
+        above = cluster.save(f"{local.folder}/saves/above", base=base.url)
+        cluster.load(above.url)
+        assert len(table) == len(IDS) // 2
+        np.testing.assert_array_equal(table.pull(IDS[1::2], timeout_s=PATIENCE_S), -2)

@@ -360,3 +360,5 @@ def test_the_log_of_erased_ids_knows_how_far_back_it_reaches(monkeypatch: pytest
     assert [after(9), after(10), after(11), after(13)] == [None, [1, 3], [1], []]
     log.add(14, "user", np.arange(3, dtype=np.uint64))
     assert [after(10), after(11)] == [None, [0, 1, 2]]
+    log.forget(20)  # slots came back
+    assert [after(14), after(20)] == [None, []]
