@@ -29,7 +29,8 @@ MOST_RATIO = 1.15
 _OWN, _AHEAD = "own", "ours, ahead"
 _SEED, _LR, _HIDDEN, _FACTOR_STD = 0, 0.002, (64, 32), 0.01
 _LEAD = 4
-_LOSS_TOLERANCE, _STALE_LOSS_TOLERANCE = 0.02, 0.06  # see deepfm_rounds
+# With gradients applied 2 and 3 steps late Adam's loss ends 9 and 12 % higher here (simulated, see deepfm_rounds).
+_LOSS_TOLERANCE, _STALE_LOSS_TOLERANCE = 0.06, 0.12
 # Each framework has one thread, as torch has in `deepfm`: servers and shards need cores, too.
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -79,7 +80,7 @@ def frameworks(options: argparse.Namespace) -> Report:
     turn the clock starts, and it stops when everything is applied. Read: ms/step is that time by steps; / own is it divided by that of the
     framework's own embeddings, within a round; / TFRA the same by TFRA's; trainer and other ms are CPU time per step of the framework's
     process, and of shard and server together (of whole turns). Values are medians of the rounds with (smallest..largest). In the last
-    round the mean loss must be that of the own embeddings within 2 % (ours: rows may be two pushes old; 6 % where they are pulled ahead).
+    round the mean loss must be that of the own embeddings within 6 % (rows may be two pushes old; 12 % where they are pulled ahead).
     """
     problem = problem_of(options)
     versions: dict[str, str] = {}
@@ -219,7 +220,7 @@ def lines_of(turns: Mapping[str, Mapping[str, Sequence[FrameworkTurn]]]) -> list
                 figures["/ own"] = _ratio(mine, contenders[_OWN])
             if theirs is not None and "tensorflow" in framework:
                 figures["/ TFRA"] = _ratio(mine, theirs)
-            if contender == _AHEAD:
+            if contender == (_AHEAD if _AHEAD in contenders else "ours"):
                 figures["target"] = f"/ own <= {MOST_RATIO}" + (", / TFRA < 1" if "tensorflow" in framework else "")
             lines.append(Line(f"{framework}, {contender}", figures))
     return lines
