@@ -14,6 +14,7 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import load
 from kvemb.coordination.move_report import MoveReport, newest_report
 from kvemb.net.deadline import Deadline
+from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveRequest, MoveStatusReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import runs_of
@@ -27,7 +28,9 @@ class ShardMoves:
     """Asks shard 0 for moves, and how far they are."""
 
     def __init__(self, url: str) -> None:
-        self._channel = ShardChannel(0, load(url, os.environ).servers.shards[0])
+        servers = load(url, os.environ).servers
+        tls = None if servers.tls is None else TlsFiles(servers.tls, "parameter_servers.tls")
+        self._channel = ShardChannel(0, servers.shards[0], None, tls)
 
     def now(self) -> ClusterMap:
         return ClusterMap.decode(self._status().cluster_map)

@@ -169,6 +169,10 @@ class BackgroundWork:
             JournalBehindError: rows show that the journal lacks batches: the same.
         """
         loaded, self.applied = applied != self.applied, applied
+        if self._mover is not None and self._mover.changes_runs:
+            self._snapshots.give_up()
+            self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
+        moving = self._mover is not None and self._mover.step(pause, loaded=loaded)
         with self._lock:
             asked, self._asked = self._asked, []
             to_compare, self._to_compare = self._to_compare, []
@@ -176,10 +180,6 @@ class BackgroundWork:
             self._repair(asked, pause)
         if to_compare:
             self._compare(to_compare)
-        if self._mover is not None and self._mover.changes_runs:
-            self._snapshots.give_up()
-            self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
-        moving = self._mover is not None and self._mover.step(pause, loaded=loaded)
         if self._step_snapshot(applied, pause) or moving:
             return True
         self._step_scrub()

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from .other_shards import OtherShards
 from .slot_entries import SlotEntries, put_together
 
 _CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
+_TROUBLE_S = 60.0  # a giver that is started anew may take so long
 log = logging.getLogger("paramserver")
 
 
@@ -46,12 +48,18 @@ class GiverQuestions:
         self._shard, self._others = shard, others
         self._given_up = threading.Event()
         self.answer: GivenEntries | None = None
-        self.trouble = ""
+        self._failing_since_s, self._why = 0.0, ""
+
+    @property
+    def trouble(self) -> str:
+        """Why a giver does not answer, once that is no new start of its process; any thread."""
+        since_s = self._failing_since_s
+        return self._why if since_s and time.monotonic() - since_s >= _TROUBLE_S else ""
 
     def ask(self, version: int, givers: Sequence[int]) -> None:
         """Begin to ask; `answer` has it in the end."""
         self.give_up()
-        self.answer, self.trouble, self._given_up = None, "", threading.Event()
+        self.answer, self._failing_since_s, self._given_up = None, 0.0, threading.Event()
         arguments = (version, givers, self._given_up)
         threading.Thread(target=self._run, args=arguments, name="kvemb-handover", daemon=True).start()
 
@@ -80,13 +88,15 @@ class GiverQuestions:
                             channel.close()
                         channel = self._others.channel(giver)
                     found = self._pages(channel, version)
+                    self._failing_since_s = 0.0
                     if found is not None:
                         return found
                     given_up.wait(_NOT_READY_S)
                 except KvembError as error:
-                    if self.trouble != (said := f"{type(error).__name__}: {error}"):
-                        log.warning("slots are not taken from shard %d yet: %s", giver, said)
-                    self.trouble = said
+                    said = f"shard {giver} does not say what it hands over: {type(error).__name__}: {error}"
+                    if not self._failing_since_s:
+                        log.warning("%s", said)
+                    self._failing_since_s, self._why = self._failing_since_s or time.monotonic(), said
                     given_up.wait(_AWAY_S)
             return None
         finally:

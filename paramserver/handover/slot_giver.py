@@ -14,6 +14,7 @@ from ..snapshot.sorted_run import ERASED
 from .slot_entries import Ids, SlotEntries, entries_of
 
 _SLICE_ROWS = 1 << 18
+_LOOKED_AT = 64  # rows: all of a table are noted at once
 
 
 class SlotGiver:
@@ -51,6 +52,16 @@ class SlotGiver:
             state.cache.forget(ids)
         self._save()
         return sum(len(ids) for _, ids in dropped)
+
+    def begun(self, slots: NDArray[np.bool_]) -> bool:
+        """Whether a `drop` of these slots was broken off: their rows are noted as gone, and the index has them still."""
+        for state in self._tables.all():
+            known = entries_of(state, slots)
+            ids, versions = known.ids[:_LOOKED_AT], known.versions[:_LOOKED_AT]
+            noted = self._runs.find(state.definition, ids)
+            if (~noted.exists & (noted.versions >= versions)).any():
+                return True
+        return False
 
     def _note_gone(self, dropped: Sequence[tuple[TableState, Ids]]) -> None:
         writers = [self._runs.begin(state.definition) for state, _ in dropped]

@@ -25,7 +25,7 @@ from .slot_mover import MoveProgress
 
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
 _LEFT_TO_BATCHES = 6.0  # times what a slice took
-_LOOK_TIMEOUT_S = 2.0
+_LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; nothing else is to be done meanwhile
 log = logging.getLogger("paramserver")
 
 
@@ -84,7 +84,7 @@ class HandoverWork:
     def trouble(self) -> str:
         """Why this shard does not come further, if it has not for seconds; any thread."""
         since_s = self._failing_since_s
-        return self._why if since_s and self._clock() - since_s >= _TROUBLE_S else ""
+        return self._why if since_s and self._clock() - since_s >= _TROUBLE_S else self._questions.trouble
 
     @property
     def changes_runs(self) -> bool:
@@ -176,8 +176,9 @@ class HandoverWork:
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return
-        while lost := self._store.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S)):
-            # Who takes the slots may have done its part of the repair before it knew their rows.
+        # Who takes the slots may have done its part of a repair before it knew their rows. But rows that are noted as gone cannot be made
+        # anew here; by then no such repair was under way.
+        while not self._giver.begun(slots) and (lost := self._store.lost_nodes(Deadline.after(_LOOK_TIMEOUT_S))):
             yield _RETRY_S
             log.info("a move of slots waits for the repair of %s", ", ".join(node.address for node in lost))
         n_rows = self._giver.drop(slots)

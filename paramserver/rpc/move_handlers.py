@@ -54,13 +54,10 @@ class MoveHandlers:
             tuple(request.join_shards),
             tuple(request.leave_shards),
         )
-        if wanted.slot_shards is not None and self._parts.config.servers.mode == "sync":
-            raise MoveRefusedError(
-                "slots do not move between the shards of a sync job yet: all of them must stop at one step. Nothing was changed. Save, "
-                "and load the checkpoint with another number of shards."
-            )
         if (wanted.slot_nodes is None) == (wanted.slot_shards is None):
             raise InvalidInputError("slots move between nodes or between shards, one at a time: give slot_nodes or slot_shards")
+        if wanted.slot_shards is not None:
+            self._refuse_shards()
         carrier.begin(wanted, deadline)
         return self.status(Empty(), deadline)
 
@@ -107,6 +104,18 @@ class MoveHandlers:
         """Tell a trainer what a shard that has left had taken of it."""
         last = self._on_shard_0().left_session(request.shard, request.trainer, request.incarnation)
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
+
+    def _refuse_shards(self) -> None:
+        config, why = self._parts.config, ""
+        if config.servers.mode == "sync":
+            why = "of a sync job yet: all would have to stop at one step"
+        elif config.storage.kind == "redis-cluster":
+            why = "of a Redis Cluster yet: its nodes hold a map of shards that does not change"
+        if why:
+            raise MoveRefusedError(
+                f"slots do not move between the shards {why}. Nothing was changed. Save, and load the checkpoint with another number of "
+                "shards."
+            )
 
     def _on_shard_0(self) -> MoveCarrier:
         if self._carrier is None:

@@ -35,7 +35,7 @@ class EncryptedCluster(LocalCluster):
         self._environ = mock.patch.dict(os.environ, {_CERT: str(trainer.cert), _KEY: str(trainer.key)})
         self._environ.start()
         for shard in range(self._n_shards):
-            self._authority.issue(f"shard-{shard}", f"{cluster}/shard/{shard}", purposes=("server",))
+            self._authority.issue(f"shard-{shard}", f"{cluster}/shard/{shard}", purposes=("server", "client"))
         return start_tls_servers(store, n, folder, memory_mb, authority=self._authority, issued=node)
 
     def _served_at(self, server: StorageServer) -> str:

@@ -1,22 +1,30 @@
 """Slots that change their shard while trainers push: every acknowledged push is applied once, by the one shard or by the other."""
 
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from matrix import one_of
 from moving_load import MovingLoad
 from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
 
 import kvemb
+from kvemb.errors import MoveRefusedError
 from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import equal_runs
+from kvemb.schema.move_plan import DRAINING, FLIPPED, MOVING, SERVING
 from kvemb.schema.slots import N_SLOTS
+from tests.integration.encrypted_cluster import EncryptedCluster
+
+KINDS = {"redis": "redis-server", "memcached": "memcached"}
 
 
-@pytest.fixture
-def local(require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
-    require_server("redis-server")
-    with LocalCluster("redis", 2, shards=3, memory_mb=64) as made:
+@pytest.fixture(params=one_of("redis", "memcached"))
+def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
+    require_server(KINDS[request.param])
+    with LocalCluster(request.param, 3, shards=3, memory_mb=64) as made:
         yield made
 
 
@@ -39,3 +47,60 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_push
         load.stop()
     with kvemb.connect(local.url, read_only=True) as reader:
         np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
+
+
+def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=3, memory_mb=64) as local:
+        load, moves, thirds = MovingLoad(local), ShardMoves(local.url), equal_runs(3)
+        try:
+            for number, owners in enumerate((np.where(thirds == 2, 1, thirds), thirds, np.where(thirds == 2, 1, thirds))):
+                moves.begin(owners)
+                phases = [(MOVING, DRAINING, FLIPPED, SERVING), (DRAINING, FLIPPED, SERVING), (FLIPPED, SERVING)][number]
+                moves.wait(lambda now, phases=phases: now.plan is None or now.plan.phase in phases)
+                local.servers[number % 2].restart()
+                now = moves.wait()
+                assert now.plan is None  # done, or given up since a node was away for seconds
+                steps = load.n_steps
+                eventually(lambda least=steps: load.n_steps > least + 1)
+            for server in local.servers:  # whoever has the rows now can make them anew
+                server.restart()
+                steps = load.n_steps
+                eventually(lambda least=steps: load.n_steps > least + 1)
+        finally:
+            moves.close()
+            load.stop()
+
+
+def test_shards_ask_each_other_under_tls_by_their_certificates(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with EncryptedCluster("redis", 1, shards=2, memory_mb=64) as local:
+        hasty, moves = HastyTrainer(local.url, "h", 1), ShardMoves(local.url)
+        try:
+            moves.begin(np.full(N_SLOTS, 1))
+            assert (moves.wait().slot_shards == 1).all()
+            before = hasty.n_pushed
+            eventually(lambda: hasty.n_pushed > before + 10)
+        finally:
+            moves.close()
+            counts = hasty.stop()
+        with kvemb.connect(local.url, read_only=True) as reader:
+            np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], counts)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("redis", "sync"), ("redis-cluster", "async")])
+def test_where_slots_cannot_move_a_move_is_refused_by_name(kind: str, mode: str, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster(kind, 3, shards=2, mode=mode, trainers=1 if mode == "sync" else 0, memory_mb=64) as local:
+        moves = ShardMoves(local.url)
+        with pytest.raises(MoveRefusedError, match="sync job" if mode == "sync" else "Redis Cluster"):
+            moves.begin(np.full(N_SLOTS, 1))
+        assert moves.now().plan is None
+        moves.close()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = Deadline.after(PATIENCE_S)
+    while not holds():
+        assert not deadline.expired
+        time.sleep(0.02)

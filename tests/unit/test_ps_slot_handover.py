@@ -252,6 +252,28 @@ def test_an_abort_leaves_no_trace_at_the_taker(pair: tuple[Shard, Shard]) -> Non
     taker.check()
 
 
+def test_a_giver_that_died_while_it_dropped_rows_knows_it(pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, _ = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    giver.run(ERASE, ADAM, [3])
+    giver.snapshot()
+    giver.run(APPLY, ADAM, [3, 4])
+    giver.save()
+    assert not giver.giver.begun(EVERY)
+    monkeypatch.setattr(giver.giver, "_save", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        giver.giver.drop(EVERY)
+    giver.start()
+    assert giver.known(ADAM) == set(IDS.tolist())
+    assert giver.giver.begun(EVERY)
+    assert giver.giver.drop(EVERY) == len(IDS)
+    assert not giver.giver.begun(EVERY)
+
+
+def fails() -> None:
+    raise OSError("the disk is gone")
+
+
 def test_a_row_that_was_erased_elsewhere_and_created_here_anew_is_not_made_from_what_it_once_was(pair: tuple[Shard, Shard]) -> None:
     first, second = pair
     first.run(APPLY, ADAM, [1, 2], 5.0)
