@@ -116,15 +116,23 @@ class ServersConfig:
     tls: TlsConfig | None = None
     insecure: bool = False
 
-    def metrics_port_of(self, shard: int) -> int:
+    def metrics_port_of(self, shard: int, host: str = "") -> int:
         """The port on which a shard is scraped; 0 where it is not.
 
+        Args:
+            shard: number.
+            host: that it listens on; asked for only if this file does not name the shard, because it joined later.
+
         Example:
-            >>> ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300).metrics_port_of(2)
-            9301
+            >>> servers = ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300)
+            >>> servers.metrics_port_of(2), servers.metrics_port_of(3, "c"), servers.metrics_port_of(4, "a")
+            (9301, 9300, 9303)
         """
         hosts = [address.rpartition(":")[0] for address in self.shards]
-        return self.metrics_port and self.metrics_port + hosts[:shard].count(hosts[shard])
+        if shard < len(hosts):
+            return self.metrics_port and self.metrics_port + hosts[:shard].count(hosts[shard])
+        n_here = hosts.count(host)  # numbers between may be of the same machine, too
+        return self.metrics_port and self.metrics_port + (n_here and n_here + shard - len(hosts))
 
     def last_words(self, shard: int) -> Path:
         """The file in which a shard that ended in trouble says why, to trainers of the same machine."""

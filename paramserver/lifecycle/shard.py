@@ -183,7 +183,8 @@ class Shard:
 
     def _make_metrics(self, observer: SaveObserver) -> MetricsEndpoint | None:
         """Open the port that Prometheus scrapes, on the host that the shard listens on."""
-        port = self._parts.config.servers.metrics_port_of(self._parts.shard)
+        host = self.address.rpartition(":")[0]
+        port = self._parts.config.servers.metrics_port_of(self._parts.shard, host)
         if not port:
             return None
         figures = ShardMetrics(
@@ -194,7 +195,7 @@ class Shard:
             nodes=lambda: self._watch.seen,
             moves=self._mover.figures,
         )
-        return MetricsEndpoint(figures, self.address.rpartition(":")[0], port, "Is another process there? See docs/operations.md.")
+        return MetricsEndpoint(figures, host, port, "Is another process there? See docs/operations.md.")
 
     def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
         parts = self._parts

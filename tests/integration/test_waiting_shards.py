@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -61,6 +62,15 @@ def test_it_says_who_it_is_and_takes_no_row(local: LocalCluster, waiting: ShardC
     (answer,) = [PushReply.decode(data) for data in waiting.push_stream(iter([part.encode()]))]
     assert isinstance(error := from_wire(answer.error), SlotsMovedError)
     assert "this is shard 2 of 2" in str(error)
+
+
+def test_it_is_scraped_behind_the_ports_of_the_shards_that_the_file_names(local: LocalCluster) -> None:
+    listens, scraped = free_ports(2)
+    named = local.config_path.read_text(encoding="utf-8").replace("  data_dir:", f"  metrics_port: {scraped - 2}\n  data_dir:")
+    local.config_path.write_text(named, encoding="utf-8")
+    local.start_shard(2, "--listen", f"127.0.0.1:{listens}")
+    with urlopen(f"http://127.0.0.1:{scraped}/metrics", timeout=PATIENCE_S) as answer:
+        assert b"kvemb_shard_ready" in answer.read()
 
 
 def test_trainers_saves_and_status_know_the_shards_of_the_map(local: LocalCluster, waiting: ShardChannel, tmp_path: Path) -> None:
