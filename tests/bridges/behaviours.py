@@ -21,9 +21,11 @@ import pytest
 import kvemb
 from kvemb.client.ack import Ack
 from kvemb.errors import ClosedError
+from kvemb.local_cluster import LocalCluster
 
 HERE = Path(__file__).resolve().parent
 N, DIM = 12, 4
+SLOW_START_S = 150.0  # a process that imports a framework on a busy machine
 
 
 def tables(cluster: Any, name: str, rule: Any, **options: Any) -> dict[str, Any]:
@@ -196,8 +198,8 @@ def _in_child(same_rows: Callable[[], bool], step: Callable[[], Any]) -> int:
 def two_trainers(of: Any, _: Any, name: str) -> None:
     """Each takes half of every batch: the mean of their losses is that of one process with all of it."""
     with (
-        kvemb.local(store="redis", mode="sync", trainers=2, durability="os") as url,
-        kvemb.connect(url, trainer="first", timeout_s=120) as cluster,
+        LocalCluster("redis", 1, shards=1, mode="sync", trainers=2, durability="os", barrier_timeout_s=SLOW_START_S) as local,
+        kvemb.connect(local.url, trainer="first", timeout_s=120) as cluster,
     ):
         made = tables(cluster, name, of.RULES["sgd"], reduce="mean")
         whole = [
@@ -205,12 +207,12 @@ def two_trainers(of: Any, _: Any, name: str) -> None:
         ]
         expected = of.on_its_own(pulled(made), whole, "sgd")
         path = os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])
-        command = [sys.executable, str(HERE / "other_trainer.py"), url, of.__name__, name]
+        command = [sys.executable, str(HERE / "other_trainer.py"), local.url, of.__name__, name]
         with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as other:
             try:
                 model = of.Trained(made)
                 first = [model.step(half) for half in halves(0, of.REPEATS)]
-                said, _ = other.communicate(timeout=100)
+                said, _ = other.communicate(timeout=SLOW_START_S)
             except BaseException:
                 other.kill()
                 raise
