@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from chaos import processes, storage
 from chaos.cluster import FaultyCluster
 from chaos.cluster_node_moves import ClusterOperator
-from chaos.node_moves import MOVE_KINDS, Operator
+from chaos.node_moves import MOVE_KINDS
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
+from chaos.shard_operator import ShardOperator
 from kvemb.stores.storage_kinds import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
@@ -39,11 +40,11 @@ class Scene:
 
     def shard(self) -> int:
         """Choose a shard."""
-        return self.random.randrange(len(self.run.cluster.shards))
+        return self.random.choice(self.run.cluster.shard_numbers)
 
     def proxy(self) -> FaultProxy:
         """Choose a node's or a shard's proxy."""
-        return self.random.choice([*self.run.cluster.node_proxies, *self.run.cluster.shard_proxies])
+        return self.random.choice(self.run.cluster.proxies)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def shard_ends(scene: Scene) -> None:
 
 def shards_roll(scene: Scene) -> None:
     """SIGTERM and a restart of one shard after the other."""
-    for shard in range(len(scene.run.cluster.shards)):
+    for shard in scene.run.cluster.shard_numbers:
         processes.terminate(scene.run.cluster.shards[shard], _SHARD_GRACE_S)
         scene.run.cluster.start_shard(shard)
 
@@ -163,17 +164,29 @@ def trainer_hangs(scene: Scene) -> None:
         scene.hold(0.3, 2)
 
 
-def operator_of(cluster: FaultyCluster, chance: random.Random) -> Operator | ClusterOperator:
-    """Return who changes the nodes of a cluster of its storage kind."""
-    return (Operator if cluster.store in MOVE_KINDS else ClusterOperator)(cluster, chance)
+def operator_of(cluster: FaultyCluster, chance: random.Random) -> ShardOperator | ClusterOperator:
+    """Return who changes the nodes, and shards, of a cluster of its storage kind."""
+    return (ShardOperator if cluster.store in MOVE_KINDS else ClusterOperator)(cluster, chance)
 
 
-def _asked(what: str) -> Callable[[Scene], None]:
+def _asked(what: str, most_s: float = 2) -> Callable[[Scene], None]:
     """A fault that has an operator ask for something, and leaves it going on."""
 
     def act(scene: Scene) -> None:
         getattr(operator_of(scene.run.cluster, scene.random), what)()
-        scene.hold(0, 2)
+        scene.hold(0, most_s)
+
+    return act
+
+
+def _asked_of_shards(what: str) -> Callable[[Scene], None]:
+    """The same about shards, whose moves take a moment only: at times one of them is killed in it."""
+    ask = _asked(what, 0.5)
+
+    def act(scene: Scene) -> None:
+        ask(scene)
+        if scene.random.random() < 0.4:
+            shard_killed(scene)
 
     return act
 
@@ -238,6 +251,9 @@ FAULTS = (
     Fault("node exchanged", _asked("exchange"), needs=_needs("moves")),
     Fault("dead node replaced", _asked("replace_dead"), needs=_needs("moves")),
     Fault("nodes rebalanced", _asked("rebalance"), needs=_needs("moves")),
+    Fault("shards added", _asked_of_shards("add_shards"), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("shard removed", _asked_of_shards("remove_shard"), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("shards rebalanced", _asked_of_shards("rebalance_shards"), _OWN_MAP_KINDS, needs=_needs("moves")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

@@ -4,6 +4,7 @@ What must not live here: the faults themselves (proxy, processes, storage).
 """
 
 import copy
+import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import equal_runs
 
 _NODE_TIMEOUT_MS = 5000  # after which a Redis Cluster calls a node failed
 _SHARD_START_S = 90.0  # it may have a long journal to replay, on a machine that does much else
@@ -54,6 +56,8 @@ class FaultyCluster(LocalCluster):
         self.named: list[str] = []  # nodes that kvemb.yaml names
         self.command: LocalProcess | None = None  # an operator's, the last
         self.shard_proxies: list[FaultProxy] = []
+        self.slot_shards = [equal_runs(shards)]  # who writes each slot, of every map that there was, as far as an operator knows
+        self._ended: set[int] = set()
         super().__init__(store, nodes, shards=shards, mode=mode, trainers=trainers, memory_mb=memory_mb)
 
     def launch_shard(self, index: int, *options: str) -> LocalProcess:
@@ -64,6 +68,31 @@ class FaultyCluster(LocalCluster):
 
     def _await_shard(self, index: int) -> None:
         self.shards[index].wait_until(self._ready_file(index).exists, Deadline.after(_SHARD_START_S))
+
+    @property
+    def shard_numbers(self) -> list[int]:
+        """The shards that run, or are to; some of them have not joined yet, or have left."""
+        return [index for index in range(len(self.shards)) if index not in self._ended]
+
+    @property
+    def proxies(self) -> list[FaultProxy]:
+        """Of all nodes and shards."""
+        return [*self.node_proxies, *(self.shard_proxies[index] for index in self.shard_numbers)]
+
+    def add_shard(self) -> int:
+        """Start a further shard, which waits to be taken in; return its number."""
+        index, port = len(self.shards), free_ports(1)[0]
+        self._shard_targets.append(f"127.0.0.1:{port}")
+        self.shard_proxies.append(FaultProxy(self._shard_targets[index], seed=100 + index))
+        self.start_shard(index)
+        return index
+
+    def drop_shard(self, index: int) -> None:
+        """End a shard that nobody is to need any more, and delete its data folder. Its number is not given again."""
+        self._ended.add(index)
+        self.shards[index].kill()
+        self.shard_proxies[index].close()
+        shutil.rmtree(self.folder / "shards" / f"shard-{index}", ignore_errors=True)
 
     def move_shard(self, index: int) -> None:
         """Let the shard's next process listen on another port: the last one still has the old."""
@@ -105,17 +134,17 @@ class FaultyCluster(LocalCluster):
         """Where a storage server stands in the list of them."""
         return [proxy.address for proxy in self.node_proxies].index(address)
 
-    def write_config(self, nodes: Sequence[str]) -> None:
-        """Have kvemb.yaml name these nodes from now on, for whoever is started."""
-        self.named = list(nodes)
-        config = self._config(*nodes, shards=self._addresses)
+    def write_config(self, nodes: Sequence[str] = (), shards: Sequence[str] = ()) -> None:
+        """Have kvemb.yaml name these nodes and shards from now on, for whoever is started; () for those that it names now."""
+        self.named, self._addresses = list(nodes or self.named), list(shards or self._addresses)
+        config = self._config(*self.named, shards=self._addresses)
         new = self.config_path.with_suffix(".new")
         new.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         new.replace(self.config_path)
 
     def heal(self) -> None:
         """Let every proxy pass everything on, and every stopped process go on."""
-        for proxy in (*self.node_proxies, *self.shard_proxies):
+        for proxy in self.proxies:
             proxy.heal()
         for process in (*(server.process for server in self.servers), *self.shards, *self._retired):
             process.signal(signal.SIGCONT)
@@ -130,7 +159,7 @@ class FaultyCluster(LocalCluster):
         for process in (*self._retired, *([self.command] if self.command is not None else [])):
             process.kill()
         super()._stop()
-        for proxy in (*self.node_proxies, *self.shard_proxies):
+        for proxy in self.proxies:
             proxy.close()
 
     def _shard_command(self, index: int) -> list[str]:

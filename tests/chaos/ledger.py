@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import Placement
 
 DIM = 16
@@ -175,13 +174,22 @@ class Verifier:
     Args:
         plan: of the run.
         records: one per trainer, in order.
-        n_shards: a push is as many parts, each applied as a whole or not at all.
+        slot_shards: uint16 [16384] of each cluster map that there was, who writes each slot. A push is a part of each shard, applied as
+            a whole or not at all; a shard that has left slots refuses a part as a whole, and it is split anew by the next map. So rows
+            whose shards were the same in every map share their fate.
         pull: int64 [m] ids to float32 [m, DIM] rows.
     """
 
-    def __init__(self, plan: Plan, records: Sequence[Record], n_shards: int, pull: Callable[[Ids], NDArray[np.float32]]) -> None:
-        self._plan, self._n_shards, self._pull = plan, n_shards, pull
-        self._map = ClusterMap.first(0, n_shards)
+    def __init__(
+        self,
+        plan: Plan,
+        records: Sequence[Record],
+        slot_shards: Sequence[NDArray[np.uint16]],
+        pull: Callable[[Ids], NDArray[np.float32]],
+    ) -> None:
+        self._plan, self._pull = plan, pull
+        self._fates, fate_of_slot = np.unique(np.stack(slot_shards), axis=1, return_inverse=True)
+        self._fate_of_slot = fate_of_slot.reshape(-1)
         self._sent = [set(record.numbers(SENT).tolist()) for record in records]
         self._acked = [set(record.numbers(ACKED).tolist()) for record in records]
         self._bad_reads = sum(len(record.numbers(BAD_READ)) for record in records)
@@ -199,17 +207,17 @@ class Verifier:
             verdict.torn_rows += int(broken.sum())
             for row in np.flatnonzero(broken):
                 verdict.examples.append(f"row {ids[row]} of generation {generation} is torn: {rows[row].tolist()}")
-            shards = self._map.shards_of(_PLACEMENT.slots(ids.view(np.uint64)))
+            fates = self._fate_of_slot[_PLACEMENT.slots(ids.view(np.uint64))]
             for trainer in range(self._plan.n_trainers):
                 for n in range(generation * per, (generation + 1) * per):
-                    self._judge(verdict, trainer, n, self._plan.counts(rows, trainer, n), shards)
+                    self._judge(verdict, trainer, n, self._plan.counts(rows, trainer, n), fates)
         return verdict
 
-    def _judge(self, verdict: Verdict, trainer: int, n: int, counts: NDArray[np.int64], shards: NDArray[np.integer]) -> None:
+    def _judge(self, verdict: Verdict, trainer: int, n: int, counts: NDArray[np.int64], fates: NDArray[np.integer]) -> None:
         members = self._plan.members(trainer, n) if n in self._sent[trainer] else np.zeros(len(counts), bool)
         verdict.invented += int((counts[~members] != 0).sum())
-        for shard in range(self._n_shards):
-            part = counts[members & (shards == shard)]
+        for fate in range(self._fates.shape[1]):
+            part = counts[members & (fates == fate)]
             if not len(part):
                 continue
             least, most = int(part.min()), int(part.max())
@@ -226,7 +234,8 @@ class Verifier:
             else:
                 verdict.parts_unacked_not_applied += 1
             if trouble:
-                verdict.examples.append(f"push {n} of trainer {trainer} at shard {shard}: {trouble}; counts {np.bincount(part).tolist()}")
+                where = " then ".join(map(str, self._fates[:, fate]))
+                verdict.examples.append(f"push {n} of trainer {trainer} at shard {where}: {trouble}; counts {np.bincount(part).tolist()}")
 
 
 def _mix(*words: "int | NDArray[np.uint64]") -> NDArray[np.uint64]:

@@ -8,12 +8,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from kvemb.client.all_shards import AllShards
 from kvemb.client.node_moves import NodeMoves, NodePlan
-from kvemb.client.slot_moves import MoveState
+from kvemb.client.slot_moves import MoveState, SlotMoves
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
@@ -23,6 +24,7 @@ _ASK_S = 20.0
 _ANSWER_S = 60.0  # of a cluster in which something else has just been broken
 _FEWEST, _MOST = 2, 5
 _MB_PER_S = (0.0, 0.05, 0.5)  # a ledger has a megabyte or so: a move takes as long as a few other faults
+M = TypeVar("M", bound=SlotMoves)
 
 
 class Operator:
@@ -73,22 +75,22 @@ class Operator:
             return
         dead, new = self._one_of(state), self._cluster.add_node()
         processes.kill(self._cluster.servers[self._cluster.node_at(dead)].process)
-        self._ask(lambda nodes: nodes.replace_dead(dead, new))
+        self._ask(NodeMoves, lambda nodes: nodes.replace_dead(dead, new))
         if dead in self.state().nodes.values():  # it was not asked for in vain only if something else was in the way
             self._cluster.restart_node(self._cluster.node_at(dead))
         self._tidy(self.state())
 
     def abort(self) -> None:
         """Take back what is under way, if it can be."""
-        self._ask(lambda nodes: nodes.abort("chaos"))
+        self._ask(SlotMoves, lambda moves: moves.abort("chaos"))
 
     def state(self) -> MoveState:
         """Ask until there is an answer."""
         deadline = Deadline.after(_ANSWER_S)
         while True:
             try:
-                with self._nodes() as nodes:
-                    return nodes.state()
+                with self._asking(SlotMoves) as moves:
+                    return moves.state()
             except KvembError:
                 if deadline.expired:
                     raise
@@ -103,34 +105,36 @@ class Operator:
         return ""
 
     def _move(self, plan: Callable[[NodeMoves, MoveState], NodePlan | None]) -> None:
-        state = self.state()
-        self._tidy(state)
-        if state.map.plan is not None:
-            if self._random.random() < 0.5:
-                self.abort()
-            return
-
-        def begin(nodes: NodeMoves) -> None:
+        def begin(nodes: NodeMoves, state: MoveState) -> None:
             planned = plan(nodes, state)
             if planned is not None:
                 nodes.begin(planned, max_mb_per_s=self._random.choice(_MB_PER_S))
 
-        self._ask(begin)
+        self._when_quiet(NodeMoves, begin)
 
-    def _ask(self, what: Callable[[NodeMoves], object]) -> None:
+    def _when_quiet(self, kind: type[M], begin: Callable[[M, MoveState], None]) -> None:
+        """Begin something if nothing moves; what moves is aborted, at times."""
+        state = self.state()
+        self._tidy(state)
+        if state.map.plan is None:
+            self._ask(kind, lambda moves: begin(moves, state))
+        elif self._random.random() < 0.5:
+            self.abort()
+
+    def _ask(self, kind: type[M], what: Callable[[M], object]) -> None:
         """Ask once: that it is refused, or fails because of what else is broken, must leave nothing half done either."""
         try:
-            with self._nodes() as nodes:
-                what(nodes)
+            with self._asking(kind) as moves:
+                what(moves)
         except KvembError as error:
             print(f"          asked in vain: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
     @contextmanager
-    def _nodes(self) -> Iterator[NodeMoves]:
+    def _asking(self, kind: type[M]) -> Iterator[M]:
         """Who asks needs the shards alone: a storage node may be dead."""
         servers = AllShards.of(load(self._cluster.config_path, os.environ).servers)
         try:
-            yield NodeMoves(servers, timeout_s=_ASK_S)
+            yield kind(servers, timeout_s=_ASK_S)
         finally:
             servers.close()
 

@@ -197,6 +197,8 @@ class FaultProxy:
             except BaseException as error:
                 done.set_exception(error)
 
+        if not self._thread.is_alive():  # closed: there is no connection any more
+            return action()
         self._loop.call_soon_threadsafe(run)
         return done.result(_CALL_TIMEOUT_S)
 

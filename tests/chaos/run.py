@@ -99,7 +99,7 @@ class LedgerRun:
             def pull(ids: Ids) -> NDArray[np.float32]:
                 return table.pull(ids, timeout_s=timeout_s)
 
-            return Verifier(self.plan, self.records(), len(self.cluster.shards), pull).run()
+            return Verifier(self.plan, self.records(), self.cluster.slot_shards, pull).run()
 
     def last_words(self) -> str:
         """The ends of all logs."""
@@ -113,7 +113,7 @@ class LedgerRun:
                 with kvemb.connect(self.cluster.url, timeout_s=20) as cluster:
                     options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
                     fence = cluster.create_table(_FENCE_TABLE, dim=DIM, exist_ok=True, **options)  # type: ignore[arg-type]
-                    fence.push(np.arange(64), np.ones((64, DIM))).wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
+                    fence.push(np.arange(512), np.ones((512, DIM))).wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
                     return
             except KvembError:
                 if deadline.expired:

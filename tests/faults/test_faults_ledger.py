@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from chaos.ledger import ACKED, BAD_READ, DIM, SENT, LedgerFile, Plan, Record, Verdict, Verifier, torn
 
+from kvemb.schema.cluster_map import equal_runs
+from kvemb.schema.slots import N_SLOTS
 from tests.owners import shard_of
 
 PLAN = Plan(seed=5, n_trainers=3)
@@ -39,8 +41,11 @@ def record(path: Path, sent: int = N, acked: int = N) -> Record:
     return Record.read(path)
 
 
-def judge(rows: Rows, records: list[Record]) -> Verdict:
-    return Verifier(PLAN, records, 2, lambda ids: np.array([rows.get(row, np.zeros(DIM)) for row in ids.tolist()], np.float32)).run()
+def judge(rows: Rows, records: list[Record], *slot_shards: np.ndarray) -> Verdict:
+    def pull(ids: np.ndarray) -> np.ndarray:
+        return np.array([rows.get(row, np.zeros(DIM)) for row in ids.tolist()], np.float32)
+
+    return Verifier(PLAN, records, slot_shards or [equal_runs(2)], pull).run()
 
 
 @pytest.fixture
@@ -105,6 +110,22 @@ def test_a_push_without_acknowledgement_may_be_there_or_not_but_not_by_half(tmp_
     ids, grads = PLAN.push(2, N)
     rows[int(ids[0])] = rows.get(int(ids[0]), np.zeros(DIM, np.float32)) - grads[0]
     assert judge(rows, records).halved == 1
+
+
+def test_a_push_that_was_split_by_several_maps_has_a_part_of_each_set_of_rows_that_stayed_together(tmp_path: Path) -> None:
+    records = [record(tmp_path / str(trainer), sent=N + 1) for trainer in range(3)]
+    rows = everything_applied()
+    apply(rows, 1, N, shard=0)
+    first, then = equal_runs(2), np.full(N_SLOTS, 2, np.uint16)
+    assert judge(rows, records, then).halved == 1
+    verdict = judge(rows, records, then, first, then)  # all was shard 2's, the first half shard 0's meanwhile
+    assert verdict.kept
+    assert (verdict.parts_unacked_applied, verdict.parts_unacked_not_applied) == (1, 3 * 2 - 1)
+    ids, grads = PLAN.push(2, N)
+    rows[int(ids[0])] = rows.get(int(ids[0]), np.zeros(DIM, np.float32)) - grads[0]
+    verdict = judge(rows, records, then, first)
+    assert verdict.halved == 1
+    assert f"push {N} of trainer 2 at shard 2 then " in verdict.examples[0]
 
 
 def test_what_trainers_saw_on_the_way_counts(tmp_path: Path, records: list[Record]) -> None:

@@ -34,8 +34,6 @@ class EncryptedCluster(LocalCluster):
         trainer = self._authority.issue("trainer", f"{cluster}/trainer/*", f"{cluster}/admin/tests", purposes=("client",))
         self._environ = mock.patch.dict(os.environ, {_CERT: str(trainer.cert), _KEY: str(trainer.key)})
         self._environ.start()
-        for shard in range(self._n_shards):
-            self._authority.issue(f"shard-{shard}", f"{cluster}/shard/{shard}", purposes=("server", "client"))
         return start_tls_servers(store, n, folder, memory_mb, authority=self._authority, issued=node)
 
     def _served_at(self, server: StorageServer) -> str:
@@ -44,6 +42,8 @@ class EncryptedCluster(LocalCluster):
 
     def _shard_command(self, index: int) -> list[str]:
         issued = Issued(self._authority.folder, f"shard-{index}")
+        if not issued.cert.exists():
+            self._authority.issue(f"shard-{index}", f"kvemb://{self.folder.name}/shard/{index}", purposes=("server", "client"))
         return ["env", f"{_CERT}={issued.cert}", f"{_KEY}={issued.key}", *super()._shard_command(index)]
 
     def _config(self, *nodes: str, shards: list[str]) -> dict[str, object]:
