@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from deepfm.metrics import auc, log_loss
-from dlrm.data import KEYS, Batch, Lines, criteo, synthetic
+from dlrm.data import Batch, Lines, criteo, synthetic
+from dlrm.local_bags import LocalBags
 from dlrm.model import DLRM
-from dlrm.place import LocalBags, add_arguments, opened
+from dlrm.place import add_arguments, opened
+from dlrm.planted_clicks import KEYS
 from torch.nn import functional as F
 
 import kvemb

@@ -10,13 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from dlrm.model import N_CATEGORIES, N_NUMBERS
-from kvemb.arrays.hashing import mix64
+from dlrm.planted_clicks import KEYS, N_NUMBERS, planted_clicks
 from kvemb.errors import InvalidInputError
 from kvemb.torch import KeyedJaggedTensor
 
-KEYS = [f"c{i + 1}" for i in range(N_CATEGORIES)]
-SYNTHETIC_CATEGORIES = 1000  # of each column, Zipf-distributed
 NUMBER_STD = 3.0  # of log(1 + x) in Criteo's log, about: brings it near 1
 
 
@@ -72,12 +69,4 @@ def criteo(path: str, n_ids: int) -> Lines:
 
 def synthetic(n_lines: int, n_ids: int, seed: int) -> Lines:
     """Draw lines whose labels depend on a weight per category, and on the products of some numbers."""
-    rng = np.random.default_rng(seed)
-    frequency = 1.0 / np.arange(1, SYNTHETIC_CATEGORIES + 1) ** 1.05
-    category = rng.choice(SYNTHETIC_CATEGORIES, (n_lines, N_CATEGORIES), p=frequency / frequency.sum())
-    numbers = rng.standard_normal((n_lines, N_NUMBERS), dtype=np.float32)
-    weights = rng.normal(0.0, 0.5, (N_CATEGORIES, SYNTHETIC_CATEGORIES))
-    logits = weights[np.arange(N_CATEGORIES), category].sum(axis=1) + numbers[:, 0] * numbers[:, 1] - 1.0
-    labels = (rng.random(n_lines) < 1 / (1 + np.exp(-logits))).astype(np.float32)
-    column = np.arange(N_CATEGORIES, dtype=np.uint64) << np.uint64(32)
-    return Lines(numbers, (mix64(column + category.astype(np.uint64)) % np.uint64(n_ids)).astype(np.int64), labels)
+    return Lines(*planted_clicks(n_lines, n_ids, seed))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-N_NUMBERS, N_CATEGORIES = 13, 26
-"""Columns of a Criteo log."""
+from dlrm.planted_clicks import N_NUMBERS
 
 
 class DLRM(nn.Module):

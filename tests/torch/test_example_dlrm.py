@@ -10,8 +10,9 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import dlrm_torch
 import torch
-from dlrm.data import KEYS, synthetic
-from dlrm.model import DLRM, N_CATEGORIES, N_NUMBERS
+from dlrm.data import synthetic
+from dlrm.model import DLRM
+from dlrm.planted_clicks import KEYS, N_CATEGORIES, N_NUMBERS
 
 from trainer.torch import KeyedTensor
 
