@@ -189,7 +189,7 @@ class RowCache:
         with self._lock:
             self._n_lookups += len(ids)
             table = self._tables.get(definition.name)
-            if table is None or not len(ids):
+            if table is None or not len(ids) or not self._shards:
                 return None
             at = table.find(ids)
             tokens = table.tokens.take(at, mode="clip")

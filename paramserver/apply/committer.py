@@ -174,7 +174,7 @@ class Committer:
         with self._counting:
             more, key = step - state.step, state.definition.key
             if more > 0:
-                state.step = step
+                state.raise_step(step)
                 if key in self._steps:
                     self._steps[key] += more
 

@@ -116,7 +116,7 @@ class Engine:
         """Go on in a higher epoch, in which all batches behind k are numbered. Between batches, apply thread only."""
         self._timeline.rise(epoch, k)
         if self.behind is not None:
-            self.behind.epoch = epoch
+            self.behind.rise(epoch)
 
     @property
     def stored_k(self) -> int:

@@ -104,6 +104,10 @@ class WriteBehind:
         self._asked = False
         self.newest_k = 0
 
+    def rise(self, epoch: int) -> None:
+        """Go on in a higher epoch. Apply thread only."""
+        self.epoch = epoch
+
     # --- a batch changes rows --------------------------------------------------------------------------------------------------
 
     @contextmanager

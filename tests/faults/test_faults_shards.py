@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,30 +85,19 @@ def test_all_shards_may_be_restarted_in_turn_under_load(require_server: Callable
         assert verdict.kept, f"{verdict}\n{run.last_words()}"
 
 
-def other_shards(tree: dict[str, dict[str, object]]) -> None:
-    tree["parameter_servers"]["shards"] = [*tree["parameter_servers"]["shards"], "127.0.0.1:1"]  # type: ignore[misc]
-
-
-def another_name(tree: dict[str, object]) -> None:
-    tree["cluster"] = "another"
-
-
-@pytest.mark.parametrize(("change", "says"), [(other_shards, "shard"), (another_name, "cluster")])
-def test_a_shard_or_trainer_with_another_configuration_is_refused(
-    change: Callable[[dict[str, Any]], None], says: str, require_server: Callable[[str], str]
-) -> None:
+def test_a_shard_or_trainer_with_another_configuration_is_refused(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with FaultyCluster("redis", 2, shards=1, storage={"timeout_s": 1}) as cluster, kvemb.connect(cluster.url) as connected:
         table = counting_table(connected, "t")
         add(table, IDS).wait_applied(timeout_s=PATIENCE_S)
         right = cluster.config_path.read_text(encoding="utf-8")
         tree = yaml.safe_load(right)
-        change(tree)
+        tree["cluster"] = "another"
         cluster.config_path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        with pytest.raises(kvemb.errors.KvembError, match=says):
+        with pytest.raises(kvemb.errors.KvembError, match="cluster"):
             kvemb.connect(cluster.url, timeout_s=5)
         assert processes.terminate(cluster.shards[0], PATIENCE_S) == 0
-        with pytest.raises(LocalProcessError, match=says):
+        with pytest.raises(LocalProcessError, match="cluster"):
             cluster.start_shard(0, "--start-timeout", "3")
         cluster.config_path.write_text(right, encoding="utf-8")
         cluster.start_shard(0)

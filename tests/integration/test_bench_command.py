@@ -88,7 +88,7 @@ def test_it_writes_nothing_and_fills_no_cache_of_a_shard(cluster: LocalCluster) 
         before, asked = client.questions.status(), commands(cluster)
         measured(cluster)
         after, now = client.questions.status(), commands(cluster)
-    for one, other in zip(before, after, strict=True):
+    for one, other in zip(before.values(), after.values(), strict=True):
         for figure in ("k", "rows_applied", "n_rows", "cache_bytes", "cache_lookups", "cache_hits", "journal_bytes", "dirty_rows"):
             assert getattr(one, figure) == getattr(other, figure), figure
     more = {name for name in now if now[name] > asked.get(name, 0)}

@@ -311,7 +311,7 @@ def test_a_changed_name_of_the_cluster_is_refused_and_the_old_one_goes_on(cluste
 
 @pytest.mark.parametrize(
     ("options", "code", "says"),
-    [(["--shard", "7"], 2, "ConfigError: --shard 7"), (["--start-timeout", "0.1"], 3, "NodeUnavailableError")],
+    [(["--shard", "-1"], 2, "ConfigError: --shard -1"), (["--start-timeout", "0.1"], 3, "NodeUnavailableError")],
 )
 def test_a_start_that_cannot_be_is_one_line(tmp_path: Path, options: list[str], code: int, says: str) -> None:
     cluster = Cluster(tmp_path, StorageConfig("redis", (f"127.0.0.1:{free_ports(1)[0]}",)))

@@ -35,7 +35,7 @@ def shards() -> Iterator[list[FakeShard]]:
 
 @pytest.fixture
 def session(shards: list[FakeShard]) -> Iterator[PushSession]:
-    cache = RowCache(1 << 20, 1, 2)
+    cache = RowCache(1 << 20, 1)
     cache.add_table(USER)
     servers = AllShards([f"127.0.0.1:{shard.port}" for shard in shards])
     session = PushSession(servers, CLUSTER, "trainer-a", sync=False, row_cache=cache)

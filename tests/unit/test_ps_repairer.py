@@ -122,7 +122,7 @@ def test_records_in_the_cache_are_not_reconstructed() -> None:
 
 def test_two_shards_repair_two_nodes_without_waiting_for_each_other() -> None:
     nodes = addresses()
-    provision(nodes)
+    provision(nodes, 2)
     shards = [Shard(nodes, number, 2).open() for number in range(2)]
     for shard in shards:
         shard.apply(ADAM, IDS)

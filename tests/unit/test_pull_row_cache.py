@@ -21,7 +21,7 @@ EPOCH, K = 3, 9
 
 @pytest.fixture
 def cache() -> RowCache:
-    cache = RowCache(1 << 20, 1, 1)
+    cache = RowCache(1 << 20, 1)
     cache.add_table(USER)
     cache.add_table(ITEM)
     return cache

@@ -217,7 +217,7 @@ def test_memory_stays_within_the_limit_and_hot_rows_stay(new: Callable[..., RowC
 
 
 def test_tables_that_were_never_opened_are_not_kept(clock: Clock) -> None:
-    cache = RowCache(1 << 20, 1, 1, clock)
+    cache = RowCache(1 << 20, 1, clock)
     put(cache, [1], 1.0, k=1)
     assert kept(cache, [1]) == {}
 
@@ -264,7 +264,7 @@ event = st.tuples(st.sampled_from(["own", "own", "other", "both", "silent", "dro
 @settings(max_examples=300, deadline=None)
 @given(st.lists(event, max_size=60), st.integers(1, 4))
 def test_a_row_that_is_used_lags_by_no_more_than_allowed(events: list[tuple[str, set[int]]], max_staleness: int) -> None:
-    cache, shard = RowCache(1 << 20, max_staleness, 1, Clock()), Model(max_staleness)
+    cache, shard = RowCache(1 << 20, max_staleness, Clock()), Model(max_staleness)
     cache.add_table(USER)
     heard = 0
     for kind, chosen in events:
