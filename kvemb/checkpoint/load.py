@@ -134,9 +134,11 @@ def _watch(loading: Loading, load_id: str, stall_timeout_s: float, progress: Loa
     """
     moved, seen = time.monotonic(), ""
     while True:
-        reports = [report for report in _reports(loading) if report is not None and report.load_id == load_id]
-        for shard, report in zip(loading.servers.numbers, _reports(loading), strict=True):
-            if report is not None and report.load_id == load_id and report.state == "failed":
+        found = zip(loading.servers.numbers, _reports(loading), strict=True)
+        of_shards = {shard: report for shard, report in found if report is not None and report.load_id == load_id}
+        reports = list(of_shards.values())
+        for shard, report in of_shards.items():
+            if report.state == "failed":
                 raise CheckpointError(f"shard {shard}: {report.error}. The load stays decided: mend the cause, then start the shard again")
         if progress is not None and reports:
             progress("loading", sum(_share_done(report) for report in reports), sum(2 * report.rows for report in reports))
