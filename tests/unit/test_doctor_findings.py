@@ -35,8 +35,7 @@ def test_nothing_is_found_where_nothing_is() -> None:
         ({"version": "0.9"}, "shard-version"),
         ({"sync_s": 0.2}, "disk-slow"),
         ({"sync_s": -1.0}, "disk-unwritable"),
-        ({"disk_free": 10**10}, "disk-space"),
-        ({"disk_free": 10**9, "disk_bytes": 10**9}, "disk-space"),
+        ({"disk_free": 10**9}, "disk-space"),
         ({"open_files": 4000}, "open-files"),
     ],
 )
