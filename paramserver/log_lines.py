@@ -1,11 +1,14 @@
-"""How a shard's process writes its log: lines for people, or JSON objects with the ids of cluster, shard and epoch in each of them."""
+"""How a shard's process writes its log: lines for people, or JSON objects with ids of cluster, shard, epoch and plan in each of them."""
 
 import logging
 import sys
+from collections.abc import Callable
 
 from kvemb.json_logs import formatter_of
+from kvemb.schema.cluster_map import ClusterMap
 
 LEVELS = ("debug", "info", "warning", "error")
+_UNCLAIMED: dict[str, object] = {"epoch": None, "map_version": None, "plan": None}
 
 
 class LogLines(logging.Filter):
@@ -21,7 +24,7 @@ class LogLines(logging.Filter):
         super().__init__()
         self._shard, self._json, self._level = shard, json, level
         self._cluster: str | None = None
-        self._epoch: int | None = None
+        self._of_claim: Callable[[], dict[str, object]] = lambda: _UNCLAIMED
 
     def begin(self) -> None:
         """Write the log of this process to standard error from now on."""
@@ -38,9 +41,9 @@ class LogLines(logging.Filter):
         """Say the cluster's name in later lines."""
         self._cluster = cluster
 
-    def claimed(self, epoch: int) -> None:
-        """Say the shard's epoch in later lines."""
-        self._epoch = epoch
+    def claimed(self, epoch: Callable[[], int], now: Callable[[], ClusterMap]) -> None:
+        """Say epoch and plan in later lines as they are then: a shard that takes slots over rises in its epoch."""
+        self._of_claim = lambda: _ids(epoch(), now())
 
     def say(self, text: str) -> None:
         """Write why the process ends: a line of the log where that is JSON, otherwise the text alone."""
@@ -51,10 +54,15 @@ class LogLines(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the ids."""
-        vars(record).update(cluster=self._cluster, shard=self._shard, epoch=self._epoch)  # as `extra` of a log call does
+        vars(record).update(cluster=self._cluster, shard=self._shard, **self._of_claim())  # as `extra` of a log call does
         return True
 
     def _formatter(self) -> logging.Formatter:
         if not self._json:
             return logging.Formatter("%(asctime)s %(levelname)s shard %(shard)s: %(message)s")
-        return formatter_of(("cluster", "shard", "epoch"), {})
+        return formatter_of(("cluster", "shard", *_UNCLAIMED), {})
+
+
+def _ids(epoch: int, now: ClusterMap) -> dict[str, object]:
+    plan = None if now.plan is None else f"{now.plan.kind} {now.plan.phase}"
+    return {"epoch": epoch, "map_version": now.version, "plan": plan}

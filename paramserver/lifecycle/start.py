@@ -11,6 +11,7 @@ from kvemb.coordination.registry_format import META_NAME
 from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
 from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
@@ -49,6 +50,7 @@ from .shard import RecoveredShard, Shard
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20
 _ISSUED_BEHIND_THE_END = 1 << 20
+OnClaimed = Callable[[Callable[[], int], Callable[[], ClusterMap]], None]
 log = logging.getLogger("paramserver")
 
 
@@ -63,7 +65,7 @@ def start(
     roll_back: bool = False,
     on_fenced: Callable[[], None] = lambda: None,
     on_load: Callable[[], None] | None = None,
-    on_claimed: Callable[[int], None] = lambda epoch: None,
+    on_claimed: OnClaimed = lambda epoch, now: None,
 ) -> Shard:
     """Take every step up to a shard that can serve; on an error everything is closed again.
 
@@ -76,7 +78,7 @@ def start(
         take_over: although another process may run the shard: that one is fenced.
         roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
         on_fenced, on_load: see `Shard`.
-        on_claimed: told the epoch once the shard is this process's.
+        on_claimed: once the shard is this process's, handed what tells its epoch and its cluster map, whenever they are called.
 
     Raises:
         ConfigError: no such shard, or a table of the file does not fit.
@@ -131,7 +133,7 @@ class _Start:
         wait: Callable[[float], None],
         *,
         roll_back: bool = False,
-        on_claimed: Callable[[int], None] = lambda epoch: None,
+        on_claimed: OnClaimed = lambda epoch, now: None,
     ) -> None:
         self._on_claimed = on_claimed
         self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
@@ -158,7 +160,8 @@ class _Start:
         if shard == 0 and registry.tables:
             settle_limits(self._store, self._store.addresses, registry.tables, timeout_s)
         state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=self._require_reached)
-        self._on_claimed(state.epoch)
+        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
+        self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
         budget = CacheBudget(servers.cache_mb << 20)
@@ -166,7 +169,6 @@ class _Start:
         sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
         members = Membership(servers.trainers, state.members, state.complete)
         journal = self._open_journal()
-        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
         still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)
         try:

@@ -25,7 +25,7 @@ def test_every_line_names_cluster_shard_and_epoch(cluster: Cluster) -> None:
         assert {(line["cluster"], line["shard"], line["level"]) for line in lines} == {("test", 0, "INFO")}
         served = [number for number, line in enumerate(lines) if str(line["message"]).startswith("serving on")]
         assert len(served) == 1
-        assert {line["epoch"] for line in lines[served[0] :]} == {epoch}
+        assert {(line["epoch"], line["plan"]) for line in lines[served[0] :]} == {(epoch, None)}
         assert any("trainer anna joined" in str(line["message"]) for line in lines)
 
 

@@ -3,10 +3,13 @@
 import io
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
 import kvemb
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import DRAINING, SHARDS, MovePlan
 from paramserver.log_lines import LogLines
 
 
@@ -48,4 +51,15 @@ def test_names_that_are_not_given_are_left_out(stream: io.StringIO) -> None:
 def test_a_shards_line_has_the_same_keys_beside_its_own(stream: io.StringIO) -> None:
     of_shard = LogLines(0, json=True, level="info")
     said, _ = lines(stream, of_shard._formatter(), of_shard)
-    assert said.keys() == {"time", "level", "thread", "message", "cluster", "shard", "epoch"}
+    assert said.keys() == {"time", "level", "thread", "message", "cluster", "shard", "epoch", "map_version", "plan"}
+
+
+def test_a_shards_line_says_its_epoch_and_its_plan_as_they_are_then(stream: io.StringIO) -> None:
+    of_shard, now = LogLines(0, json=True, level="info"), ClusterMap.first(2, 2)
+    epochs = iter((3, 4))
+    planned = replace(now, version=9, plan=MovePlan(SHARDS, DRAINING, now.slot_shards))
+    maps = iter((now, planned))
+    of_shard.claimed(lambda: next(epochs), lambda: next(maps))
+    before, during = lines(stream, of_shard._formatter(), of_shard)
+    assert (before["epoch"], before["map_version"], before["plan"]) == (3, now.version, None)
+    assert (during["epoch"], during["map_version"], during["plan"]) == (4, 9, "shards draining")
