@@ -38,6 +38,7 @@ from ..moves.handover_work import HandoverPorts, HandoverWork
 from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
+from ..moves.move_planner import MovePlanner
 from ..moves.plan_work import PlanWork
 from ..moves.slot_mover import SlotMover
 from ..recovery.claim_shard import save
@@ -120,10 +121,10 @@ class Shard:
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
-        in_file = parts.config.servers.shards
+        planner = MovePlanner(store, self._metas, parts.config.servers.shards)
         first = parts.shard == 0
         left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
-        carrier = MoveCarrier(store, keep=keep, metas=self._metas, in_file=in_file, left=left, timeout_s=timeout_s) if first else None
+        carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, timeout_s=timeout_s) if first else None
         moves = MoveHandlers(parts, store, carrier, offers)
         self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
         self._follower = MapFollower(

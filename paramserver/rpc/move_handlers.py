@@ -24,7 +24,8 @@ from kvemb.stores.store import Store
 
 from ..handover.slot_offers import SlotOffers
 from ..moves.left_sessions import pack_sessions
-from ..moves.move_carrier import MoveCarrier, WantedMove
+from ..moves.move_carrier import MoveCarrier
+from ..moves.move_planner import WantedMove
 from ..recovery.shard_parts import ShardParts
 
 
