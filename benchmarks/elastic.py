@@ -16,8 +16,8 @@ from benchmarks.measure import Spread
 from benchmarks.options import positive, whole
 from benchmarks.recovery_steps import watch_repair
 from benchmarks.report import Line, Report, Section
-from kvemb.client.node_moves import NodePlan
-from kvemb.client.slot_moves import MoveState
+from kvemb.client.resizing.node_moves import NodePlan
+from kvemb.client.resizing.slot_moves import MoveState
 from kvemb.cluster import Cluster
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
-    from kvemb.client.node_moves import NodeMoves
+    from kvemb.client.resizing.node_moves import NodeMoves
+    from kvemb.client.resizing.shard_scaling import ShardScaling
     from kvemb.client.shard_questions import ShardQuestions
-    from kvemb.client.shard_scaling import ShardScaling
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
@@ -81,14 +81,14 @@ class Cluster:
     @property
     def nodes(self) -> NodeMoves:
         """The storage nodes that come and go while training goes on (memcached, Redis, Valkey)."""
-        from kvemb.client.node_moves import NodeMoves
+        from kvemb.client.resizing.node_moves import NodeMoves
 
         return NodeMoves(self._access.require_shards("nodes").servers)
 
     @property
     def shards(self) -> ShardScaling:
         """The parameter-server shards that come and go while training goes on."""
-        from kvemb.client.shard_scaling import ShardScaling
+        from kvemb.client.resizing.shard_scaling import ShardScaling
 
         return ShardScaling(self._access.require_shards("shards").servers)
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 from chaos import processes
 from chaos.cluster import FaultyCluster
 from kvemb.client.all_shards import AllShards
-from kvemb.client.node_moves import NodeMoves, NodePlan
-from kvemb.client.slot_moves import MoveState, SlotMoves
+from kvemb.client.resizing.node_moves import NodeMoves, NodePlan
+from kvemb.client.resizing.slot_moves import MoveState, SlotMoves
 from kvemb.config import load
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from chaos.node_moves import Operator
-from kvemb.client.shard_scaling import ShardMovePlan, ShardScaling
-from kvemb.client.slot_moves import MoveState
+from kvemb.client.resizing.shard_scaling import ShardMovePlan, ShardScaling
+from kvemb.client.resizing.slot_moves import MoveState
 
 _FEWEST, _MOST = 1, 4
 _SHARES = (0.0, 0.5, 1.0, 2.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.client.slot_moves import MoveState, SlotMoves, SlotSizes, state_of
+from kvemb.client.resizing.slot_moves import MoveState, SlotMoves, SlotSizes, state_of
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.messages import MoveRequest, ReplaceNodeRequest
 from kvemb.schema.cluster_map import ClusterMap

@@ -10,10 +10,10 @@ import numpy as np
 import yaml
 
 from kvemb.client.all_shards import AllShards
-from kvemb.client.node_moves import NodeMoves, NodePlan
-from kvemb.client.slot_moves import MoveState, SlotMoves
-from kvemb.commands.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
+from kvemb.client.resizing.node_moves import NodeMoves, NodePlan
+from kvemb.client.resizing.slot_moves import MoveState, SlotMoves
 from kvemb.commands.progress_meter import ProgressMeter
+from kvemb.commands.resize_verbs.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
 from kvemb.commands.text_table import text_table
 from kvemb.config import Config, load
 from kvemb.errors import ConfigError, MoveRefusedError

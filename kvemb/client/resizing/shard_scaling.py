@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.client.resizing.slot_moves import MoveState, SlotMoves, state_of
 from kvemb.client.shard_channel import ShardChannel
-from kvemb.client.slot_moves import MoveState, SlotMoves, state_of
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles

@@ -22,7 +22,7 @@ _MB = 1e6
 def cluster_nodes(
     config: StorageConfig, action: str, words: Sequence[str], weights: Mapping[str, float] | None, args: argparse.Namespace
 ) -> int:
-    """See `kvemb.commands.nodes_command.nodes_command`."""
+    """See `kvemb.commands.resize_verbs.nodes_command.nodes_command`."""
     with NodeScaling(config, max_mb_per_s=args.max_mb_per_s or None) as nodes:
         if action == "show":
             print(render_members(nodes))
@@ -37,7 +37,7 @@ def cluster_nodes(
 
 
 def cluster_moves(config: StorageConfig, action: str) -> int:
-    """See `kvemb.commands.nodes_command.moves_command`."""
+    """See `kvemb.commands.resize_verbs.nodes_command.moves_command`."""
     with NodeScaling(config) as nodes:
         if action == "show":
             print(_under_way(nodes))

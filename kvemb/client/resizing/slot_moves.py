@@ -1,6 +1,7 @@
 """A move of slots between nodes, or between shards, as whoever asked for it sees it: how far it is, taking it back, waiting for its end.
 
-Shard 0 carries it. What must not live here: what is asked for (`kvemb.client.node_moves`, `kvemb.client.shard_scaling`), and printing.
+Shard 0 carries it. What must not live here: what is asked for (`kvemb.client.resizing.node_moves`,
+`kvemb.client.resizing.shard_scaling`), and printing.
 """
 
 import time

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvemb.client.all_shards import AllShards
-from kvemb.client.shard_scaling import INDEX_BYTES, ShardMovePlan, ShardScaling
-from kvemb.commands.cluster_nodes_command import agreed
-from kvemb.commands.nodes_command import COMMANDS as MOVE_COMMANDS
-from kvemb.commands.nodes_command import Command, describe, look_on, nothing_to_do, weights_of, words_of
+from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan, ShardScaling
+from kvemb.commands.resize_verbs.cluster_nodes_command import agreed
+from kvemb.commands.resize_verbs.nodes_command import COMMANDS as MOVE_COMMANDS
+from kvemb.commands.resize_verbs.nodes_command import Command, describe, look_on, nothing_to_do, weights_of, words_of
 from kvemb.commands.text_table import text_table
 from kvemb.config import load
 from kvemb.errors import ConfigError
