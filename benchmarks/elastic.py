@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from kvemb.client.resizing.node_moves import NodePlan
 from kvemb.client.resizing.slot_moves import MoveState
 from kvemb.cluster import Cluster
 from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
@@ -71,7 +72,8 @@ def elastic(options: argparse.Namespace) -> Report:
     of a move without load, k rows/s is rows moved per second from command to done, and / repair that of a repair's (rows of the node per
     second of the repair) in the same round. Values are medians with (smallest..largest); the longest wait that counts is the largest.
     After all, every row must be the number of pushes that it got. At last, a DeepFM of one sync trainer is trained for --steps steps,
-    twice: while a node joins, another leaves, and one is exchanged, and with nothing of that; losses must be equal bit for bit.
+    twice: while a node joins, another leaves, one is exchanged, a shard joins and leaves, and with nothing of that; losses must be equal
+    bit for bit.
     """
     sections = []
     versions: dict[str, str] = {}
@@ -143,7 +145,7 @@ def _measure(store: str, options: argparse.Namespace, versions: dict[str, str]) 
     n_steps = _check_losses(store, options)
     settings = {"store": store, "dim": options.dim, "record_bytes": table.definition.record.size_bytes, "rows": options.rows}
     settings |= {"batch": options.batch, "trainers": options.trainers, "shards": N_SHARDS, "repeats": options.repeats}
-    note = f"DeepFM, sync, {n_steps} steps: losses with three changes of nodes and with none are equal, bit for bit."
+    note = f"DeepFM, sync, {n_steps} steps: losses with three changes of nodes and two of shards, and with none, are equal, bit for bit."
     return Section(settings, notes=[note], lines=lines_of(changes, moves, repairs))
 
 
@@ -201,8 +203,15 @@ def _check_losses(store: str, options: argparse.Namespace) -> int:
     plain = _losses(store, batches, len(changed), changed=False)
     for at, (wanted, got) in enumerate(zip(plain, changed, strict=True)):
         if wanted != got:
-            raise OtherLossError(f"{store}: losses differ from step {at} on: {wanted!r}, and {got!r} with changes of nodes")
+            raise OtherLossError(f"{store}: losses differ from step {at} on: {wanted!r}, and {got!r} with changes of nodes and shards")
     return len(plain)
+
+
+def _train_until_done(opened: Cluster, train: Callable[[int], None], n_steps: int) -> None:
+    """Train so many steps, and on until the move is over."""
+    train(n_steps)
+    while opened.nodes.state().map.plan is not None:
+        train(1)
 
 
 def _losses(store: str, batches: Sequence[object], n_steps: int, *, changed: bool) -> list[float]:
@@ -221,11 +230,16 @@ def _losses(store: str, batches: Sequence[object], n_steps: int, *, changed: boo
             train(n_steps)
             return losses
         train(n_steps // 4)
-        nodes, first = opened.nodes, cluster.servers[0].address
+        nodes, shards, first = opened.nodes, opened.shards, cluster.servers[0].address
         third, fourth = (_further(stack, cluster).address for _ in range(2))
+        shard = f"127.0.0.1:{free_ports(1)[0]}"
         for plan in (lambda: nodes.add(third), lambda: nodes.remove(first), lambda: nodes.exchange(third, fourth)):
             nodes.begin(plan())
-            train(n_steps // 4)
-            while nodes.state().map.plan is not None:
-                train(1)
+            _train_until_done(opened, train, n_steps // 4)
+        cluster.start_shard(N_SHARDS, "--listen", shard)
+        for move, n_shards in ((lambda: shards.add(shard), N_SHARDS + 1), (lambda: shards.remove(shard), N_SHARDS)):
+            shards.begin(move())
+            _train_until_done(opened, train, n_steps // 4)
+            if (there := shards.state().map.shard_numbers) != tuple(range(n_shards)):
+                raise OtherLossError(f"{store}: a move of shards was taken back: there are {there}, expected {n_shards}")
     return losses

@@ -85,12 +85,13 @@ class HastyTrainer:
         except BaseException as error:
             self._error = error
 
-    def stop(self) -> np.ndarray:
-        """End; return how often each row was pushed."""
+    def stop(self, *, flush: bool = True) -> np.ndarray:
+        """End; return how often each row was pushed. Without a flush where others of a sync job go on: it would wait for our next step."""
         self._end.set()
         self._thread.join(PATIENCE_S)
         if self._error is not None:
             raise self._error
-        self.cluster.flush(PATIENCE_S)
+        if flush:
+            self.cluster.flush(PATIENCE_S)
         self.cluster.close()
         return self.counts

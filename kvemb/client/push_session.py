@@ -393,10 +393,19 @@ class PushSession:
             request = ByeRequest(self._trainer, self._incarnation)
             there = self._servers.numbers
             requests = {shard: request for shard, stream in self._streams.items() if shard in there and not stream.trouble()}
-            try:
+            with suppress(KvembError):
                 self._servers.try_each("Bye", requests, Empty, Deadline.after(BYE_TIMEOUT_S))
-            except KvembError:
-                return
+            if self.sync:
+                self._say_bye_to_joined(request)
+
+    def _say_bye_to_joined(self, request: ByeRequest) -> None:
+        """Leave shards that have joined since our last push, too: they were told of us by the others, and await us."""
+        with suppress(KvembError):
+            deadline = Deadline.after(BYE_TIMEOUT_S)
+            self._servers.refresh_map(deadline)
+            joined = [shard for shard in self._servers.numbers if shard not in self._streams]
+            self._servers.try_each("Hello", dict.fromkeys(joined, self._hello_request()), HelloReply, deadline)
+            self._servers.try_each("Bye", dict.fromkeys(joined, request), Empty, deadline)
 
 
 def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:

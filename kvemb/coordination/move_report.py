@@ -19,6 +19,7 @@ class MoveReport:
         done: whether its part of the phase is done.
         rows, n_rows: how many rows it has gone through in this phase, and how many there are.
         trouble: why it does not come further; "" while it does.
+        step: of a sync job, while all hold: the last step that it has handed out.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class MoveReport:
     rows: int = 0
     n_rows: int = 0
     trouble: str = ""
+    step: int = 0
 
     def encode(self) -> bytes:
         """The bytes stored under `report_name`.
@@ -35,7 +37,8 @@ class MoveReport:
             >>> newest_report([None, b"junk", MoveReport(2, 40, True).encode(), MoveReport(2, 39, True).encode()]).version
             40
         """
-        packed: bytes = msgpack.packb([self.epoch, self.version, self.done, self.rows, self.n_rows, self.trouble])
+        items = [self.epoch, self.version, self.done, self.rows, self.n_rows, self.trouble]
+        packed: bytes = msgpack.packb([*items, self.step] if self.step else items)
         return packed
 
 
@@ -52,9 +55,9 @@ def newest_report(copies: Iterable[bytes | None]) -> MoveReport | None:
 
 def _decode(copy: bytes) -> MoveReport | None:
     try:
-        items = msgpack.unpackb(copy, max_array_len=len(_TYPES), max_map_len=0, max_str_len=4 * MAX_TROUBLE, max_bin_len=0)
+        items = msgpack.unpackb(copy, max_array_len=len(_TYPES) + 1, max_map_len=0, max_str_len=4 * MAX_TROUBLE, max_bin_len=0)
     except Exception:  # msgpack raises ValueError, UnpackException, TypeError: all mean bad bytes
         return None
-    if not isinstance(items, list) or tuple(type(item) for item in items) != _TYPES:
+    if not isinstance(items, list) or tuple(type(item) for item in items) not in (_TYPES, (*_TYPES, int)):
         return None
     return MoveReport(*items)

@@ -490,6 +490,7 @@ class SlotEntriesReply(Message):
         epoch: of the shard that answers.
         tables: of each its "definition", how often it was applied there ("step"), and how many "rows" are handed over, in their order.
         ids, versions: uint64, least significant byte first; ascending within a table.
+        trainers, incarnations: of the members of a sync job whose trainers have all been here; none of another.
     """
 
     ready: bool
@@ -497,6 +498,8 @@ class SlotEntriesReply(Message):
     tables: list[dict[str, Any]]
     ids: bytes
     versions: bytes
+    trainers: list[str] = field(default_factory=list)
+    incarnations: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

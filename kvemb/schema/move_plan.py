@@ -14,9 +14,9 @@ from kvemb.schema.slots import from_runs, runs_of
 
 NODES, SHARDS = "nodes", "shards"
 MOVING, FLIPPED, CLEANING, ABORTING = "moving", "flipped", "cleaning", "aborting"
-DRAINING, SERVING = "draining", "serving"
-PHASES_OF = {NODES: (MOVING, FLIPPED, CLEANING, ABORTING), SHARDS: (MOVING, DRAINING, FLIPPED, SERVING, ABORTING)}
-PHASES = (MOVING, DRAINING, FLIPPED, SERVING, CLEANING, ABORTING)
+HOLDING, DRAINING, SERVING = "holding", "draining", "serving"
+PHASES_OF = {NODES: (MOVING, FLIPPED, CLEANING, ABORTING), SHARDS: (MOVING, HOLDING, DRAINING, FLIPPED, SERVING, ABORTING)}
+PHASES = (MOVING, HOLDING, DRAINING, FLIPPED, SERVING, CLEANING, ABORTING)
 MAX_WHY = 1000
 
 
@@ -26,13 +26,14 @@ class MovePlan:
 
     Args:
         kind: "nodes" or "shards".
-        phase: between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "draining", "flipped", "serving" or
-            "aborting".
+        phase: between nodes "moving", "flipped", "cleaning" or "aborting"; between shards "moving", "holding" (in sync jobs), "draining",
+            "flipped", "serving" or "aborting".
         slot_owners: uint16 [16384], the other owner of each slot; of slots that stay, the same one.
         leaving: numbers of owners that have nothing left, and are gone, when the plan is done.
         joining: numbers of owners that came with the plan, and are gone when it was aborted.
         max_bytes_per_s: how fast all shards together may copy; 0: as fast as storage takes it.
         why: of an abort.
+        last_step: of a sync job, once it is draining: the last step that shards take by the map of before the flip.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class MovePlan:
     joining: tuple[int, ...] = ()
     max_bytes_per_s: int = 0
     why: str = ""
+    last_step: int = 0
 
     @property
     def writes_both(self) -> bool:
@@ -60,7 +62,9 @@ class MovePlan:
 
     def to_list(self) -> list[Any]:
         """Return what stands in the map's bytes."""
-        return [self.kind, self.phase, runs_of(self.slot_owners), list(self.leaving), list(self.joining), self.max_bytes_per_s, self.why]
+        runs, leaving, joining = runs_of(self.slot_owners), list(self.leaving), list(self.joining)
+        items: list[Any] = [self.kind, self.phase, runs, leaving, joining, self.max_bytes_per_s, self.why]
+        return [*items, self.last_step] if self.last_step else items
 
     @staticmethod
     def from_list(items: object, n_owners: dict[str, int]) -> "MovePlan":
@@ -69,11 +73,12 @@ class MovePlan:
         Raises:
             ValueError: it is no plan.
         """
-        if not isinstance(items, list) or [type(item) for item in items] != [str, str, bytes, list, list, int, str]:
+        types = [str, str, bytes, list, list, int, str]
+        if not isinstance(items, list) or [type(item) for item in items] not in (types, [*types, int]):
             raise ValueError("no plan")
-        kind, phase, runs, leaving, joining, max_bytes_per_s, why = items
-        if kind not in n_owners or phase not in PHASES_OF[kind] or max_bytes_per_s < 0 or len(why) > MAX_WHY:
+        kind, phase, runs, leaving, joining, max_bytes_per_s, why, last_step = items if len(items) > len(types) else [*items, 0]
+        if kind not in n_owners or phase not in PHASES_OF[kind] or max_bytes_per_s < 0 or len(why) > MAX_WHY or last_step < 0:
             raise ValueError("no plan of this release")
         if not all(type(number) is int and 0 <= number < n_owners[kind] for number in [*leaving, *joining]):
             raise ValueError("an owner comes or goes that there is not")
-        return MovePlan(kind, phase, from_runs(runs, n_owners[kind]), tuple(leaving), tuple(joining), max_bytes_per_s, why)
+        return MovePlan(kind, phase, from_runs(runs, n_owners[kind]), tuple(leaving), tuple(joining), max_bytes_per_s, why, last_step)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,12 @@ class GivenEntries:
     Args:
         epoch: the highest of theirs.
         entries: of all of them.
+        members: (trainer, incarnation) of those of a sync job.
     """
 
     epoch: int
     entries: list[SlotEntries]
+    members: list[tuple[str, int]] = field(default_factory=list)
 
 
 class GiverQuestions:
@@ -68,17 +70,18 @@ class GiverQuestions:
         self._given_up.set()
 
     def _run(self, version: int, givers: Sequence[int], given_up: threading.Event) -> None:
-        said: list[tuple[int, list[SlotEntries]]] = []
+        said: list[GivenEntries] = []
         for giver in givers:
             one = self._ask_one(version, giver, given_up)
             if one is None:
                 return
             said.append(one)
-        answer = GivenEntries(max(epoch for epoch, _ in said), put_together([one for _, entries in said for one in entries]))
+        entries = put_together([one for given in said for one in given.entries])
+        answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members)
         if not given_up.is_set():
             self.answer = answer
 
-    def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> tuple[int, list[SlotEntries]] | None:
+    def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> GivenEntries | None:
         channel: ShardChannel | None = None
         try:
             while not given_up.is_set():
@@ -103,7 +106,7 @@ class GiverQuestions:
             if channel is not None:
                 channel.close()
 
-    def _pages(self, channel: ShardChannel, version: int) -> tuple[int, list[SlotEntries]] | None:
+    def _pages(self, channel: ShardChannel, version: int) -> GivenEntries | None:
         """All that one giver says; None while it is not ready, and where it was another process in between."""
         pages: list[SlotEntriesReply] = []
         n_had, n_rows = 0, 1
@@ -125,7 +128,7 @@ class GiverQuestions:
         for table in pages[0].tables:
             rows = slice(start, start := start + int(table["rows"]))
             entries.append(SlotEntries(TableDef.from_dict(table["definition"]), int(table["step"]), ids[rows], versions[rows]))
-        return pages[0].epoch, entries
+        return GivenEntries(pages[0].epoch, entries, list(zip(pages[-1].trainers, pages[-1].incarnations, strict=False)))
 
 
 def _joined(pieces: Sequence[bytes]) -> NDArray[np.uint64]:

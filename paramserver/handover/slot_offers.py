@@ -16,6 +16,7 @@ from ..model.tables import Tables
 from .slot_entries import SlotEntries, entries_of
 
 PAGE_ROWS = 1 << 19
+Members = tuple[tuple[str, int], ...]
 
 
 class SlotOffers:
@@ -26,10 +27,13 @@ class SlotOffers:
         tables: of the shard.
         shard: number.
         epoch: returns that of the shard's process.
+        members: returns those of a sync job.
     """
 
-    def __init__(self, maps: MapSource, tables: Tables, shard: int, epoch: Callable[[], int]) -> None:
-        self._maps, self._tables, self._shard, self._epoch = maps, tables, shard, epoch
+    def __init__(
+        self, maps: MapSource, tables: Tables, shard: int, epoch: Callable[[], int], members: Callable[[], Members] = tuple
+    ) -> None:
+        self._maps, self._tables, self._shard, self._epoch, self._members = maps, tables, shard, epoch, members
         self._lock = threading.Lock()
         self._drained = 0  # version of the map under which the shard has written all that it had taken
         self._made: dict[tuple[int, int], list[SlotEntries]] = {}  # by the map's version and the taker
@@ -64,7 +68,9 @@ class SlotOffers:
             entries = self._made[version, request.shard]
         tables = [{"definition": one.definition.to_dict(), "step": one.step, "rows": len(one.ids)} for one in entries]
         ids, versions = (_rows(entries, name, start) for name in ("ids", "versions"))
-        return SlotEntriesReply(True, self._epoch(), tables, ids, versions)
+        members = self._members()
+        trainers, incarnations = [name for name, _ in members], [incarnation for _, incarnation in members]
+        return SlotEntriesReply(True, self._epoch(), tables, ids, versions, trainers, incarnations)
 
 
 def _rows(entries: list[SlotEntries], name: str, start: int) -> bytes:

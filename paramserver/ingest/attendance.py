@@ -122,6 +122,11 @@ class Attendance:
                 return self._sessions.to_save(), (), False
             return self._sessions.to_save(), self._barrier.membership.members, self._barrier.membership.complete
 
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """Return (trainer, incarnation) of each member of a sync job whose trainers have all been here; none of another."""
+        _, members, complete = self.to_save()
+        return members if complete else ()
+
     @property
     def trainers(self) -> list[str]:
         """Names of the trainers that are here."""

@@ -18,41 +18,10 @@ from kvemb.errors import BarrierError
 
 from ..model.batch import Push
 from .lease import TrainerLease
+from .membership import Membership
+from .step_hold import HeldSteps, StepHold
 
 ABORT, WAIT, DROP = "abort", "wait", "drop"
-
-
-class Membership:
-    """Who belongs to the job: what a restart must know. Kept in the saved state, brought up to date by the journal's hellos and goodbyes.
-
-    Args:
-        n_trainers: of the job.
-        members: (trainer, incarnation), who came first first.
-        complete: whether all trainers have been here at once.
-    """
-
-    def __init__(self, n_trainers: int, members: Iterable[tuple[str, int]] = (), complete: bool = False) -> None:
-        self._n_trainers = n_trainers
-        self._members = dict(members)
-        self.complete = complete
-
-    @property
-    def members(self) -> tuple[tuple[str, int], ...]:
-        """The members, who came first first."""
-        return tuple(self._members.items())
-
-    def hello(self, trainer: str, incarnation: int) -> None:
-        """Take in a member; where there are too many, the first ones are of a job that ended with a crash."""
-        self._members.pop(trainer, None)
-        self._members[trainer] = incarnation
-        while len(self._members) > self._n_trainers:
-            del self._members[next(iter(self._members))]
-        self.complete = self.complete or len(self._members) == self._n_trainers
-
-    def bye(self, trainer: str) -> None:
-        """Let a member go; when all have gone, the next job waits for all its trainers again."""
-        self._members.pop(trainer, None)
-        self.complete = self.complete and bool(self._members)
 
 
 class Barrier:
@@ -75,7 +44,7 @@ class Barrier:
         self._leases: dict[str, TrainerLease] = {}
         self._complete = False  # all places have been taken once in this job
         self._released = 0  # number of the last step handed out; 0: not known
-        self._last: int | None = None  # number of the last step that may be handed out; None: any
+        self._hold = StepHold(unknown=self.membership.complete)
 
     @property
     def members(self) -> list[str]:
@@ -126,7 +95,7 @@ class Barrier:
 
     def leave(self, trainer: str) -> None:
         """Free a place once everything that its trainer sent has been handed out."""
-        self.membership.bye(trainer)
+        self._forget(trainer)
         if trainer in self._leases:
             self._leases[trainer].leave()
             self._tidy()
@@ -152,13 +121,14 @@ class Barrier:
             BarrierError: members are at different steps; nothing was taken.
         """
         leases = self._leases.values()
-        if not self._complete or not all(lease.waiting for lease in leases) or (self._last is not None and self._due() > self._last):
+        if not self._complete or not all(lease.waiting for lease in leases) or self._hold.forbids(self._due()):
             return []
         numbers = self._heads()
         if len({number for number in numbers.values() if number is not None}) > 1:
             steps = ", ".join(f"{name} at step {number}" for name, number in numbers.items() if number is not None)
             raise BarrierError(f"trainers are at different steps: {steps}; restart all of them from the same step")
         self._released = self._due()
+        self._hold.handed_out(self._released)
         step = [lease.take(self._released) for lease in leases]
         self._members_before = set()
         self._tidy()
@@ -167,14 +137,31 @@ class Barrier:
     def hold(self, last: int | None = None) -> int:
         """Hand out no step behind this one, or without it none behind the last one handed out; return the number of that, 0 where none was.
 
-        So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's.
+        So all shards can be brought to the same step: each holds, and those behind go on to the furthest one's. Where no job is, or who
+        handed out the last step is another process, none is handed out at all; nor once the job has ended.
         """
-        self._last = max(self._released, last or 0)
-        return self._released
+        return self._hold.begin(self._released, job=bool(self._leases), last=last)
 
     def go_on(self) -> None:
         """Hand out steps again."""
-        self._last = None
+        self._hold.end()
+
+    @property
+    def held(self) -> HeldSteps:
+        """How far it is with that; while nothing is held, whether it could be."""
+        return self._hold.held
+
+    def expect(self, members: Iterable[tuple[str, int]]) -> None:
+        """Take over the members of a job of which this shard has had no step: it begins with the next one, when all of them are here."""
+        for name, incarnation in members:
+            if dict(self.membership.members).get(name, 0) < incarnation:
+                self.membership.hello(name, incarnation)
+        self.membership.have_been_here()
+        self._hold.joins()
+        here = {(name, lease.incarnation) for name, lease in self._leases.items()}
+        self._awaited = set(self.membership.members) - here
+        self._members_before = {name for name, _ in self.membership.members}
+        self._complete = not self._awaited
 
     def waiting(self) -> list[Push]:
         """Return every push that waits for others."""
@@ -193,7 +180,7 @@ class Barrier:
 
     def drop(self, trainer: str) -> None:
         """Go on without a member of whom nothing waits; it may join again."""
-        self.membership.bye(trainer)
+        self._forget(trainer)
         self._leases.pop(trainer, None)
         self._awaited = {member for member in self._awaited if member[0] != trainer}
         self._complete = self._complete or not self._awaited
@@ -231,6 +218,11 @@ class Barrier:
             lease.waiting.clear()
         self._tidy()
 
+    def _forget(self, trainer: str) -> None:
+        self.membership.bye(trainer)
+        if not self.membership.complete:
+            self._hold.forget_job()
+
     def _heads(self) -> dict[str, int | None]:
         """The job's number of the oldest push that waits, by member."""
         return {name: lease.number(lease.waiting[0]) for name, lease in self._leases.items() if lease.waiting}
@@ -265,3 +257,5 @@ class Barrier:
         self._leases = {name: lease for name, lease in self._leases.items() if lease.waiting or not lease.leaving}
         self._complete = self._complete and bool(self._leases)
         self._released = self._released if self._leases else 0
+        if not self._leases:
+            self._hold.job_ends()

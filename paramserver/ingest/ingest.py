@@ -23,6 +23,7 @@ from .ingest_state import POLL_S, IngestState
 from .map_gate import MapGate
 from .outcomes import Outcomes
 from .sessions import Session, Sessions
+from .steps_by_map import StepsByMap
 from .unapplied_parts import Limits, UnappliedParts
 from .work_queue import WorkQueue
 
@@ -61,6 +62,7 @@ class Ingest:
         self.backlog = Backlog(self.state, self._pending, self._queue, behind)
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
+        self.steps = StepsByMap(self.state, sessions, barrier, self._queue, self.outcomes, self._gate)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -153,34 +155,6 @@ class Ingest:
         with self.state.changed:
             self._tables_gone.add(key)
 
-    def hold_steps(self, last: int | None = None) -> int:
-        """Hand out no step of a sync job behind this one; see `Barrier.hold`. 0 in async mode, which has none."""
-        with self.state.changed:
-            number = 0 if self._barrier is None else self._barrier.hold(last)
-            self.state.changed.notify_all()
-            return number
-
-    def refuse_waiting(self, error: KvembError) -> int:
-        """Refuse the pushes that wait for the others of their step, or for their last part; return how many. Steps go on.
-
-        Nothing was journaled of them, and their sequences are free: trainers send them again by the map in force.
-        """
-        cause = to_wire(error)
-        with self.state.changed:
-            for session in self.sessions.live:
-                session.give_up_incomplete(cause)
-            waiting = self._queue.in_unfinished_steps()
-            for push in waiting:
-                if self.sessions.is_live(push.trainer, push.incarnation):
-                    self.sessions.find(push.trainer, push.incarnation).take_back(push)
-            self._queue.forget_unfinished()
-            for push in waiting:
-                self.outcomes.give_up(push, cause, handed_out=False)
-            if self._barrier is not None:
-                self._barrier.go_on()
-            self.state.changed.notify_all()
-            return len(waiting)
-
     def wake(self) -> None:
         """Let waiting submitters look at their `cancelled` again."""
         with self.state.changed:
@@ -189,12 +163,13 @@ class Ingest:
     def _wait_for_room(self, part: PushPart, cancelled: Callable[[], bool]) -> Session:
         while True:
             self.state.refuse_if_closed()
+            self.steps.look()
             session = self.sessions.find(part.trainer, part.incarnation)
             if part.sequence > session.last_sequence:
                 self._gate.require(part.map_serial)
             if session.known(part.sequence, part.digest) is not None:
                 return session
-            held = self._gate.holds(part.map_serial)
+            held = self._gate.holds(part.map_serial, of_step=self._barrier is not None)
             if self._pending.has_room(session) and not held:
                 return session
             if cancelled():
@@ -234,6 +209,7 @@ class Ingest:
     def _take(self, limit: int) -> list[Work]:
         """The same; also returns with nothing when there are members to drop."""
         while not self.state.stopped:
+            self.steps.look()
             if self._lost is not None:
                 lost, self._lost = self._lost, None
                 raise lost

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from kvemb.errors import SlotsMovedError
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, SHARDS
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
 
 _FIRST = ClusterMap.first(0, 1)
+_AT_THE_BARRIER = (HOLDING, DRAINING, ABORTING)
 
 
 class MapGate:
@@ -33,12 +34,18 @@ class MapGate:
         self._shard, self._map = shard, cluster_map
         self._known, self._held = _FIRST, False
 
-    def holds(self, serial: int) -> bool:
-        """Whether rows that were routed by this map are to wait."""
+    @property
+    def now(self) -> ClusterMap:
+        """The map in force."""
+        return self._map()
+
+    def holds(self, serial: int, *, of_step: bool = False) -> bool:
+        """Whether rows that were routed by this map are to wait; those of a sync job's step wait at the barrier until the flip."""
         now = self._map()
         if now is not self._known:
             self._known, self._held = now, hands_over(now, self._shard)
-        return serial > now.serial or (serial == now.serial and self._held)
+        held = self._held and not (of_step and now.plan is not None and now.plan.phase in _AT_THE_BARRIER)
+        return serial > now.serial or (serial == now.serial and held)
 
     def require(self, serial: int) -> None:
         """Refuse rows that were routed by an older map.
@@ -52,6 +59,14 @@ class MapGate:
                 f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "
                 "nothing of them was taken. They are to be sent again by the map in force."
             )
+
+
+def last_step(cluster_map: ClusterMap) -> int | None:
+    """Return behind which step of a sync job no shard hands one out, 0 for its own last one; None where steps go on."""
+    plan = cluster_map.plan
+    if plan is None or plan.kind != SHARDS or plan.phase not in _AT_THE_BARRIER:
+        return None
+    return plan.last_step if plan.phase == DRAINING else 0
 
 
 def hands_over(cluster_map: ClusterMap, shard: int) -> bool:

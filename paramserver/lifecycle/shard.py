@@ -102,7 +102,7 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced, self._erased_log = False, observer.erased_log
-        offers = SlotOffers(store, parts.tables, parts.shard, lambda: engine.epoch)
+        offers = SlotOffers(store, parts.tables, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
         self._mover = self._make_mover(offers, observer)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
@@ -124,7 +124,7 @@ class Shard:
         planner = MovePlanner(store, self._metas, parts.config.servers.shards)
         first = parts.shard == 0
         left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
-        carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, timeout_s=timeout_s) if first else None
+        carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, timeout_s=timeout_s) if first else None
         moves = MoveHandlers(parts, store, carrier, offers)
         self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
         self._follower = MapFollower(
@@ -232,6 +232,8 @@ class Shard:
             quiet=lambda: parts.ingest.backlog.quiet,
             saving=lambda: observer.running,
             write_dirty=engine.write_dirty,
+            steps=parts.ingest.steps.follow if parts.config.servers.mode == "sync" else None,
+            expect=parts.ingest.steps.expect,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
         return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))

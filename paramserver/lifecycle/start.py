@@ -25,9 +25,10 @@ from ..engine.engine import Engine
 from ..engine.engine_ports import EnginePorts
 from ..engine.repair_port import Pause
 from ..engine.write_behind import Bound, WriteBehind
-from ..ingest.barrier import Barrier, Membership
+from ..ingest.barrier import Barrier
 from ..ingest.ingest import Ingest
 from ..ingest.map_gate import MapGate
+from ..ingest.membership import Membership
 from ..ingest.sessions import Sessions
 from ..journal import Journal, Position
 from ..journal.fenced_log import FencedLog

@@ -5,7 +5,7 @@ Each phase is done over again after an error, and after a restart: what was done
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from kvemb.errors import JournalFullError, LostRowError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
-from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SHARDS
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 from kvemb.stores.store import Store
 
 from ..engine.repair_port import Pause
@@ -21,9 +21,12 @@ from ..handover.giver_questions import GiverQuestions
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
 from ..handover.slot_taker import SlotTaker
+from ..ingest.step_hold import HeldSteps
 from .slot_mover import MoveProgress
 
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
+_STARTED_ANEW = "the shard was started anew while all stopped at one step of a sync job, and does not know which one it had come to"
+_JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
 _LEFT_TO_BATCHES = 6.0  # times what a slice took
 _LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; nothing else is to be done meanwhile
 log = logging.getLogger("paramserver")
@@ -38,12 +41,16 @@ class HandoverPorts:
         quiet: whether everything that was accepted is applied.
         saving: whether a checkpoint is being saved.
         write_dirty: writes what write-behind holds back.
+        steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
+        expect: waits for these members of a sync job from now on.
     """
 
     rise: Callable[[int], None]
     quiet: Callable[[], bool]
     saving: Callable[[], bool]
     write_dirty: Callable[[Pause], None]
+    steps: Callable[[], HeldSteps] | None = None
+    expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
 
 
 class HandoverWork:
@@ -78,12 +85,15 @@ class HandoverWork:
         self._rows = self._n_rows = 0
         self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
         self._pause: Pause
+        self._never, self._last_step = "", 0
         self.progress = MoveProgress(0, True, 0, 0)
 
     @property
     def trouble(self) -> str:
         """Why this shard does not come further, if it has not for seconds; any thread."""
         since_s = self._failing_since_s
+        if self._never:
+            return self._never
         return self._why if since_s and self._clock() - since_s >= _TROUBLE_S else self._questions.trouble
 
     @property
@@ -120,17 +130,26 @@ class HandoverWork:
         self._failing_since_s = 0.0
         took_s = self._clock() - begun_s
         self._not_before_s = self._clock() + max(wait_s or 0.0, _LEFT_TO_BATCHES * took_s if loaded and wait_s is not None else 0.0)
-        self.progress = MoveProgress(cluster_map.version, wait_s is None, self._rows, self._n_rows)
+        self.progress = MoveProgress(cluster_map.version, wait_s is None, self._rows, self._n_rows, self._last_step)
         return wait_s is not None and self._clock() >= self._not_before_s
 
     def _begin(self, cluster_map: ClusterMap) -> None:
         self._map, plan = cluster_map, cluster_map.plan
-        self._rows = self._n_rows = 0
+        self._rows = self._n_rows = self._last_step = 0
+        self._never = ""
+        if self._ports.steps is not None:
+            self._ports.steps()
         self._questions.give_up()
         self._offers.clear()
-        if plan is None or plan.kind != SHARDS or plan.phase not in (MOVING, DRAINING):
+        if plan is None or plan.kind != SHARDS or plan.phase not in (MOVING, HOLDING, DRAINING):
             self._taker.give_up()
-        phases = {MOVING: self._read_ahead, DRAINING: self._drain, FLIPPED: self._give, ABORTING: self._give_back}
+        phases = {
+            MOVING: self._read_ahead,
+            HOLDING: self._hold,
+            DRAINING: self._drain,
+            FLIPPED: self._give,
+            ABORTING: self._give_back,
+        }
         none = plan is None or plan.kind != SHARDS or plan.phase not in phases
         self._steps = iter(()) if none or plan is None else phases[plan.phase](cluster_map)
         self.progress = MoveProgress(cluster_map.version, False, 0, 0)
@@ -147,6 +166,8 @@ class HandoverWork:
     def _read_ahead(self, cluster_map: ClusterMap) -> Iterator[float]:
         while self._ports.saving():  # its cut would be of one shard, and its rows of another
             yield _RETRY_S
+        while (steps := self._steps_of(cluster_map)) is not None and steps.unknown:  # until this process has handed one out
+            yield _RETRY_S
         if not cluster_map.takes(self._shard).any():
             return
         yield from self._ask(cluster_map)
@@ -158,9 +179,28 @@ class HandoverWork:
             self._rows += n_rows
             yield 0.0
 
+    def _hold(self, cluster_map: ClusterMap) -> Iterator[float]:
+        steps = self._steps_of(cluster_map)
+        if steps is not None:
+            while steps.unknown:
+                self._never = _STARTED_ANEW
+                yield _RETRY_S
+            self._last_step = steps.last
+
+    def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
+        while (steps := self._steps_of(cluster_map)) is not None and not steps.at_last:
+            self._never = _STARTED_ANEW if steps.unknown else _JOB_ENDED if steps.never else ""
+            yield _POLL_S
+
+    def _steps_of(self, cluster_map: ClusterMap) -> HeldSteps | None:
+        """How far this shard is in the steps of a sync job; None where it takes part in none."""
+        writes = self._shard in cluster_map.writing_shards
+        return self._ports.steps() if self._ports.steps is not None and writes else None
+
     def _drain(self, cluster_map: ClusterMap) -> Iterator[float]:
         assert cluster_map.plan is not None
-        if cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
+        yield from self._come_to_last_step(cluster_map)
+        if self._ports.steps is not None or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
             while not self._ports.quiet():
                 yield _POLL_S
             self._ports.write_dirty(self._pause)
@@ -170,6 +210,8 @@ class HandoverWork:
             given = self._questions.answer
             assert given is not None
             self._ports.rise(given.epoch)  # the giver may have started anew
+            if self._shard not in cluster_map.writing_shards:
+                self._ports.expect(given.members)  # durable with what follows
             self._taker.take(given.entries, given.epoch)
 
     def _give(self, cluster_map: ClusterMap) -> Iterator[float]:

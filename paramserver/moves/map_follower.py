@@ -84,7 +84,8 @@ class MapFollower:
         now = self._mover.progress
         done = now.done and now.version == cluster_map.version
         rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)
-        report = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, self._mover.trouble[:MAX_TROUBLE])
+        step, trouble = now.step if done else 0, self._mover.trouble[:MAX_TROUBLE]
+        report = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step)
         self._n_looks += 1
         told = self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))

@@ -15,7 +15,19 @@ from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import KvembError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import GONE, ClusterMap, NodePlace
-from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, MAX_WHY, MOVING, NODES, SERVING, SHARDS, MovePlan
+from kvemb.schema.move_plan import (
+    ABORTING,
+    CLEANING,
+    DRAINING,
+    FLIPPED,
+    HOLDING,
+    MAX_WHY,
+    MOVING,
+    NODES,
+    SERVING,
+    SHARDS,
+    MovePlan,
+)
 from kvemb.stores.store import Store
 
 from .left_sessions import LeftSessions
@@ -24,9 +36,11 @@ from .move_planner import MovePlanner, WantedMove
 _LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
 _AFTER = {
     NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
-    SHARDS: {MOVING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
+    SHARDS: {MOVING: DRAINING, HOLDING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
 }
-"""Of each phase the next one; of the others the end of the plan."""
+"""Of each phase the next one; of the others the end of the plan. In sync jobs shards hold before they drain."""
+_BEFORE_THE_FLIP = (MOVING, HOLDING, DRAINING)
+_MAX_STEPS_APART = 64  # of shards: trainers have less than that on their way to any of them
 log = logging.getLogger("paramserver")
 
 
@@ -38,6 +52,7 @@ class MoveCarrier:
         keep: keeps a map in the data folder; raises once another process owns the shard.
         planner: of the same store.
         left: keeps what shards that leave had taken of trainers.
+        sync: whether the job is one.
         timeout_s: of one storage call.
     """
 
@@ -48,9 +63,11 @@ class MoveCarrier:
         keep: Callable[[ClusterMap], None],
         planner: MovePlanner,
         left: LeftSessions,
+        sync: bool,
         timeout_s: float,
     ) -> None:
         self._store, self._keep, self._planner, self._left, self._timeout_s = store, keep, planner, left, timeout_s
+        self._sync = sync
         self._lock = threading.Lock()
         self._said = ""
 
@@ -81,7 +98,7 @@ class MoveCarrier:
             now = self._store.cluster_map
             if now.plan is None:
                 raise MoveRefusedError("no move is under way")
-            if now.plan.phase in (MOVING, DRAINING):
+            if now.plan.phase in _BEFORE_THE_FLIP:
                 self._abort(now, now.plan, why)
             elif now.plan.phase != ABORTING:
                 raise MoveRefusedError(
@@ -125,14 +142,27 @@ class MoveCarrier:
             self._publish(now)
             reports = self.reports(now.n_shards)
             troubles = [f"shard {shard}: {one.trouble}" for shard, one in enumerate(reports) if one is not None and one.trouble]
-            if now.plan.phase in (MOVING, DRAINING) and troubles:
+            if now.plan.phase in _BEFORE_THE_FLIP and troubles:
                 self._abort(now, now.plan, troubles[0])
-            elif all((one := reports[shard]) is not None and one.done for shard in _who_reports(now, now.plan)):
-                self._next(now, now.plan)
+            elif all((one := reports[shard]) is not None and one.done for shard in _who_reports(now, now.plan, sync=self._sync)):
+                if now.plan.phase == HOLDING:
+                    self._let_drain(now, now.plan, [one.step for shard, one in enumerate(reports) if one and shard in now.writing_shards])
+                else:
+                    self._next(now, now.plan)
+
+    def _let_drain(self, now: ClusterMap, plan: MovePlan, steps: Sequence[int]) -> None:
+        """All hold: those behind are to come to the step of the furthest."""
+        least, last = min(steps), max(steps)
+        if last - least > _MAX_STEPS_APART:
+            self._abort(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): start its trainers anew")
+        else:
+            self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=DRAINING, last_step=last)))
 
     def _next(self, now: ClusterMap, plan: MovePlan) -> None:
         """Everybody whose report the phase takes has done his part."""
         after = _AFTER[plan.kind].get(plan.phase)
+        if self._sync and plan.kind == SHARDS and plan.phase == MOVING:
+            after = HOLDING
         renews = plan.renews_markers and after != SERVING  # no shard writes a marker of before the flip any more
         if renews and (missed := self._store.renew_markers(Deadline.after(self._timeout_s))):
             self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
@@ -154,7 +184,7 @@ class MoveCarrier:
             self._follow(replace(flipped, slot_shards=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_shards)))
 
     def _end(self, now: ClusterMap, plan: MovePlan) -> None:
-        version, done = now.version + 1, plan.phase not in (MOVING, ABORTING)
+        version, done = now.version + 1, plan.phase not in (MOVING, HOLDING, ABORTING)
         gone = plan.leaving if done else plan.joining
         places = _without(now.places, gone if plan.kind == NODES else ())
         shards = _without(now.shards, gone if plan.kind == SHARDS else ())
@@ -163,7 +193,7 @@ class MoveCarrier:
 
     def _abort(self, now: ClusterMap, plan: MovePlan, why: str) -> None:
         log.warning("the move is taken back: %s", why)
-        if plan.kind == SHARDS and plan.phase == MOVING:  # nothing was taken over yet, and nobody waits
+        if plan.kind == SHARDS and plan.phase in (MOVING, HOLDING):  # nothing was taken over yet
             self._end(now, plan)
             return
         self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=ABORTING, why=why[:MAX_WHY])))
@@ -204,10 +234,10 @@ def _without(places: Sequence[NodePlace], gone: Sequence[int]) -> tuple[NodePlac
     return tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(places))
 
 
-def _who_reports(now: ClusterMap, plan: MovePlan) -> list[int]:
+def _who_reports(now: ClusterMap, plan: MovePlan, *, sync: bool) -> list[int]:
     """The shards that must have done their part of the phase before it may end."""
     shards = now.shard_numbers
-    if plan.kind == NODES or plan.phase in (MOVING, SERVING):
+    if plan.kind == NODES or plan.phase in (MOVING, HOLDING, SERVING) or (sync and plan.phase == DRAINING):
         return list(shards)
     judge = now.gives if plan.phase == FLIPPED else now.takes
     return [shard for shard in shards if judge(shard).any()]

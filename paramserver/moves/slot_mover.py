@@ -53,6 +53,7 @@ class MoveProgress:
     done: bool
     rows: int
     n_rows: int
+    step: int = 0  # of a sync job, while all hold: the last one handed out
 
 
 class SlotMover:

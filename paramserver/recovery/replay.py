@@ -16,7 +16,7 @@ from kvemb.schema.table_def import TableDef
 
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause
-from ..ingest.barrier import Membership
+from ..ingest.membership import Membership
 from ..ingest.sessions import Sessions
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from ..journal.fenced_log import NO_INCARNATION

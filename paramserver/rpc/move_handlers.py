@@ -107,15 +107,10 @@ class MoveHandlers:
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
 
     def _refuse_shards(self) -> None:
-        config, why = self._parts.config, ""
-        if config.servers.mode == "sync":
-            why = "of a sync job yet: all would have to stop at one step"
-        elif config.storage.kind == "redis-cluster":
-            why = "of a Redis Cluster yet: its nodes hold a map of shards that does not change"
-        if why:
+        if self._parts.config.storage.kind == "redis-cluster":
             raise MoveRefusedError(
-                f"slots do not move between the shards {why}. Nothing was changed. Save, and load the checkpoint with another number of "
-                "shards."
+                "slots do not move between the shards of a Redis Cluster yet: its nodes hold a map of shards that does not change. Nothing "
+                "was changed. Save, and load the checkpoint with another number of shards."
             )
 
     def _on_shard_0(self) -> MoveCarrier:

@@ -21,8 +21,10 @@ from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine.piece_writer import PieceWriter
 from paramserver.handover.slot_giver import SlotGiver
 from paramserver.handover.slot_taker import SlotTaker
+from paramserver.ingest.barrier import Barrier
 from paramserver.journal import segment_files
 from paramserver.journal.fenced_log import FencedLog
+from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.snapshot import Runs
 from paramserver.snapshot.sorted_run_writer import RunWriter
@@ -60,6 +62,10 @@ HANDOVER_POINTS = (
     "after slots are dropped",
     "before a phase is kept",
     "before a phase is on the nodes",
+    "after steps are held",
+    "before all come to one step",
+    "before the last step is told",
+    "before a flip",
 )
 _folder = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 
@@ -157,6 +163,10 @@ def install(shard: str) -> None:
     _patch(SlotTaker, "take", after("after slots are taken over"))
     _patch(SlotGiver, "drop", before("before slots are dropped"))
     _patch(SlotGiver, "drop", after("after slots are dropped"))
+    _patch(Barrier, "hold", after("after steps are held"))
+    _patch(HandoverWork, "_come_to_last_step", before("before all come to one step"))
+    _patch(MoveCarrier, "_let_drain", before("before the last step is told"))
+    _patch(MoveCarrier, "_flip", before("before a flip"))
     _patch(MoveCarrier, "_follow", before("before a phase is kept"))
     _patch(MoveCarrier, "_publish", before("before a phase is on the nodes"))
 

@@ -29,11 +29,10 @@ GIVEN = np.where(SHARES == GIVER, TAKER, SHARES)
 class MovingTraining:
     """A cluster of three shards whose third one's slots go to the second, or come back; trainers that push all the while."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.points = folder
-        self.cluster = FaultyCluster(
-            kind, 2, shards=3, storage={"timeout_s": 2}, shard_program=[sys.executable, str(LAUNCHER), str(folder)]
-        )
+    def __init__(self, kind: str, folder: Path, mode: str = "async") -> None:
+        self.points, trainers = folder, 2 if mode == "sync" else 0
+        program = [sys.executable, str(LAUNCHER), str(folder)]
+        self.cluster = FaultyCluster(kind, 2, shards=3, mode=mode, trainers=trainers, storage={"timeout_s": 2}, shard_program=program)
         self.n_tables = 0
 
     def begin_move(self) -> tuple[int, int]:
@@ -61,7 +60,7 @@ class MovingTraining:
     def finish(self) -> None:
         """End the trainers, and look at every row."""
         try:
-            counts = [trainer.stop() for trainer in self.trainers]
+            counts = [trainer.stop(flush=trainer is self.trainers[-1]) for trainer in self.trainers]
         finally:
             self.moves.close()
         with kvemb.connect(self.cluster.url, read_only=True) as reader:
@@ -83,6 +82,21 @@ def shared(
     made = MovingTraining(request.param, tmp_path_factory.mktemp("points"))
     with made.cluster:
         yield made
+
+
+@pytest.fixture(scope="module")
+def shared_in_steps(tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]) -> Iterator[MovingTraining]:
+    require_server("redis-server")
+    made = MovingTraining("redis", tmp_path_factory.mktemp("points"), "sync")
+    with made.cluster:
+        yield made
+
+
+@pytest.fixture
+def in_steps(shared_in_steps: MovingTraining) -> Iterator[MovingTraining]:
+    shared_in_steps.start()
+    yield shared_in_steps
+    shared_in_steps.finish()
 
 
 @pytest.fixture
@@ -166,6 +180,35 @@ def test_a_move_is_taken_back_while_slots_are_on_their_way(training: MovingTrain
     now = training.moves.wait()
     np.testing.assert_array_equal(now.slot_shards, before)
     training.require_progress()
+
+
+@pytest.mark.parametrize(
+    ("who", "point"),
+    [
+        *((who, point) for who in ("giver", "taker", "shard 0") for point in ("after steps are held", "before all come to one step")),
+        ("shard 0", "before the last step is told"),
+        ("shard 0", "before a flip"),
+        ("taker", "after slots are taken over"),
+        ("giver", "before slots are dropped"),
+    ],
+)
+def test_a_shard_killed_while_the_shards_of_a_sync_job_stop_at_one_step_ends_the_move_or_goes_on_with_it(
+    in_steps: MovingTraining, who: str, point: str
+) -> None:
+    giver, taker = in_steps.next_pair()
+    before = in_steps.moves.now().slot_shards
+    shard = {"giver": giver, "taker": taker, "shard 0": 0}[who]
+    (in_steps.points / f"{point} {shard}").touch()
+    in_steps.begin_move()
+    in_steps.dies_and_comes_back(shard, point)
+    now = in_steps.moves.wait()
+    in_steps.require_progress()
+    if point == "before slots are dropped":
+        assert (now.slot_shards != before).any()
+    if not (now.slot_shards != before).any():  # taken back: the next one is done
+        in_steps.begin_move()
+        assert (in_steps.moves.wait().slot_shards != before).any()
+        in_steps.require_progress()
 
 
 def phase_of(cluster_map: ClusterMap) -> str:

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 import kvemb
 import kvemb.init
 import kvemb.optim
-from kvemb.config import load
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 
@@ -75,11 +75,57 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(require_ser
                 np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)
 
 
-def test_in_a_sync_job_shards_stay(require_server: Callable[[str], str]) -> None:
+def test_in_a_sync_job_a_shard_joins_and_leaves_and_every_row_is_what_it_is_without(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 1, shards=2, memory_mb=64, mode="sync", trainers=1) as local:
-        weights = f"{load(local.config_path, {}).servers.shards[0]}=2"
-        refused("between the shards of a sync job", "rebalance", str(local.config_path), "--weights", weights, "--yes")
+    changed, n_steps = trained_with_changes()
+    with sync_job() as (_, _, step, table):
+        for _ in range(n_steps):
+            step()
+        np.testing.assert_array_equal(changed, table.pull(IDS))
+
+
+def trained_with_changes() -> tuple[np.ndarray, int]:
+    """The rows of a job of which a shard joins and leaves, and how many steps it made."""
+    n_steps, address = 0, f"127.0.0.1:{free_ports(1)[0]}"
+    with sync_job() as (local, cluster, step, table):
+
+        def train(n: int) -> None:
+            nonlocal n_steps
+            for _ in range(n):
+                step()
+            n_steps += n
+
+        train(10)
+        local.start_shard(2, "--listen", address)
+        for plan, there in ((lambda: cluster.shards.add(address), (0, 1, 2)), (lambda: cluster.shards.remove(address), (0, 1))):
+            cluster.shards.begin(plan())
+            while cluster.shards.state().map.plan is not None:
+                train(1)
+            assert cluster.shards.state().map.shard_numbers == there
+            train(10)
+        return table.pull(IDS), n_steps
+
+
+@contextmanager
+def sync_job() -> Iterator[tuple[LocalCluster, kvemb.Cluster, Callable[[], None], kvemb.Table]]:
+    """A cluster, one of its two trainers, a step of both whose gradients follow from what they pull, and the table."""
+    with (
+        LocalCluster("redis", 2, shards=2, memory_mb=64, mode="sync", trainers=2) as local,
+        kvemb.connect(local.url, trainer="a") as one,
+        kvemb.connect(local.url, trainer="b") as other,
+    ):
+        adam, normal = kvemb.optim.adam(lr=0.1), kvemb.init.normal(std=1.0)
+        tables = [cluster.create_table("t", dim=4, optimizer=adam, initializer=normal, exist_ok=True) for cluster in (one, other)]
+        random = np.random.default_rng(3)
+
+        def step() -> None:
+            drawn = [random.choice(IDS, 500, replace=False) for _ in tables]
+            grads = [table.pull(ids, timeout_s=PATIENCE_S) for table, ids in zip(tables, drawn, strict=True)]
+            acks = [table.push(ids, rows, timeout_s=PATIENCE_S) for table, ids, rows in zip(tables, drawn, grads, strict=True)]
+            for ack in acks:
+                ack.wait_applied(PATIENCE_S)
+
+        yield local, one, step, tables[0]
 
 
 def test_an_incremental_checkpoint_knows_what_was_erased_while_slots_were_elsewhere(require_server: Callable[[str], str]) -> None:

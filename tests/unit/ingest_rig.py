@@ -17,6 +17,7 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult
 from paramserver.apply.applier import Applier
@@ -25,6 +26,7 @@ from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
 from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Ingest
+from paramserver.ingest.map_gate import MapGate
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.unapplied_parts import Limits
 from paramserver.journal import START
@@ -95,7 +97,8 @@ class Rig:
         self.tables = Tables([])
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
         barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
-        self.ingest = Ingest(Sessions(issues=True), barrier, limits)
+        self.map = ClusterMap.first(0, 2)
+        self.ingest = Ingest(Sessions(issues=True), barrier, limits, gate=MapGate(0, lambda: self.map))
         self.failed = threading.Event()
         failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)
@@ -134,7 +137,7 @@ class Rig:
         step = step or self.open_steps.pop(incarnation, sequence)
         if more:
             self.open_steps[incarnation] = step
-        part = PushPart(trainer, incarnation, sequence, step, more, [], sequence)
+        part = PushPart(trainer, incarnation, sequence, step, more, [], sequence, map_serial=self.map.serial)
         outcome = Outcome()
         self.ingest.submit(part, (rows,), outcome, cancelled)
         self.sequences[incarnation] = sequence

@@ -23,7 +23,7 @@ from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
 from paramserver.engine.write_behind import WriteBehind
-from paramserver.ingest.barrier import Membership
+from paramserver.ingest.membership import Membership
 from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows

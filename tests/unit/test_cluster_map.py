@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.coordination.map_copies import MAP_NAME, decode_map, newest_map
+from kvemb.coordination.move_report import MoveReport, newest_report
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.errors import ConfigError, ProtocolError
 from kvemb.schema.cluster_map import BY_COMMAND, GONE, IN_FILE, ClusterMap, NodePlace
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES, SHARDS, MovePlan
+from kvemb.schema.move_plan import ABORTING, CLEANING, DRAINING, FLIPPED, MOVING, NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, Placement
 
 
@@ -117,6 +118,16 @@ def test_what_is_changing_is_read_back_and_changes_no_digest() -> None:
     assert again.plan.max_bytes_per_s == 1 << 20
     assert again.digest == one.digest
     assert again.encode() == moving.encode()
+
+
+def test_the_last_step_of_the_old_map_is_read_back() -> None:
+    one = ClusterMap.first(3, 2)
+    plan = MovePlan(SHARDS, DRAINING, one.slot_shards, last_step=1 << 40)
+    again = decode_map(replace(one, plan=plan).encode())
+    assert again.plan is not None
+    assert (again.plan.phase, again.plan.last_step) == (DRAINING, 1 << 40)
+    report = MoveReport(3, 9, True, step=1 << 40)
+    assert newest_report([report.encode()]) == report
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,9 @@ EXAMPLES: dict[str, Message] = {
     "MoveStatusReply": m.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
     "SlotSizesReply": m.SlotSizesReply(bytes(8), bytes(8)),
     "SlotEntriesRequest": m.SlotEntriesRequest(7, 2, 2**19),
-    "SlotEntriesReply": m.SlotEntriesReply(True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8)),
+    "SlotEntriesReply": m.SlotEntriesReply(
+        True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8), ["trainer-0"], [3]
+    ),
     "WatermarksRequest": m.WatermarksRequest(7),
     "WatermarksReply": m.WatermarksReply(True, b"\x90"),
     "LeftSessionRequest": m.LeftSessionRequest(2, "trainer-0", 3),

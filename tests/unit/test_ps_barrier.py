@@ -3,7 +3,9 @@
 import pytest
 
 from kvemb.errors import BarrierError
-from paramserver.ingest.barrier import Barrier, Membership
+from paramserver.ingest.barrier import Barrier
+from paramserver.ingest.membership import Membership
+from paramserver.ingest.step_hold import HeldSteps
 from paramserver.model.batch import PartTicket, Push, ReceivedPart
 
 
@@ -303,3 +305,65 @@ def test_a_new_job_after_a_restart_of_the_shard_drops_nobody() -> None:
     assert it.lost(10.0) == []
     with pytest.raises(BarrierError, match="2 of 3 trainers that never joined"):
         it.check_overdue(10.0)
+
+
+def step_of(it: Barrier, number: int) -> list[Push]:
+    for trainer in it.members:
+        it.add(push(trainer, number))
+    return it.next_step()
+
+
+def test_held_steps_go_on_up_to_the_last_one_and_no_further_whoever_comes() -> None:
+    it = barrier("a", "b")
+    step_of(it, 1)
+    assert it.hold() == 1
+    assert step_of(it, 2) == []
+    it.hold(2)
+    assert len(it.next_step()) == 2
+    assert it.held == HeldSteps(2, at_last=True)
+    for trainer in ("a", "b"):
+        it.leave(trainer)
+    for trainer in ("c", "d"):  # the next job counts its steps anew
+        it.join(trainer, 2)
+    assert step_of(it, 1) == []
+    it.go_on()
+    assert len(it.next_step()) == 2
+
+
+def test_a_job_that_ends_before_the_last_step_never_comes_to_it() -> None:
+    it = barrier("a", "b")
+    step_of(it, 1)
+    it.hold(3)
+    for trainer in ("a", "b"):
+        it.leave(trainer)
+    assert it.held == HeldSteps(1, at_last=False, never=True)
+
+
+def test_a_new_process_hands_out_no_held_step_and_says_that_it_does_not_know_which_was_the_last() -> None:
+    members = Membership(2, [("a", 1), ("b", 1)], complete=True)
+    it = Barrier(2, 30.0, members)
+    it.hold()
+    for trainer in ("a", "b"):
+        it.join(trainer, 1)
+    it.hold(5)
+    assert step_of(it, 5) == []
+    assert (it.held.unknown, it.held.never, it.held.at_last) == (True, True, False)
+    it.go_on()
+    assert len(it.next_step()) == 2
+    assert not it.held.unknown
+
+
+def test_a_shard_that_joins_waits_for_the_members_of_the_job_and_not_for_those_who_have_left() -> None:
+    it = Barrier(3, 30.0)
+    it.hold()
+    it.join("c", 3)  # left before the others told of it
+    it.leave("c")
+    it.expect([("a", 1), ("b", 1)])
+    it.go_on()
+    it.join("a", 1)
+    it.add(push("a", 8))
+    assert it.next_step() == []
+    it.join("b", 1)
+    it.add(push("b", 8))
+    assert [one.step for one in it.next_step()] == [8, 8]
+    assert it.first_step("a") == 9

@@ -1,7 +1,9 @@
 """Steps of a sync job: applied once when all parts are in, failed for all, or overdue."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvemb.errors import (
@@ -12,6 +14,9 @@ from kvemb.errors import (
     SlotsMovedError,
 )
 from kvemb.net.deadline import Deadline
+from kvemb.schema.move_plan import DRAINING, HOLDING, SHARDS, MovePlan
+from kvemb.schema.slots import N_SLOTS
+from paramserver.ingest.step_hold import HeldSteps
 from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
 __all__ = ["make"]  # the fixture
@@ -80,12 +85,15 @@ def test_steps_are_held_and_go_on_up_to_the_one_that_another_shard_has_come_to(m
 
     for outcome in step():
         outcome.wait()
-    assert rig.ingest.hold_steps() == 1
+    plan = MovePlan(SHARDS, HOLDING, np.zeros(N_SLOTS, np.uint16))
+    rig.map = replace(rig.map, version=2, plan=plan)
+    assert rig.ingest.steps.follow() == HeldSteps(1, at_last=True)
     second, third = step(), step()
-    rig.ingest.hold_steps(2)
+    rig.map = replace(rig.map, version=3, plan=replace(plan, phase=DRAINING, last_step=2))
+    assert rig.ingest.steps.follow().last in (1, 2)
     for outcome in second:
         assert outcome.wait().state == "applied"
-    assert rig.ingest.hold_steps(2) == 2
+    assert rig.ingest.steps.follow() == HeldSteps(2, at_last=True)
     assert [outcome.states for outcome in third] == [[], []]
     assert rig.weights([1]) == [-4.0]
 
@@ -95,10 +103,12 @@ def test_what_waits_for_its_step_is_refused_when_slots_have_moved_and_taken_unde
     a, b = rig.hello("a"), rig.hello("b")
     for outcome in [rig.push(a, {1: 1.0}), rig.push(b, {1: 1.0}, trainer="b")]:
         outcome.wait()
-    rig.ingest.hold_steps()
+    plan = MovePlan(SHARDS, DRAINING, np.zeros(N_SLOTS, np.uint16), last_step=1)
+    rig.map = replace(rig.map, version=2, plan=plan)
     refused = [rig.push(a, {1: 1.0}), rig.push(a, {1: 1.0}), rig.push(b, {1: 1.0}, trainer="b")]
     begun = rig.push(b, {1: 1.0}, trainer="b", more=True)
-    assert rig.ingest.refuse_waiting(SlotsMovedError("moved")) == 3
+    rig.map = replace(rig.map, version=3, serial=2, plan=None)
+    rig.ingest.steps.follow()
     assert {type(outcome.error()) for outcome in [*refused, begun]} == {SlotsMovedError}
     assert (rig.ingest.sessions.find("a", a).last_sequence, rig.ingest.sessions.find("b", b).last_sequence) == (1, 1)
     assert rig.ingest.backlog.n_and_age_s()[0] == 0
@@ -111,10 +121,13 @@ def test_what_waits_for_its_step_is_refused_when_slots_have_moved_and_taken_unde
 
 
 def test_a_member_is_still_missed_after_its_push_was_refused_so(make: Callable[..., Rig]) -> None:
-    rig = make(trainers=2, barrier_timeout_s=0.3)
+    rig = make(trainers=2, barrier_timeout_s=2.0)
     a, b = rig.hello("a"), rig.hello("slow")
-    rig.push(b, {1: 1.0}, trainer="slow")
-    assert rig.ingest.refuse_waiting(SlotsMovedError("moved")) == 1
+    rig.map = replace(rig.map, version=2, plan=MovePlan(SHARDS, DRAINING, np.zeros(N_SLOTS, np.uint16)))
+    refused = rig.push(b, {1: 1.0}, trainer="slow")
+    rig.map = replace(rig.map, version=3, serial=2, plan=None)
+    rig.ingest.steps.follow()
+    assert type(refused.error()) is SlotsMovedError
     error = rig.push(a, {1: 1.0}).error()
     assert isinstance(error, BarrierError)
     assert "slow" in str(error)

@@ -20,7 +20,7 @@ from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
 from paramserver.engine.repair_port import NO_BATCH
-from paramserver.ingest.barrier import Membership
+from paramserver.ingest.membership import Membership
 from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.journal.fenced_log import FencedLog

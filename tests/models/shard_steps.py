@@ -1,0 +1,204 @@
+"""How the shards of a sync job stop at one step before slots move, as a state machine, for an exhaustive search. docs/adr/0062.
+
+Two shards that are there, the giver and another one; one that joins and takes. Trainers push step after step, a part to each shard; a
+shard hands a step out when it has all of its parts, and then writes it to its journal. What else a hand-over is made of is in `shard_move`:
+here it is one phase more, and the flip.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+NONE, HOLDING, DRAINING, FLIPPED, ABORTED = "none", "holding", "draining", "flipped", "aborted"
+OVER = (FLIPPED, ABORTED)
+GIVER, OTHER, TAKER = 0, 1, 2
+THERE = (GIVER, OTHER)
+WINDOW = 2  # steps that a trainer has on their way
+
+
+class Shard(NamedTuple):
+    """One shard. A new start keeps what it saw and what it journaled.
+
+    Args:
+        saw: the phase of the newest map that it has seen, which its folder holds.
+        got: of each trainer, its last step that came in.
+        released: the last step handed out by this process.
+        journaled: the last one in its journal.
+        unknown: whether steps were handed out by a process before this one, and by this one none.
+        crashes: how often it may still die.
+    """
+
+    saw: str = NONE
+    got: tuple[int, ...] = (0, 0)
+    released: int = 0
+    journaled: int = 0
+    unknown: bool = False
+    crashes: int = 0
+
+
+class Trainer(NamedTuple):
+    """One trainer.
+
+    Args:
+        pushed: its last step.
+        bases: once it knows the new map, of each shard the last step that went there by the old one.
+    """
+
+    pushed: int = 0
+    bases: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that processes and connections hold.
+
+    Args:
+        phase: of the plan, as shard 0 has it in its folder.
+        last: the last step of the old map, once that is said.
+        shards: giver, other, taker.
+        reports: (shard, phase, step) of reports; none is ever taken back, though its process may have died since.
+        trainers: all of them.
+        n_steps: that each will push.
+    """
+
+    phase: str = NONE
+    last: int = 0
+    shards: tuple[Shard, ...] = (Shard(), Shard(), Shard())
+    reports: frozenset[tuple[int, str, int]] = frozenset()
+    trainers: tuple[Trainer, ...] = (Trainer(), Trainer())
+    n_steps: int = 3
+
+
+def steps(state: State) -> Iterator[tuple[str, State]]:
+    """Yield every step that somebody can take, with its name."""
+    yield from carrier_steps(state)
+    for number in (*THERE, TAKER):
+        yield from ((f"{('giver', 'other', 'taker')[number]}: {name}", after) for name, after in shard_steps(state, number))
+    for number in range(len(state.trainers)):
+        yield from ((f"trainer {number}: {name}", after) for name, after in trainer_steps(state, number))
+
+
+def is_over(state: State) -> bool:
+    """Whether the plan came to its end, and every step is in every journal; in the taker's, those after the flip."""
+    there = (*THERE, TAKER) if state.phase == FLIPPED and state.last < state.n_steps else THERE
+    return state.phase in OVER and all(state.shards[one].journaled == state.n_steps for one in there)
+
+
+def require_sound(state: State) -> None:
+    """Refuse a flip at which shards have not all had the same steps."""
+    if state.phase == FLIPPED:
+        for number in THERE:
+            shard = state.shards[number]
+            assert shard.journaled >= state.last, f"shard {number} has not had step {state.last} of the old map: {state}"
+            assert shard.saw == FLIPPED or shard.released == shard.journaled == state.last, f"shard {number} went on: {state}"
+
+
+# --- shard 0 carries the plan --------------------------------------------------------------------------------------------------
+
+
+def carrier_steps(state: State) -> Iterator[tuple[str, State]]:
+    """What shard 0's process does. A shard that cannot say its step makes it abort; so may an operator."""
+    if state.phase == NONE:
+        yield "hold", replace(state, phase=HOLDING)
+    if state.phase in (HOLDING, DRAINING):
+        yield "abort", replace(state, phase=ABORTED)
+    if all_reported(state, HOLDING) and state.phase == HOLDING:
+        yield "drain", replace(state, phase=DRAINING, last=max(step for _, phase, step in state.reports if phase == HOLDING))
+    if all_reported(state, DRAINING) and state.phase == DRAINING:
+        yield "flip", replace(state, phase=FLIPPED)
+
+
+def all_reported(state: State, phase: str) -> bool:
+    """Whether every shard that is there has done its part of a phase."""
+    return {number for number, of, _ in state.reports if of == phase} == set(THERE)
+
+
+# --- the shards ----------------------------------------------------------------------------------------------------------------
+
+
+def shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
+    shard = state.shards[number]
+    if shard.saw != state.phase:
+        yield f"see {state.phase}", _with(state, number, looked(shard, state.phase))
+    if number in THERE and not shard.unknown:
+        if shard.saw == HOLDING:
+            yield from _told(state, number, HOLDING, shard.released)
+        if shard.saw == DRAINING and shard.journaled == shard.released >= state.last:
+            yield from _told(state, number, DRAINING, shard.released)
+    following = due(state, number)
+    if all(got >= following for got in shard.got) and may_hand_out(state, shard, following):
+        yield f"hand out step {following}", _with(state, number, shard._replace(released=following, unknown=False))
+    if shard.journaled < shard.released:
+        yield f"journal step {shard.released}", _with(state, number, shard._replace(journaled=shard.released))
+    if shard.crashes:
+        at = shard.journaled
+        again = shard._replace(got=(at,) * len(shard.got), released=at, unknown=at > 0, crashes=shard.crashes - 1)
+        yield "crash and start", _with(state, number, again)
+
+
+def looked(shard: Shard, phase: str) -> Shard:
+    """The shard once it has seen a phase: with the flip it refuses what waits for its step."""
+    at = shard.released
+    return shard._replace(saw=phase, got=(at,) * len(shard.got) if phase == FLIPPED else shard.got)
+
+
+def due(state: State, number: int) -> int:
+    """The next step of a shard; the taker's first one is what its trainers send first."""
+    shard = state.shards[number]
+    if number in THERE or shard.released:
+        return shard.released + 1
+    first = {one.bases[TAKER] + 1 for one in state.trainers if one.bases is not None}
+    assert len(first) <= 1, f"trainers begin at different steps at the taker: {state}"
+    assert first <= {state.last + 1}, f"the taker begins at step {first}, the giver ended at step {state.last}: {state}"
+    return state.last + 1
+
+
+def may_hand_out(state: State, shard: Shard, step: int) -> bool:
+    """Whether a shard that has a whole step hands it out."""
+    if shard.saw == DRAINING:
+        return not shard.unknown and step <= state.last
+    return shard.saw != HOLDING
+
+
+def _told(state: State, number: int, phase: str, step: int) -> Iterator[tuple[str, State]]:
+    if not any(one[:2] == (number, phase) for one in state.reports):
+        yield f"report {phase}, step {step}", replace(state, reports=state.reports | {(number, phase, step)})
+
+
+# --- the trainers --------------------------------------------------------------------------------------------------------------
+
+
+def trainer_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
+    trainer = state.trainers[number]
+    there = THERE if trainer.bases is None else (*THERE, TAKER)
+    accepted = min(max(state.shards[one].journaled, trainer.bases[one] if trainer.bases else 0) for one in there)
+    if trainer.pushed < min(state.n_steps, accepted + WINDOW):
+        yield f"push step {trainer.pushed + 1}", _now(state, number, trainer._replace(pushed=trainer.pushed + 1))
+    if trainer.bases is None and state.phase == FLIPPED and all(answered(state, trainer, one) for one in THERE):
+        had = [state.shards[one].journaled for one in THERE]
+        yield "routes by the new map", _now(state, number, trainer._replace(bases=(had[0], had[1], min(had))))
+    for one in there:
+        yield from _arrives(state, number, one)
+
+
+def answered(state: State, trainer: Trainer, shard: int) -> bool:
+    """Whether a shard has accepted or refused all that went there by the old map."""
+    return state.shards[shard].saw == FLIPPED or state.shards[shard].journaled >= trainer.pushed
+
+
+def _arrives(state: State, number: int, to: int) -> Iterator[tuple[str, State]]:
+    """The next part of a trainer comes in at a shard by which it was not refused."""
+    trainer, shard = state.trainers[number], state.shards[to]
+    step = max(shard.got[number], trainer.bases[to] if trainer.bases else 0) + 1
+    same_map = (shard.saw == FLIPPED) == (trainer.bases is not None)
+    if step <= trainer.pushed and same_map:
+        got = (*shard.got[:number], step, *shard.got[number + 1 :])
+        yield f"step {step} comes in at shard {to}", _with(state, to, shard._replace(got=got))
+
+
+def _with(state: State, number: int, shard: Shard) -> State:
+    return replace(state, shards=(*state.shards[:number], shard, *state.shards[number + 1 :]))
+
+
+def _now(state: State, number: int, trainer: Trainer) -> State:
+    return replace(state, trainers=(*state.trainers[:number], trainer, *state.trainers[number + 1 :]))

@@ -1,0 +1,98 @@
+"""How the shards of a sync job stop at one step, every interleaving: at the flip all have had the same steps, and training goes on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.models.search import reachable, stuck
+from tests.models.shard_steps import (
+    ABORTED,
+    DRAINING,
+    FLIPPED,
+    GIVER,
+    HOLDING,
+    NONE,
+    OTHER,
+    THERE,
+    Shard,
+    State,
+    Trainer,
+    is_over,
+    require_sound,
+    steps,
+)
+
+Steps = Callable[[State], Iterator[tuple[str, State]]]
+
+
+def first(*, giver: int = 0, other: int = 0, trainers: int = 2, n_steps: int = 1) -> State:
+    got = (0,) * trainers
+    shards = (Shard(got=got, crashes=giver), Shard(got=got, crashes=other), Shard(got=got))
+    return State(shards=shards, trainers=(Trainer(),) * trainers, n_steps=n_steps)
+
+
+STARTS = {
+    "two trainers": first(),
+    "two trainers, the giver dies": first(giver=1),
+    "two trainers, another dies": first(other=1),
+    "two steps": first(trainers=1, n_steps=2),
+    "two steps, the giver dies": first(trainers=1, n_steps=2, giver=1),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_at_the_flip_all_have_had_the_same_steps_and_training_can_go_on(start: State) -> None:
+    after = reachable(start, steps, require_sound)
+    assert not stuck(after, is_over)
+    assert {state.phase for state in after if is_over(state)} == {FLIPPED, ABORTED}
+
+
+def flip_anywhere(state: State) -> Iterator[tuple[str, State]]:
+    """Nobody holds: the flip comes where the giver is."""
+    yield from steps(state)
+    if state.phase == NONE:
+        yield "flip at once", replace(state, phase=FLIPPED, last=state.shards[GIVER].journaled)
+
+
+def last_of_the_giver(state: State) -> Iterator[tuple[str, State]]:
+    """The giver's step is the last one of the old map, not the largest of all."""
+    for name, after in steps(state):
+        told = [step for number, phase, step in state.reports if (number, phase) == (GIVER, HOLDING)]
+        yield name, replace(after, last=told[0]) if name == "drain" else after
+
+
+def flip_for_the_giver(state: State) -> Iterator[tuple[str, State]]:
+    """The flip comes when the giver has come to the last step, wherever the others are."""
+    yield from steps(state)
+    if state.phase == DRAINING and any((number, phase) == (GIVER, DRAINING) for number, phase, _ in state.reports):
+        yield "flip too early", replace(state, phase=FLIPPED)
+
+
+def unknown_is_none(state: State) -> Iterator[tuple[str, State]]:
+    """A process that was started anew says that it has handed out no step."""
+    yield from steps(state)
+    for number in THERE:
+        shard = state.shards[number]
+        if shard.unknown and shard.saw == HOLDING and not any(one[:2] == (number, HOLDING) for one in state.reports):
+            yield "report too little", replace(state, reports=state.reports | {(number, HOLDING, 0)})
+        if shard.unknown and shard.saw == DRAINING and state.last == 0:
+            yield "report too early", replace(state, reports=state.reports | {(number, DRAINING, 0)})
+
+
+LESSER = [flip_anywhere, last_of_the_giver, flip_for_the_giver, unknown_is_none]
+
+
+@pytest.mark.parametrize("wrong", LESSER)
+def test_the_search_finds_what_is_wrong_with_lesser_ways_to_stop(wrong: Steps) -> None:
+    with pytest.raises(AssertionError) as found:
+        reachable(first(trainers=1, n_steps=2, giver=1), wrong, require_sound)
+    assert found.value.__notes__[0].startswith("after: ")
+
+
+def test_a_shard_that_was_started_anew_hands_out_nothing_until_all_go_on() -> None:
+    held = Shard(saw=HOLDING, got=(2, 2), released=1, journaled=1, unknown=True)
+    state = State(HOLDING, shards=(held, Shard(saw=HOLDING), Shard()))
+    for phase, last in ((HOLDING, 0), (DRAINING, 2)):
+        now = replace(state, phase=phase, last=last, shards=(held._replace(saw=phase), state.shards[OTHER], Shard()))
+        assert not [name for name, _ in steps(now) if name.startswith("giver: ") and "see" not in name]
