@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from kvemb.index.record_cache import CacheBudget, RecordCache
 from kvemb.index.row_index import HASHES, IndexLookup, RowIndex
+from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 from ..optim import build_optimizer
+from . import second_tokens
+from .second_tokens import SecondTokens, write_both
 
 Ids = NDArray[np.uint64]
 
@@ -136,6 +139,7 @@ class Tables:
 
     def __init__(self, states: list[TableState], budget: CacheBudget | None = None) -> None:
         self.cache_budget = budget or CacheBudget(0)
+        self._map: ClusterMap | None = None
         self._states = {state.definition.key: state for state in states}
         self._lock = threading.Lock()
 
@@ -150,6 +154,25 @@ class Tables:
         """Forget a table that was dropped, once nothing changes it any more."""
         with self._lock:
             self._states.pop(definition.key, None)
+
+    def follow(self, cluster_map: ClusterMap) -> None:
+        """Have the tokens in the caches be those of the nodes that this map names, before any are taken out. Apply thread only."""
+        if cluster_map is not self._map:
+            second_tokens.follow(self._map, cluster_map, [state.cache for state in self.all()])
+            self._map = cluster_map
+
+    def second_tokens(self, cluster_map: ClusterMap, definition: TableDef, at: NDArray[np.int64]) -> SecondTokens | None:
+        """Return what is known of rows at their other node by this map, which was followed; None where rows have none, or no cache.
+
+        Args:
+            cluster_map: in force.
+            definition: the table.
+            at: int64 [n], places in its cache, -1 for rows that are not there.
+        """
+        cache = self.state(definition).cache
+        if not write_both(cluster_map) or not len(cache.records):
+            return None
+        return SecondTokens(cluster_map, cache.second_tokens(at))
 
     def all(self) -> list[TableState]:
         """Return every state, by name."""

@@ -1,17 +1,22 @@
 """Storage nodes that come and go while a trainer pushes and another pulls: nothing is lost, and nobody is told to connect again."""
 
+import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import numpy as np
 import pytest
 import redis
 from matrix import one_of
 from moving_load import IDS, N_IDS, PATIENCE_S, MovingLoad, further_node
+from pymemcache.client.base import Client
 
 import kvemb
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
+from kvemb.net.deadline import Deadline
+from kvemb.testing.real_servers import memcached_client
 
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
 
@@ -46,6 +51,59 @@ def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: 
             load.stop()
         with kvemb.connect(local.url, read_only=True) as late:  # kvemb.yaml still names the two first nodes
             np.testing.assert_array_equal(-late.table("t").pull(IDS)[:, 0], load.counts)
+
+
+def test_memcached_is_not_asked_for_rows_that_are_written_to_both_nodes(require_server: Callable[[str], str]) -> None:
+    require_server("memcached")
+    with (
+        LocalCluster("memcached", 2, shards=2, memory_mb=64) as local,
+        further_node(local) as third,
+        kvemb.connect(local.url) as cluster,
+        closing(memcached_client(third)) as client,
+    ):
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.ones((N_IDS, 4), np.float32)).wait_applied(PATIENCE_S)
+        nodes, definition, cluster_map = cluster.nodes, table.definition, cluster.store.cluster_map
+        ids = IDS[cluster_map.shards_of(definition.placement.slots(IDS.astype(np.uint64))) == 0][:2000]
+        plan = nodes.add(third.address)
+        n_moving = int((plan.slot_nodes[definition.placement.slots(ids.astype(np.uint64))] == 2).sum())
+        assert n_moving > 400
+
+        def push(n: int) -> dict[str, int]:
+            """What the third node has counted while these rows were pushed so often."""
+            before = stats_of(client)
+            for _ in range(n):
+                table.push(ids, np.ones((len(ids), 4), np.float32)).wait_applied(PATIENCE_S)
+            return {name: value - before[name] for name, value in stats_of(client).items()}
+
+        local.shards[1].signal(signal.SIGSTOP)  # it does not acknowledge, so the move stays where it is
+        try:
+            nodes.begin(plan)
+            deadline = Deadline.after(PATIENCE_S)
+            while stats_of(client)["curr_items"] < 0.4 * plan.n_rows:  # the other shard has copied its rows
+                assert not deadline.expired
+                time.sleep(0.02)
+            found = push(3)
+            assert found["cas_hits"] >= 2 * n_moving
+            assert found["get_hits"] < n_moving, "rows were looked at before they were written"
+            for key in map(bytes, definition.keys(ids.astype(np.uint64), pages=False).encode()):
+                if (value := client.get(key)) is not None:
+                    client.set(key, value, noreply=False)  # another program has been there
+            assert push(2)["cas_badval"] >= n_moving
+        finally:
+            local.shards[1].signal(signal.SIGCONT)
+        nodes.wait(timeout_s=PATIENCE_S)
+        found = push(2)
+        assert found["cas_hits"] >= 2 * n_moving
+        assert found["cas_badval"] < n_moving / 10, "cached rows had the tokens of the node that was"
+        np.testing.assert_array_equal(table.pull(ids), np.full((len(ids), 4), -8, np.float32))
+
+
+def stats_of(client: Client) -> dict[str, int]:
+    """What memcached has counted."""
+    names = ("get_hits", "cas_hits", "cas_badval", "curr_items")
+    told = client.stats()
+    return {name: int(told[name.encode()]) for name in names}
 
 
 def test_a_table_that_is_dropped_while_its_slots_move_leaves_nothing_on_any_node(require_server: Callable[[str], str]) -> None:
