@@ -1,0 +1,172 @@
+"""Moves of slots that `elastic` measures: a cluster whose nodes and shards come and go, under load and without."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+import kvemb
+from benchmarks.apply_load import TIMEOUT_S
+from benchmarks.elastic_load import Trainers, Window, check_counts, fill
+from benchmarks.recovery_steps import watch_repair
+from kvemb.client.resizing.node_moves import NodePlan
+from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import free_ports
+from kvemb.local_cluster.storage_servers import StorageServer, start_servers
+from kvemb.net.deadline import Deadline
+from kvemb.stores.storage_kinds import open_store
+
+N_NODES, N_SHARDS = 2, 2
+TABLE = "elastic"
+_OPEN_S = 20.0
+Plan = NodePlan | ShardMovePlan
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move without load.
+
+    Args:
+        n_rows: that the plan moved.
+        seconds: from command to done.
+    """
+
+    n_rows: int
+    seconds: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows moved per second."""
+        return self.n_rows / self.seconds
+
+    @property
+    def index_mb(self) -> float:
+        """What a shard that takes rows is told of them, in MB."""
+        return self.n_rows * INDEX_BYTES / 1e6
+
+
+@dataclass(frozen=True)
+class Change:
+    """One move under load.
+
+    Args:
+        before, meanwhile: windows of the same length at least, the second from the command until the move is done.
+        move: what it was.
+        rows_ratio: rows that it moved / the third of all rows that a third node or shard is to have.
+    """
+
+    before: Window
+    meanwhile: Window
+    move: Move
+    rows_ratio: float
+
+    @property
+    def wait_ms(self) -> float:
+        """Of the longest step while slots moved, what is above the median before."""
+        return (self.meanwhile.longest_s - self.before.step_s) * 1e3
+
+    @property
+    def quiet_ms(self) -> float:
+        """The same of the longest step before: what the machine does to a step by itself."""
+        return (self.before.longest_s - self.before.step_s) * 1e3
+
+    @property
+    def throughput(self) -> float:
+        """Steps per second while slots moved / before."""
+        return self.meanwhile.steps_per_s / self.before.steps_per_s
+
+
+class ElasticCluster:
+    """Two nodes, two shards and a table of which every row is the number of pushes that it got; a context manager."""
+
+    def __init__(self, store: str, options: argparse.Namespace) -> None:
+        self._store, self._options = store, options
+        self._counts = np.ones(options.rows, np.int64)
+
+    def __enter__(self) -> "ElasticCluster":
+        with ExitStack() as stack:
+            self.cluster = stack.enter_context(LocalCluster(self._store, N_NODES, shards=N_SHARDS))
+            self.opened = stack.enter_context(kvemb.connect(self.cluster.url))
+            self.table = fill(self.opened, TABLE, self._options.rows, self._options.dim)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def load(self) -> Iterator[Trainers]:
+        """Trainers that pull and push; at the end every row must be the number of pushes that it got."""
+        options = self._options
+        with Trainers(self.cluster.url, TABLE, options.rows, options.batch, options.trainers) as trainers:
+            yield trainers
+        self._counts += trainers.counts.sum(axis=0)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a table whose rows are not the number of pushes that they got."""
+        check_counts(self.table, self._counts)
+
+    def under_load(self, trainers: Trainers, plan: Plan) -> Change:
+        """Let trainers train, and then the plan happen meanwhile."""
+        with trainers.window() as before:
+            time.sleep(self._options.seconds)
+        with trainers.window() as meanwhile:
+            move = self.alone(plan)
+        return Change(before[0], meanwhile[0], move, plan.n_rows / (self._options.rows / (N_NODES + 1)))
+
+    def alone(self, plan: Plan) -> Move:
+        """Let the plan happen."""
+        start_s = time.perf_counter()
+        if isinstance(plan, NodePlan):
+            self.opened.nodes.begin(plan)
+        else:
+            self.opened.shards.begin(plan)
+        self.opened.nodes.wait(timeout_s=TIMEOUT_S)
+        return Move(plan.n_rows, time.perf_counter() - start_s)
+
+    @contextmanager
+    def further_node(self) -> Iterator[str]:
+        """The address of a server that is none of the cluster's yet, nor afterwards."""
+        server = further_node(self._stack, self.cluster)
+        yield server.address
+        server.process.kill()
+
+    @contextmanager
+    def further_shard(self) -> Iterator[str]:
+        """The address of a shard that is none of the cluster's yet, nor afterwards."""
+        number = self.opened.shards.state().map.n_shards
+        address = further_shard(self.cluster, number)
+        yield address
+        self.cluster.shards[number].kill()
+
+    def repair(self) -> float:
+        """Restart a node empty; rows per second of its repair."""
+        state, sizes = self.opened.nodes.state(), self.opened.nodes.sizes()
+        n_rows = int(sizes.rows[state.map.slot_nodes == 0].sum())
+        store = open_store(self.opened.config.storage, role="shard:bench")
+        try:
+            store.open(Deadline.after(_OPEN_S))
+            self.cluster.servers[0].restart()
+            seconds, _ = watch_repair(store, Deadline.after(TIMEOUT_S))
+        finally:
+            store.close()
+        return n_rows / seconds
+
+
+def further_node(stack: ExitStack, cluster: LocalCluster) -> StorageServer:
+    """A server that is none of the cluster's yet."""
+    (server,) = start_servers(cluster.store, 1, cluster.folder, 1024)
+    stack.callback(lambda: server.process.kill())
+    return server
+
+
+def further_shard(cluster: LocalCluster, number: int) -> str:
+    """The address of a shard that runs, and is none of the cluster's yet."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    cluster.start_shard(number, "--listen", address)
+    return address
