@@ -5,14 +5,16 @@ Not fork-safe, and it says so: gRPC's threads and sockets do not exist in a fork
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, ServersConfig
 from kvemb.coordination.map_copies import decode_map
-from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMovedError
+from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMovedError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
@@ -21,6 +23,7 @@ from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.tls_config import TlsConfig
 
+_LOOK_S, _LOOK_TIMEOUT_S = 0.02, 2.0
 M = TypeVar("M", bound=Message)
 
 
@@ -95,8 +98,19 @@ class AllShards:
         self._told = cluster_map
 
     def ask_map(self, deadline: Deadline) -> None:
-        """Go by the map that shard 0 has, where there is no storage to read it from; kvemb.yaml always names shard 0."""
-        self.follow(decode_map(self.call(0, "MoveStatus", Empty(), MoveStatusReply, deadline).cluster_map))
+        """Go by the map that shard 0 has, which kvemb.yaml always names: read it from storage, or from there where there is none."""
+        told = decode_map(self.call(0, "MoveStatus", Empty(), MoveStatusReply, deadline).cluster_map)
+        if self._maps is None:
+            self.follow(told)
+            return
+        while self._maps.cluster_map.version < told.version and not deadline.expired:  # the nodes get it after shard 0 has it
+            if not self._maps.refresh_map(deadline):
+                time.sleep(_LOOK_S)
+
+    def look(self, deadline: Deadline) -> None:
+        """Find out which shards there are: with a map of long ago, one that has joined would not be asked, and its rows would be missed."""
+        with suppress(StorageError):  # where no node answers, who is known is asked
+            self.refresh_map(deadline.within(min(_LOOK_TIMEOUT_S, deadline.remaining_s() / 4)))
 
     def refresh_map(self, deadline: Deadline) -> None:
         """Read the cluster map again, where there is storage to read it from."""
@@ -135,7 +149,7 @@ class AllShards:
 
         Args:
             method: the verb.
-            requests: one for all shards, or one for each that is to be called.
+            requests: one for all shards that there are now, or one for each that is to be called.
             reply_type: of its answer.
             deadline: of all of it.
 
@@ -153,6 +167,8 @@ class AllShards:
     ) -> dict[int, M | Exception]:
         """The same, with a shard's failure in the place of its answer."""
         self.check_usable()
+        if not isinstance(requests, Mapping):
+            self.look(deadline)
         channels = self.channels
         wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
         pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}

@@ -66,6 +66,7 @@ class ShardQuestions:
 
     def ids(self, table: str, timeout_s: float | None = None) -> Iterator[NDArray[np.uint64]]:
         """List the ids of the rows that exist, shard by shard, in pages; the timeout is each page's."""
+        self._servers.look(self._deadline(timeout_s))
         for shard in self._servers.numbers:
             request = IdsRequest(table, True, 0, PAGE_IDS)
             while True:

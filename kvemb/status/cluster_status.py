@@ -118,8 +118,9 @@ def read_status(store: Store, client: "ShardClient | None", timeout_s: float) ->
 
 
 def _shards(client: "ShardClient", timeout_s: float) -> tuple[ShardStatus, ...]:
+    replies = client.questions.status(timeout_s)
     addresses = {shard: channel.address for shard, channel in client.servers.channels.items()}
-    return tuple(_shard(shard, addresses.get(shard, ""), reply) for shard, reply in client.questions.status(timeout_s).items())
+    return tuple(_shard(shard, addresses.get(shard, ""), reply) for shard, reply in replies.items())
 
 
 def _shard(index: int, address: str, reply: StatusReply | Exception) -> ShardStatus:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +73,28 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(require_ser
             for url, rows in ((base.url, before), (after.url, before), (last.url, moved)):
                 cluster.load(url)
                 np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)
+
+
+def test_connections_that_were_idle_while_a_shard_joined_ask_all_shards(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 2, shards=2, memory_mb=64) as local, ExitStack() as stack:
+        mover, *idle = (stack.enter_context(kvemb.connect(local.url)) for _ in range(4))
+        table = mover.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
+        table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+        saves, looks, counts = idle
+        counted = counts.table("t")
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        local.start_shard(2, "--listen", address)
+        mover.shards.begin(mover.shards.add(address))
+        mover.shards.wait(timeout_s=PATIENCE_S)
+        assert int(mover.shards.sizes().rows.sum()) == len(IDS)
+        back = mover.shards.remove(address)
+        assert back.n_rows > 0
+        assert saves.save(f"{local.folder}/saves/after").manifest.n_shards == 3
+        assert [shard.shard for shard in looks.status().shards] == [0, 1, 2]
+        assert len(counted) == len(IDS)
+        mover.shards.begin(back)
+        assert mover.shards.wait(timeout_s=PATIENCE_S).map.shard_numbers == (0, 1)
 
 
 def test_in_a_sync_job_a_shard_joins_and_leaves_and_every_row_is_what_it_is_without(require_server: Callable[[str], str]) -> None:
