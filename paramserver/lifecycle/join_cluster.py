@@ -17,24 +17,19 @@ from kvemb.errors import (
     DeadlineExceededError,
     KvembError,
     NodeLostError,
-    NodeUnavailableError,
     NotProvisionedError,
     ProtocolError,
     WrongNodeError,
 )
-from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
+from .storage_wait import ABSENT, StorageWait, Wait
 
 CLUSTER, INTENT = "cluster", "provision-intent"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 log = logging.getLogger("paramserver")
-
-Wait = Callable[[float], None]
-"""Waits so many seconds, or raises when the process is told to stop."""
 
 
 def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, deadline: Deadline, timeout_s: float, wait: Wait) -> bytes:
@@ -58,18 +53,16 @@ def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, dead
         WrongNodeError: the nodes belong to another cluster than this data folder.
         StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
     """
-    waits, said = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), ""
-    while True:
+
+    def step() -> bytes:
+        nonlocal timeout_s
         try:
             return _try_to_join(store, data, shard, n_shards, timeout_s)
-        except (NodeUnavailableError, DeadlineExceededError, NotProvisionedError, NodeLostError) as error:
-            if not _may_pass(error, data) or deadline.expired:
-                raise
-            if said != (said := str(error)):
-                log.info("waiting for storage: %s", error)
-            if isinstance(error, DeadlineExceededError):
-                timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
-        wait(min(next(waits), deadline.remaining_s()))
+        except DeadlineExceededError:
+            timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
+            raise
+
+    return StorageWait(deadline, wait)(step, (*ABSENT, NotProvisionedError, NodeLostError), lambda error: _may_pass(error, data))
 
 
 def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout_s: float) -> bytes:

@@ -4,6 +4,7 @@ Claiming fences older processes.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvemb.config import Config
@@ -47,6 +48,7 @@ from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
 from .join_cluster import join_cluster
 from .shard import RecoveredShard, Shard
+from .storage_wait import StorageWait
 
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20
@@ -143,24 +145,25 @@ class _Start:
     def recovered(self) -> RecoveredShard:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
         timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
-        deadline = Deadline.after(self._start_timeout_s)
+        storage = StorageWait(Deadline.after(self._start_timeout_s), self._wait)
         name = data.read(CLUSTER_NAME)
         if name is not None and name != self._config.cluster.encode():
             raise ConfigError(
                 f"cluster: got {self._config.cluster!r}, but {data.path} is of cluster {name.decode(errors='replace')!r}. Put that name "
                 "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
             )
-        cluster_id = join_cluster(self._store, data, shard, len(servers.shards), deadline=deadline, timeout_s=timeout_s, wait=self._wait)
+        n_shards, deadline = len(servers.shards), storage.deadline
+        cluster_id = join_cluster(self._store, data, shard, n_shards, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
         registry = Registry(self._store, shard, timeout_s, data)
-        registry.load()
+        storage(registry.load)
         for table in self._config.tables if shard == 0 else ():
             if any(one.name == table.name for one in registry.dropping):  # this shard is needed to end that
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
                 continue
-            registry.create(table, exist_ok=True)
+            storage(partial(registry.create, table, exist_ok=True))
         if shard == 0 and registry.tables:
-            settle_limits(self._store, self._store.addresses, registry.tables, timeout_s)
-        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=self._require_reached)
+            storage(lambda: settle_limits(self._store, self._store.addresses, registry.tables, timeout_s))
+        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=self._require_reached, again=storage)
         claim = Claim(data, self._store, shard, state.epoch, timeout_s)
         self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
         if name is None:

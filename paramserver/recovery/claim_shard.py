@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
@@ -26,7 +27,19 @@ CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers 
 EPOCH = "epoch"
 STATE = "state"
 JOURNAL_START = (0, 0)
+T = TypeVar("T")
 log = logging.getLogger("paramserver")
+
+
+class Again(Protocol):
+    """Takes steps again."""
+
+    def __call__(self, step: Callable[[], T]) -> T:
+        """Return what the step returns, in the end."""
+
+
+def _once(step: Callable[[], T]) -> T:
+    return step()
 
 
 def claim_shard(
@@ -38,6 +51,7 @@ def claim_shard(
     *,
     check: Callable[[ShardState], None] = lambda state: None,
     above: int = 0,
+    again: Again = _once,
 ) -> ShardState:
     """Become the shard's owner: return what the last owner left, under our own new epoch, which folder and nodes hold by then.
 
@@ -51,17 +65,18 @@ def claim_shard(
         timeout_s: of one storage call.
         check: called with what was left, before anything is changed; may raise.
         above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
+        again: takes each step that asks storage, and may take it again.
 
     Raises:
         LostRowError: the last owner left no state in the folder.
         ParameterServerError: the state is damaged or not the last owner's.
     """
     kept, n_shards = read_epoch(data), store.cluster_map.n_shards
-    stored = _owner(store, shard, timeout_s, kept)
-    if kept > stored and store.lost_nodes(Deadline.after(timeout_s)):
+    stored = again(lambda: _owner(store, shard, timeout_s, kept))
+    if kept > stored and again(lambda: store.lost_nodes(Deadline.after(timeout_s))):
         stored = kept  # the nodes that knew are to be repaired
     state = _left_state(data, shard, n_shards, cluster_id, stored, kept)
-    check(state)
+    again(partial(check, state))
     epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
         raise ParameterServerError(f"shard {shard}: epoch {epoch} does not fit its 16 bits; this cluster has been restarted too often")
@@ -70,10 +85,16 @@ def claim_shard(
         data.write(STATE, encode_state(state))
     data.write(EPOCH, [b"%d\n" % epoch])
     sweep(data.path)  # after it: what an older process was about to rename, having found the epoch to be its own, is gone now
-    store.put_meta(owner_name(shard), Owner(epoch, n_shards).encode(), Deadline.after(timeout_s))
-    store.fence(shard, epoch, Deadline.after(timeout_s), still_ours=partial(require_owner, data, epoch))
-    store.kill_other_writers(Deadline.after(timeout_s))
+    again(lambda: _take(store, shard, Owner(epoch, n_shards), partial(require_owner, data, epoch), timeout_s))
     return replace(state, epoch=epoch)
+
+
+def _take(store: Store, shard: int, owner: Owner, still_ours: Callable[[], None], timeout_s: float) -> None:
+    """Tell the nodes who owns the shard now; may be done again."""
+    still_ours()  # or the record of whoever has taken it over meanwhile would be overwritten
+    store.put_meta(owner_name(shard), owner.encode(), Deadline.after(timeout_s))
+    store.fence(shard, owner.epoch, Deadline.after(timeout_s), still_ours=still_ours)
+    store.kill_other_writers(Deadline.after(timeout_s))
 
 
 class Claim:

@@ -1,0 +1,58 @@
+"""How a start waits for storage: nodes that are down, or hang, are asked again until they answer or the time for the start is up."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
+from kvemb.net.backoff import pauses
+from kvemb.net.deadline import Deadline
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+ABSENT = (NodeUnavailableError, DeadlineExceededError)
+T = TypeVar("T")
+log = logging.getLogger("paramserver")
+
+Wait = Callable[[float], None]
+"""Waits so many seconds, or raises when the process is told to stop."""
+
+
+class StorageWait:
+    """Tries a step of the start again while storage is away.
+
+    Args:
+        deadline: of the whole start.
+        wait: between tries.
+    """
+
+    def __init__(self, deadline: Deadline, wait: Wait) -> None:
+        self.deadline, self._wait = deadline, wait
+        self._said = ""
+
+    def __call__(
+        self,
+        step: Callable[[], T],
+        errors: tuple[type[StorageError], ...] = ABSENT,
+        may_pass: Callable[[StorageError], bool] = lambda error: True,
+    ) -> T:
+        """Take a step that may be taken again after any of these errors.
+
+        Args:
+            step: raises them.
+            errors: that are waited for.
+            may_pass: whether this one is.
+
+        Raises:
+            StorageError: the last one, once the deadline has passed.
+        """
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while True:
+            try:
+                return step()
+            except errors as error:
+                if not may_pass(error) or self.deadline.expired:
+                    raise
+                if self._said != (said := str(error)):
+                    log.info("waiting for storage: %s", error)
+                self._said = said
+            self._wait(min(next(waits), self.deadline.remaining_s()))
