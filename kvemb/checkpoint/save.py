@@ -23,6 +23,7 @@ from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableErr
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
+from kvemb.schema.slots import N_SLOTS
 
 _POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S = 0.01, 0.2, 10.0, 60.0
 
@@ -109,17 +110,22 @@ def _info(
 ) -> SaveInfo:
     """Return what is the same for all shards: as noted by the save that is resumed, or new and noted."""
     base = None if below is None else BaseCheckpoint(below.storage.url.rpartition("/")[2], below.manifest.save_id)
-    save_id, created_s = secrets.token_hex(16), int(time.time())
+    save_id, created_s, slots = secrets.token_hex(16), int(time.time()), saving.servers.cluster_map.shard_runs
     if resume:
         fields = _noted(storage)
         same = (saving.cluster_id, weights_only, "" if base is None else base.save_id)
         if same != (fields.text("cluster_id"), fields.flag("weights_only"), fields.text("base")):
             raise InvalidInputError(f"{storage!r}: the save to be resumed is of another cluster, or was begun with other options")
+        if fields.integers("slots", None, N_SLOTS - 1) != slots:
+            raise CheckpointError(
+                f"{storage!r}: slots moved between shards since the save that is to be resumed began, so that a row may be in two shares "
+                "or in none. Begin again, without resume"
+            )
         save_id, created_s = fields.text("save_id"), fields.integer("created_s", 0, 1 << 53)
-    info = SaveInfo(save_id, saving.cluster, saving.cluster_id, created_s, weights_only, base, extra, saving.servers.cluster_map.shard_runs)
+    info = SaveInfo(save_id, saving.cluster, saving.cluster_id, created_s, weights_only, base, extra, slots)
     if not resume:
         note = {"save_id": save_id, "created_s": created_s, "cluster_id": saving.cluster_id, "weights_only": weights_only}
-        storage.write(SAVING, encode({**note, "base": "" if base is None else base.save_id}))
+        storage.write(SAVING, encode({**note, "base": "" if base is None else base.save_id, "slots": list(slots)}))
     return info
 
 
@@ -130,7 +136,7 @@ def _noted(storage: CheckpointStorage) -> Fields:
         raise CheckpointError(begin.format("no save was begun here, or it was ended before it had noted anything"))
     noted = storage.read(SAVING, MAX_DOCUMENT_BYTES)
     try:
-        fields = decode(noted, storage.where(SAVING)).only("save_id", "created_s", "cluster_id", "weights_only", "base")
+        fields = decode(noted, storage.where(SAVING)).only("save_id", "created_s", "cluster_id", "weights_only", "base", "slots")
         read_hex(fields, "save_id")
     except CheckpointError as error:
         raise CheckpointError(begin.format(f"what the save noted of itself cannot be used ({error})")) from error

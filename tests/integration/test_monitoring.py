@@ -57,6 +57,11 @@ def test_promtool_finds_the_configuration_of_the_composed_prometheus_right_and_i
         servers = yaml.safe_load(file.read_text())["parameter_servers"]
         hosts = [address.rpartition(":")[0] for address in servers["shards"]]
         assert static["targets"] == [f"{host}:{servers['metrics_port']}" for host in hosts], file
+        # Those that may come are looked up by name: one that is not there is no target, so its absence is no alert.
+        (grown,) = jobs["kvemb"]["dns_sd_configs"]
+        services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+        further = [name for name, of in services.items() if of.get("profiles") == ["grow"] and "--shard" in of.get("command", ())]
+        assert (grown["names"], grown["port"]) == (further, servers["metrics_port"]), file
 
 
 # Of Grafana's documentation of its provisioning files: which keys there are, and which of them must be. No Grafana runs here.

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matrix import one_of
+from shard_moves import ShardMoves
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
@@ -21,6 +22,8 @@ from kvemb.cluster import Cluster
 from kvemb.errors import CheckpointError, InvalidInputError, TableMismatchError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
+from kvemb.schema.cluster_map import equal_runs
+from kvemb.schema.slots import N_SLOTS
 
 ROOT = Path(__file__).parents[2]
 N = 60_000
@@ -267,6 +270,32 @@ def test_a_save_whose_shard_was_killed_can_be_resumed(small: LocalCluster, tmp_p
         done = client.save(url, resume=True)
     verify(url).require_good()
     assert done.manifest.n_rows == before[0]
+
+
+def test_a_save_is_not_resumed_when_slots_have_moved_between_shards_since(tmp_path: Path) -> None:
+    class LookedAway(Exception):  # noqa: N818
+        pass
+
+    def look_away(*_: object) -> None:
+        raise LookedAway
+
+    url, n = str(tmp_path / "a"), 5_000
+    with LocalCluster("valkey", 1, shards=2) as local, kvemb.connect(local.url) as client:
+        table = client.create_table("count", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS[:n], np.ones((n, 4), np.float32)).wait_applied(60)
+        with pytest.raises(LookedAway):
+            client.save(url, progress=look_away)
+        moves = ShardMoves(local.url)
+        try:
+            moves.begin(np.where(np.arange(N_SLOTS) % 2 == 0, 1, equal_runs(2)))
+            moves.wait()
+        finally:
+            moves.close()
+        with pytest.raises(CheckpointError, match=r"slots moved between shards since the save .* Begin again, without resume"):
+            client.save(url, resume=True)
+        done = client.save(url)
+    verify(url).require_good()
+    assert done.manifest.n_rows == n
 
 
 @pytest.mark.parametrize("index", [0, 1])
