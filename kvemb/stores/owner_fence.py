@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvemb.coordination.replicated_values import DamagedCopyError
-from kvemb.coordination.shard_owners import newest_owner, owner_name, require_not_fenced
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
 
 log = logging.getLogger("kvemb")
 
@@ -18,7 +18,7 @@ class OwnerFence:
     Attributes:
         name: of the owner record, "" for no owner.
         shard, epoch: the owner.
-        record: the bytes of the owner record, to be put back where it was damaged; b"" while they are not known.
+        record: the bytes of the owner record, to be put where it was damaged, lost, or not written yet; b"" before `begin`.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,7 @@ class OwnerFence:
         copies = get(self.name)
         require_not_fenced(copies, shard, epoch)
         owner = newest_owner(copies, shard)
-        if owner is not None and owner.epoch == epoch:
-            self.record = owner.encode()
+        self.record = (owner if owner is not None and owner.epoch == epoch else Owner(epoch, shard + 1)).encode()
 
     def require_not_behind(self, copies: Iterable[bytes | None]) -> None:
         """Raise FencedError when one of these copies has a higher epoch; damaged ones say nothing."""

@@ -330,6 +330,12 @@ class RepairContract(StoreContract):
         own(store, 4)
         assert (store.owner_epoch(0, within()), store.owner_epoch(1, within())) == (4, 0)
 
+    def test_a_higher_epoch_of_the_same_owner_that_could_not_be_written_is_written_by_its_next_look(self, store: Store) -> None:
+        own(store, 4)
+        store.fence(0, 5, within())
+        assert store.lost_nodes(within()) == []
+        assert store.owner_epoch(0, within()) == 5
+
     def test_after_a_takeover_the_older_process_writes_nothing_on_a_new_connection(
         self, nodes: Nodes, store: Store, monkeypatch: pytest.MonkeyPatch, rows: RowKeys
     ) -> None:

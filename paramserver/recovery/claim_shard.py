@@ -141,9 +141,7 @@ class Claim:
             deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
             # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
-            owner = newest_owner(self._store.get_meta(name, deadline), self._shard, self._store.copies_on(name))
-            assert owner is not None
-            self._store.put_meta(name, replace(owner, epoch=self.epoch).encode(), deadline)
+            self._store.put_meta(name, Owner(self.epoch, self._store.cluster_map.n_shards).encode(), deadline)
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._told = self.epoch
 

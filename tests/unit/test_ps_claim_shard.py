@@ -17,7 +17,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster
-from paramserver.recovery.claim_shard import EPOCH, STATE, claim_shard, read_epoch, require_owner, save
+from paramserver.recovery.claim_shard import EPOCH, STATE, Claim, claim_shard, read_epoch, require_owner, save
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
 _NUMBERS = count()
@@ -63,6 +63,15 @@ def opened_store(nodes: tuple[str, ...]) -> MemoryStore:
 def start(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> ShardState:
     cluster_id = join(nodes, data, shard)
     return claim_shard(opened_store(nodes), data, shard, cluster_id, 5)
+
+
+def test_a_claim_rises_on_nodes_that_have_lost_the_owner_record(folder: Folder, tmp_path: Path) -> None:
+    data, nodes = folder(tmp_path / "ours", 0), addresses()
+    epoch = start(addresses(), data).epoch
+    join(nodes, folder(tmp_path / "theirs", 0))
+    risen: list[int] = []
+    Claim(data, opened_store(nodes), 0, epoch, 5).rise_above(7, risen.append)
+    assert (risen, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8)
 
 
 def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
