@@ -112,6 +112,10 @@ class MissingRows:
         return ids if len(ids) <= n else ids[np.unique(self._random.integers(0, len(ids), n))]
 
     def _ask(self, some: Sequence[tuple[TableDef, Ids]]) -> None:
+        try:
+            self._servers.look(Deadline.after(_TIMEOUT_S))
+        except KvembError:  # closed meanwhile
+            return
         for table, ids in some:
             shares = [ids.take(at) for at in places(table.placement.slots(ids), self._servers.cluster_map)]
             requests = {
@@ -121,7 +125,7 @@ class MissingRows:
             }
             try:
                 replies = self._servers.try_each("Compare", requests, CountReply, Deadline.after(_TIMEOUT_S))
-            except KvembError:  # closed meanwhile
+            except KvembError:  # the same
                 return
             with self._lock:
                 for reply in replies.values():

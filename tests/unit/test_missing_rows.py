@@ -29,13 +29,16 @@ class TwoShards:
         self.answer, self.forked = answer, False
         self.asked: list[tuple[str, list[int]]] = []
 
-    cluster_map = ClusterMap.first(0, 2)
+        self.cluster_map = self.newest = ClusterMap.first(0, 2)
+
+    def look(self, deadline: Any) -> None:
+        self.cluster_map = self.newest
 
     def try_each(self, method: str, requests: dict[int, CompareRequest], reply_type: type, deadline: Any) -> dict[int, Any]:
         assert (method, reply_type) == ("Compare", CountReply)
         for shard, request in requests.items():
             ids = np.frombuffer(request.ids, "<u8")
-            assert (shard_of(ids.astype(np.uint64), 2) == shard).all()
+            assert (shard_of(ids.astype(np.uint64), self.cluster_map.n_shards) == shard).all()
             self.asked.append((request.table, ids.tolist()))
         return {shard: self.answer(request) for shard, request in requests.items()}
 
@@ -55,6 +58,14 @@ def asking(answer: Callable[[CompareRequest], Any]) -> tuple[MissingRows, TwoSha
 def settle(missing: MissingRows) -> None:
     assert missing._thread is not None
     missing._thread.join(10)
+
+
+def test_the_shards_of_now_are_asked_by_who_has_not_heard_that_slots_moved() -> None:
+    missing, servers, _ = asking(lambda request: CountReply(0))
+    servers.newest = ClusterMap.first(0, 3)
+    missing.note([(USER, MANY)])
+    settle(missing)
+    assert len(servers.asked) == 3
 
 
 def test_some_rows_are_asked_about_once_a_second_however_many_are_missing() -> None:
