@@ -48,6 +48,18 @@ def newest_map(copies: Iterable[bytes | None], where: Sequence[str] = (), known:
     return max([*found, *([known] if known is not None else [])], key=lambda one: one.version, default=None)
 
 
+def is_behind(copy: bytes | None, cluster_map: ClusterMap) -> bool:
+    """Whether a copy is to be replaced by this map: there is none, or a damaged one, or an older one.
+
+    Raises:
+        ProtocolError: it is one of another release.
+    """
+    try:
+        return copy is None or decode_map(copy).version < cluster_map.version
+    except DamagedCopyError:
+        return True
+
+
 def map_in_force(copies: Iterable[bytes | None], where: Sequence[str], identity: Identity) -> ClusterMap:
     """Return the map of a cluster whose nodes have markers: the newest of the copies and of the one that the identity knows.
 

@@ -1,7 +1,8 @@
 """The cluster map: which node holds each slot, which shard writes it, and what is changing. Pure; no I/O.
 
 Every process of a cluster routes by one such map, and every node holds a copy. The digest of who has what is in the nodes' markers, so a
-batch that was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own, and the map has only the shards'.
+batch that was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own: the map has only the shards', and no
+marker names it.
 
 As bytes a half is its runs: where each begins, and who has it.
 """

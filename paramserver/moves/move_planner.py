@@ -84,11 +84,6 @@ class MovePlanner:
     def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
         slot_shards = wanted.slot_shards
         assert slot_shards is not None
-        if not now.n_nodes:
-            raise MoveRefusedError(
-                "on a Redis Cluster or Valkey Cluster shards do not join or leave while training goes on yet: save, make a cluster of "
-                "another number of shards, load (docs/checkpoints.md); nothing was changed"
-            )
         noted = now.shards or [NodePlace("", IN_FILE)] * now.n_shards
         places = tuple(place._replace(address=at) for place, at in zip(noted, now.shard_places(self._in_file), strict=True))
         joining = tuple(range(now.n_shards, now.n_shards + len(wanted.join_shards)))

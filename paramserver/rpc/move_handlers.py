@@ -57,8 +57,6 @@ class MoveHandlers:
         )
         if (wanted.slot_nodes is None) == (wanted.slot_shards is None):
             raise InvalidInputError("slots move between nodes or between shards, one at a time: give slot_nodes or slot_shards")
-        if wanted.slot_shards is not None:
-            self._refuse_shards()
         carrier.begin(wanted, deadline)
         return self.status(Empty(), deadline)
 
@@ -105,13 +103,6 @@ class MoveHandlers:
         """Tell a trainer what a shard that has left had taken of it."""
         last = self._on_shard_0().left_session(request.shard, request.trainer, request.incarnation)
         return HelloReply(request.incarnation, last, self._parts.config.servers.mode)
-
-    def _refuse_shards(self) -> None:
-        if self._parts.config.storage.kind == "redis-cluster":
-            raise MoveRefusedError(
-                "slots do not move between the shards of a Redis Cluster yet: its nodes hold a map of shards that does not change. Nothing "
-                "was changed. Save, and load the checkpoint with another number of shards."
-            )
 
     def _on_shard_0(self) -> MoveCarrier:
         if self._carrier is None:

@@ -18,9 +18,10 @@ import kvemb.init
 import kvemb.optim
 from kvemb.schema.cluster_map import ClusterMap, equal_runs
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING
+from kvemb.stores.storage_kinds import KINDS as STORES
 
 LAUNCHER = Path(__file__).with_name("shard_launcher.py")
-KINDS = {"redis": "redis-server", "memcached": "memcached"}
+KINDS = {"redis": "redis-server", "memcached": "memcached", "redis-cluster": "redis-server"}
 GIVER, TAKER = 2, 1  # of every second move; of the others the other way round
 SHARES = equal_runs(3)
 GIVEN = np.where(SHARES == GIVER, TAKER, SHARES)
@@ -32,7 +33,8 @@ class MovingTraining:
     def __init__(self, kind: str, folder: Path, mode: str = "async") -> None:
         self.points, trainers = folder, 2 if mode == "sync" else 0
         program = [sys.executable, str(LAUNCHER), str(folder)]
-        self.cluster = FaultyCluster(kind, 2, shards=3, mode=mode, trainers=trainers, storage={"timeout_s": 2}, shard_program=program)
+        n_nodes = max(2, STORES[kind].least_nodes)
+        self.cluster = FaultyCluster(kind, n_nodes, shards=3, mode=mode, trainers=trainers, storage={"timeout_s": 2}, shard_program=program)
         self.n_tables = 0
 
     def begin_move(self) -> tuple[int, int]:
@@ -63,7 +65,7 @@ class MovingTraining:
             counts = [trainer.stop(flush=trainer is self.trainers[-1]) for trainer in self.trainers]
         finally:
             self.moves.close()
-        with kvemb.connect(self.cluster.url, read_only=True) as reader:
+        with kvemb.connect(self.cluster.url, read_only=True, timeout_s=PATIENCE_S) as reader:
             rows = reader.table(f"t{self.n_tables}").pull(IDS, timeout_s=PATIENCE_S)
         np.testing.assert_array_equal(-rows[:, 0], sum(counts))
 
@@ -74,7 +76,7 @@ class MovingTraining:
         self.cluster.start_shard(shard)
 
 
-@pytest.fixture(scope="module", params=one_of("redis", "memcached"))
+@pytest.fixture(scope="module", params=one_of("redis", "memcached", "redis-cluster"))
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]
 ) -> Iterator[MovingTraining]:

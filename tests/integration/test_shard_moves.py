@@ -10,7 +10,6 @@ from moving_load import MovingLoad
 from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
 
 import kvemb
-from kvemb.errors import MoveRefusedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import equal_runs
@@ -18,10 +17,11 @@ from kvemb.schema.move_plan import DRAINING, FLIPPED, MOVING, SERVING
 from kvemb.schema.slots import N_SLOTS
 from tests.integration.encrypted_cluster import EncryptedCluster
 
-KINDS = {"redis": "redis-server", "memcached": "memcached"}
+KINDS = {"redis": "redis-server", "memcached": "memcached", "redis-cluster": "redis-server"}
+NODES = {"redis": 2, "redis-cluster": 3}
 
 
-@pytest.fixture(params=one_of("redis", "memcached"))
+@pytest.fixture(params=["redis", "redis-cluster", pytest.param("memcached", marks=pytest.mark.matrix)])
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server(KINDS[request.param])
     with LocalCluster(request.param, 3, shards=3, memory_mb=64) as made:
@@ -49,9 +49,12 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_push
         np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 
 
-def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_of_a_sync_job(require_server: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
+def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_of_a_sync_job(
+    kind: str, require_server: Callable[[str], str]
+) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=3, mode="sync", trainers=2, memory_mb=64) as local:
+    with LocalCluster(kind, NODES[kind], shards=3, mode="sync", trainers=2, memory_mb=64) as local:
         trainers = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
         moves, thirds = ShardMoves(local.url), equal_runs(3)
         try:
@@ -68,22 +71,23 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
             np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 
 
-def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(require_server: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
+def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(kind: str, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=3, memory_mb=64) as local:
+    with LocalCluster(kind, NODES[kind], shards=3, memory_mb=64) as local:
         load, moves, thirds = MovingLoad(local), ShardMoves(local.url), equal_runs(3)
         try:
             for number, owners in enumerate((np.where(thirds == 2, 1, thirds), thirds, np.where(thirds == 2, 1, thirds))):
                 moves.begin(owners)
                 phases = [(MOVING, DRAINING, FLIPPED, SERVING), (DRAINING, FLIPPED, SERVING), (FLIPPED, SERVING)][number]
                 moves.wait(lambda now, phases=phases: now.plan is None or now.plan.phase in phases)
-                local.servers[number % 2].restart()
+                local.servers[number % NODES[kind]].restart(member=True)
                 now = moves.wait()
                 assert now.plan is None  # done, or given up since a node was away for seconds
                 steps = load.n_steps
                 eventually(lambda least=steps: load.n_steps > least + 1)
             for server in local.servers:  # whoever has the rows now can make them anew
-                server.restart()
+                server.restart(member=True)
                 steps = load.n_steps
                 eventually(lambda least=steps: load.n_steps > least + 1)
         finally:
@@ -105,16 +109,6 @@ def test_shards_ask_each_other_under_tls_by_their_certificates(require_server: C
             counts = hasty.stop()
         with kvemb.connect(local.url, read_only=True) as reader:
             np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], counts)
-
-
-def test_where_slots_cannot_move_a_move_is_refused_by_name(require_server: Callable[[str], str]) -> None:
-    require_server("redis-server")
-    with LocalCluster("redis-cluster", 3, shards=2, memory_mb=64) as local:
-        moves = ShardMoves(local.url)
-        with pytest.raises(MoveRefusedError, match="Redis Cluster"):
-            moves.begin(np.full(N_SLOTS, 1))
-        assert moves.now().plan is None
-        moves.close()
 
 
 def eventually(holds: Callable[[], bool]) -> None:

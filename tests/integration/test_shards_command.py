@@ -1,5 +1,6 @@
 """`kvemb shards`, and `cluster.shards`, against a real cluster."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -7,12 +8,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
+from kvemb.stores.storage_kinds import KINDS
 
 IDS = np.arange(5000)
 PATIENCE_S = 200.0
@@ -30,9 +33,10 @@ def refused(says: str, *words: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_shard_joins_by_one_command_and_another_leaves_from_python(require_server: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("kind", ["redis", "redis-cluster"])
+def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster("redis", 2, shards=2, memory_mb=64) as local:
+    with LocalCluster(kind, max(2, KINDS[kind].least_nodes), shards=2, memory_mb=64) as local:
         path, address = str(local.config_path), f"127.0.0.1:{free_ports(1)[0]}"
         with kvemb.connect(local.url) as cluster:
             table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.adam(lr=0.1))
@@ -95,6 +99,26 @@ def test_connections_that_were_idle_while_a_shard_joined_ask_all_shards(require_
         assert len(counted) == len(IDS)
         mover.shards.begin(back)
         assert mover.shards.wait(timeout_s=PATIENCE_S).map.shard_numbers == (0, 1)
+
+
+def test_on_a_redis_cluster_kvemb_moves_tells_of_nodes_and_of_shards(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis-cluster", 3, shards=2, memory_mb=64) as local:
+        path, second = str(local.config_path), local.shards[1]
+        assert run("moves", path).stdout.splitlines() == ["nothing moves"]
+        with kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
+            table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
+            table.push(IDS, np.ones((len(IDS), 4), np.float32)).wait_applied(PATIENCE_S)
+            plan = cluster.shards.remove(cluster.config.servers.shards[1])
+            second.signal(signal.SIGSTOP)
+            cluster.shards.begin(plan)
+            nodes, shards, *_ = run("moves", path).stdout.splitlines()
+            assert nodes == "nothing moves"
+            assert shards.startswith("8,192 slots move between shards: moving")
+            done = run("moves", "abort", path)
+            assert "the move was taken back, and everything is as before" in done.stdout, done.stderr
+            second.signal(signal.SIGCONT)
+            assert run("moves", path).stdout.splitlines() == ["nothing moves"]
 
 
 def test_in_a_sync_job_a_shard_joins_and_leaves_and_every_row_is_what_it_is_without(require_server: Callable[[str], str]) -> None:

@@ -79,7 +79,7 @@ class ShardScaling(SlotMoves):
         """Begin a move; it goes on without this process.
 
         Raises:
-            MoveRefusedError: another is under way; or the cluster moves its own slots.
+            MoveRefusedError: another is under way.
             MapChangedError: the map has changed since it was worked out.
         """
         runs = runs_of(plan.slot_shards)

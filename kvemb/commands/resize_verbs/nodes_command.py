@@ -16,7 +16,7 @@ from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.resize_verbs.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
 from kvemb.commands.text_table import text_table
 from kvemb.config import Config, load
-from kvemb.errors import ConfigError, MoveRefusedError
+from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
 from kvemb.schema.cluster_map import GONE
 from kvemb.schema.move_plan import NODES
 from kvemb.status.cluster_status import survey
@@ -27,6 +27,7 @@ NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
 REDIS_CLUSTER = "redis-cluster"
 MOVE_ACTIONS = ("show", "abort", "resume")
 _MB = 1e6
+_ASK_S = 5.0
 
 
 def nodes_command(args: argparse.Namespace) -> int:
@@ -52,7 +53,12 @@ def moves_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
-        return cluster_moves(config.storage, action)
+        shards = _of_shards(config)
+        if action == "show" or not shards:
+            code = cluster_moves(config.storage, action)
+            if shards:
+                print(shards)
+            return code
     with _moves(config) as moves:
         if action == "abort":
             if not moves.abort().phase:
@@ -63,6 +69,16 @@ def moves_command(args: argparse.Namespace) -> int:
             return look_on(moves)
         print(describe(moves.state()))
         return 0
+
+
+def _of_shards(config: Config) -> str:
+    """What moves between the shards of a Redis Cluster; "" for nothing. Its nodes can be asked for theirs while no shard answers."""
+    try:
+        with _moves(config, timeout_s=_ASK_S) as moves:
+            state = moves.state()
+    except ShardUnavailableError:
+        return ""
+    return "" if state.map.plan is None else describe(state)
 
 
 def config_command(args: argparse.Namespace) -> int:
@@ -209,10 +225,10 @@ def weights_of(text: str) -> dict[str, float] | None:
 
 
 @contextmanager
-def _moves(config: Config) -> Iterator[NodeMoves]:
+def _moves(config: Config, timeout_s: float = 30.0) -> Iterator[NodeMoves]:
     servers = AllShards.of(config.servers)
     try:
-        yield NodeMoves(servers)
+        yield NodeMoves(servers, timeout_s)
     finally:
         servers.close()
 

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.map_copies import MAP_NAME, decode_map
 from kvemb.coordination.markers import DamagedMarkerError, Marker, diagnose, why_lost
-from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import DeadlineExceededError, NodeLostError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
@@ -27,6 +25,7 @@ from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.redis_cluster.cluster_members import process_of, run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.shards_map import ShardsMap
 from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
@@ -72,6 +71,7 @@ class ClusterRepair:
         values: small values.
         whole: the list of whole primaries.
         markers: of the slots.
+        shards_map: the cluster map, of which the cluster has a copy.
         fence: the owner that the store writes as.
     """
 
@@ -82,10 +82,11 @@ class ClusterRepair:
         values: ClusterValues,
         whole: WholePrimaries,
         markers: SlotMarkers,
+        shards_map: ShardsMap,
         fence: OwnerFence,
     ) -> None:
         self._access, self._topology, self._values = access, topology, values
-        self._whole, self._markers, self._fence = whole, markers, fence
+        self._whole, self._markers, self._map, self._fence = whole, markers, shards_map, fence
         self._begun: dict[str, Begun] = {}  # per address the repair that this store takes part in
 
     # --- the state of a primary -------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class ClusterRepair:
         begun = self._require_repair(address, nonce, deadline)
         if self._fence.record:
             self._put_back_owner(deadline)
-        self.put_meta_in_repair(address, nonce, MAP_NAME, self._markers.map.encode(), deadline)
+        self._map.keep(deadline)
         self._values.put(_report_name(shard, nonce), np.packbits(begun.slots).tobytes(), deadline)
         self._require_repair(address, nonce, deadline)
 
@@ -280,16 +281,14 @@ class ClusterRepair:
         return slots
 
     def _keep_copies(self, deadline: Deadline) -> None:
-        """Put our owner record and the cluster map back where another program has damaged them."""
+        """Put our owner record back where another program has damaged it, and the cluster map where it is behind or lost, too."""
         if not self._fence.record:
             return
         copy = self._values.get(self._fence.name, deadline)
         if copy != self._fence.record:
             self._fence.require_ours(copy, self._topology.holder_of(self._fence.name))
             self._values.mend(self._fence.name, [copy], [True], self._fence.record, deadline)
-        copy = self._values.get(MAP_NAME, deadline)
-        if copy is None or are_damaged([copy], decode_map)[0]:
-            self._values.mend(MAP_NAME, [copy], [True], self._markers.map.encode(), deadline)
+        self._map.keep(deadline)
 
     def _put_back_owner(self, deadline: Deadline) -> None:
         for _ in range(_MAX_TRIES):

@@ -14,8 +14,7 @@ from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redirects import REDIRECTS, redirect_target
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.primary_links import exchange
-from kvemb.stores.redis_server import compare_and_set, redis_admin
-from kvemb.stores.redis_server.redis_commands import RedisAccess
+from kvemb.stores.redis_server import compare_and_set
 from kvemb.wire.replies import BlobReply, CodeReply, LineReply, Step
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
@@ -27,20 +26,22 @@ class ClusterValues:
     """Reads and writes values by their names, as `Store.get_meta` and its neighbours say.
 
     Args:
-        access: how servers are reached.
         topology: who holds which slot.
         pool: of links to primaries in any state.
         retry: what a read does while a primary is down.
     """
 
-    def __init__(self, access: RedisAccess, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
-        self._access, self._topology, self._pool, self._retry = access, topology, pool, retry
+    def __init__(self, topology: ClusterTopology, pool: LinkPool, retry: ReadRetry) -> None:
+        self._topology, self._pool, self._retry = topology, pool, retry
         self._codec = RespCodec()
 
     def get(self, name: str, deadline: Deadline) -> bytes | None:
         """Read a value; None where there is none."""
-        key = name.encode()
-        reply = self._retry(lambda: self._run(name, lambda: self._codec.get_step(key), deadline), deadline)
+        return self._retry(lambda: self.look(name, deadline), deadline)
+
+    def look(self, name: str, deadline: Deadline) -> bytes | None:
+        """The same, without waiting for a primary that is down."""
+        reply = self._run(name, lambda: self._codec.get_step(name.encode()), deadline)
         assert isinstance(reply, BlobReply)
         return reply.value
 
@@ -59,9 +60,16 @@ class ClusterValues:
 
     def swap(self, name: str, old: bytes | None, new: bytes, deadline: Deadline) -> bool:
         """Replace a value if it is `old` (None: if there is none), in one step; return whether it was."""
-        address = self._topology.refreshed(deadline).address_of(text_slot(name.encode()))
-        run_id = str(redis_admin.info(address, self._access, deadline)["run_id"])
-        return compare_and_set.swap(address, self._access, [(name.encode(), old, new)], run_id, deadline)[0]
+        request = command(*compare_and_set.swap_words((name.encode(), old, new)))
+        codes = (b"+OK\r\n", b"$-1\r\n") if old is None else (b":1\r\n", b":0\r\n")
+
+        def make() -> tuple[Step, CodeReply]:
+            reply = CodeReply(codes, np.zeros(1, dtype=np.uint8))
+            return Step(memoryview(request), reply), reply
+
+        reply = self._run(name, make, deadline)
+        assert isinstance(reply, CodeReply)
+        return not reply.out[0]
 
     def mend(self, name: str, copies: Sequence[bytes | None], damaged: Sequence[bool], value: bytes, deadline: Deadline) -> None:
         """See `Store.mend_copies`; there is one copy."""

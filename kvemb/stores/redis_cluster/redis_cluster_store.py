@@ -6,7 +6,7 @@ row that was redirected is asked for again, within the same deadline, together w
 The store is put together from parts, each in a file of its own; what a part needs, it is given when it is made:
 
     connector, topology   who opens connections; who holds which slots
-    values, whole         small values; the list of whole primaries
+    values, whole, map    small values; among them the list of whole primaries, and the cluster map
     markers               of every slot
     rounds, repairs       batches of rows; the repair of a primary
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.config import StorageConfig
-from kvemb.coordination.map_copies import MAP_NAME, map_in_force
+from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
 from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
@@ -39,7 +39,8 @@ from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
-from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers
+from kvemb.stores.redis_cluster.shards_map import ShardsMap
+from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers, slot_marker
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server import hash_limits, held_rows, redis_admin
 from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAccess
@@ -65,11 +66,12 @@ class RedisClusterStore(Store):
         self._pool = LinkPool(self._checked_link, self._connector.dropped, doubts)
         self._plain_pool = LinkPool(self._connector.connect, self._connector.dropped, doubts)  # to primaries in any state
         self._topology = ClusterTopology(access)
-        self._values = ClusterValues(access, self._topology, self._plain_pool, self._retry)
+        self._values = ClusterValues(self._topology, self._plain_pool, self._retry)
+        self._map = ShardsMap(self._values, self._topology)
         self._whole = WholePrimaries(access, self._values)
         self._markers = SlotMarkers(self._topology, self._values, self._plain_pool)
         self._rounds = ClusterRounds(self._topology, self._markers, self._pool, self._plain_pool)
-        self._repairs = ClusterRepair(access, self._topology, self._values, self._whole, self._markers, self._fence)
+        self._repairs = ClusterRepair(access, self._topology, self._values, self._whole, self._markers, self._map, self._fence)
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class RedisClusterStore(Store):
 
     @property
     def cluster_map(self) -> ClusterMap:
-        return self._markers.map
+        return self._map.now
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
@@ -94,7 +96,7 @@ class RedisClusterStore(Store):
         slot_map = self._topology.slot_map(deadline)
         values = self._markers.all(deadline)
         origin = known or self._identity(values)
-        self._markers.map = map_in_force(self.get_meta(MAP_NAME, deadline), self.copies_on(MAP_NAME), origin)
+        self._map.open(origin, deadline)
         self._markers.pin(values, origin, self._topology.owners(slot_map), may_be_lost=known is not None)
         self._whole.check_from_now_on()
         self._whole.known = self._whole.read(deadline)
@@ -103,10 +105,9 @@ class RedisClusterStore(Store):
         return [self._markers.expected(slot) for slot in range(N_SLOTS)]
 
     def provision(self, cluster_id: bytes, generation: bytes, deadline: Deadline, n_shards: int = 1) -> None:
-        cluster_map = ClusterMap.first(0, n_shards)
         n_keys, processes = self._inspect(deadline)
         values = self._markers.all(deadline)
-        wanted = [Marker(cluster_id, slot, generation, cluster_map.digest, cluster_map.serial, "") for slot in range(N_SLOTS)]
+        wanted = [slot_marker(cluster_id, slot, generation) for slot in range(N_SLOTS)]
         for slot, value in enumerate(values):
             if value is not None and value != wanted[slot].encode():
                 raise diagnose(self._topology.slot_name(slot), wanted[slot], value)
@@ -118,12 +119,23 @@ class RedisClusterStore(Store):
                 "on empty nodes only; empty them yourself if their data is not needed."
             )
         self._values.put(MEMBERS, encode_members(processes), deadline)
-        self._values.put(MAP_NAME, cluster_map.encode(), deadline)  # before any marker names it
+        self._values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker: who finds one looks for it
         self._markers.put_all([marker.encode() for marker in wanted], deadline)
 
     def close(self) -> None:
         self._pool.close()
         self._plain_pool.close()
+
+    # --- who the shards are -------------------------------------------------------------------------------------------------------
+
+    def refresh_map(self, deadline: Deadline) -> bool:
+        return self._map.refresh(deadline)
+
+    def publish_map(self, cluster_map: ClusterMap, deadline: Deadline) -> list[str]:
+        return self._map.publish(cluster_map, deadline)
+
+    def renew_markers(self, deadline: Deadline) -> list[str]:
+        return []  # they name no map
 
     # --- who may write ----------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from kvemb.wire.request_arrays import chunks
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
 _SLOTS_PER_STEP = 512
+_NO_MAP = ClusterMap.first(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,14 @@ class Begun:
     slots: NDArray[np.bool_]
 
 
+def slot_marker(cluster_id: bytes, slot: int, generation: bytes, repair: str = "") -> Marker:
+    """Return the marker of a slot; `repair` is the nonce of its last one.
+
+    It names no map of ours: the cluster places the rows itself, and they do not depend on which shard writes them (docs/adr/0078).
+    """
+    return Marker(cluster_id, slot, generation, _NO_MAP.digest, _NO_MAP.serial, "", repair)
+
+
 class SlotMarkers:
     """What is expected of every slot, and what stands there.
 
@@ -85,7 +94,6 @@ class SlotMarkers:
 
     Attributes:
         origin: the cluster that is expected, None before the store is opened.
-        map: the cluster map that markers have to name: here that of the shards alone.
         repairs: by slot, the nonce in the marker of one that was repaired.
         changed: primaries whose markers were found to be renewed.
     """
@@ -94,15 +102,13 @@ class SlotMarkers:
         self._topology, self._values, self._pool = topology, values, pool
         self._codec = RespCodec()
         self.origin: Identity | None = None
-        self.map = ClusterMap.first(0, 1)  # until the store is opened
         self.repairs: dict[int, str] = {}
         self.changed: set[str] = set()
 
     def expected(self, slot: int) -> Marker:
         """Return the marker that a slot should have."""
         assert self.origin is not None, "open() comes first"
-        origin = self.origin
-        return Marker(origin.cluster_id, slot, origin.generation, self.map.digest, self.map.serial, "", self.repairs.get(slot, ""))
+        return slot_marker(self.origin.cluster_id, slot, self.origin.generation, self.repairs.get(slot, ""))
 
     def in_repair(self, slot: int, begun: Begun) -> Marker:
         """Return the marker of a slot while that repair goes on."""

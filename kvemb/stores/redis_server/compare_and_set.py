@@ -64,10 +64,14 @@ def swap(address: str, access: RedisAccess, changes: Sequence[Change], run_id: s
     Raises:
         NodeUnavailableError: the server does not answer, or does not hold a key's slot (any more).
     """
-    commands: list[Sequence[Word]] = [
-        ("SET", key, new, "NX") if old is None else ("EVAL", _SWAP, 1, key, old, new) for key, old, new in changes
-    ]
-    return [reply not in (None, 0) for reply in _run_all(address, access, commands, run_id, deadline)]
+    words = [swap_words(change) for change in changes]
+    return [reply not in (None, 0) for reply in _run_all(address, access, words, run_id, deadline)]
+
+
+def swap_words(change: Change) -> tuple[bytes, ...]:
+    """Return the command of one change. It answers OK or nothing where nothing is expected to stand there, else 1 or 0."""
+    key, old, new = change
+    return (b"SET", key, new, b"NX") if old is None else (b"EVAL", _SWAP.encode(), b"1", key, old, new)
 
 
 def make_way(

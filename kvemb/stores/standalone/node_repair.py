@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.coordination.map_copies import MAP_NAME, decode_map
+from kvemb.coordination.map_copies import MAP_NAME, decode_map, is_behind
 from kvemb.coordination.markers import MARKER_KEY, Marker, Placements, Why, as_under, diagnose, why_lost
 from kvemb.coordination.replicated_values import are_damaged
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError, ProtocolError, WrongNodeError
@@ -217,7 +217,7 @@ def put_map(nodes: MarkedNodes, address: str, cluster_map: ClusterMap, run_id: s
     key = MAP_NAME.encode()
     for _ in range(_MAX_TRIES):
         (found,) = nodes.peek(address, [key], deadline)
-        if found is not None and not are_damaged([found], decode_map)[0] and decode_map(found).version >= cluster_map.version:
+        if not is_behind(found, cluster_map):
             return
         if nodes.swap(address, key, found, cluster_map.encode(), run_id, deadline):
             return

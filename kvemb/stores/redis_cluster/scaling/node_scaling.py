@@ -66,7 +66,7 @@ class NodeScaling:
         self._config, self._access = config, RedisAccess(config, connector_of(config.tls))
         connector = PrimaryConnector(self._access, _ROLE, OwnerFence())
         self._pool = LinkPool(connector.connect, connector.dropped, Doubts())
-        self._values = ClusterValues(self._access, ClusterTopology(self._access), self._pool, ReadRetry(_ROLE, "wait"))
+        self._values = ClusterValues(ClusterTopology(self._access), self._pool, ReadRetry(_ROLE, "wait"))
         self._links = AdminLinks(self._access)
         self._membership = NodeMembership(self._links, self._access, WholePrimaries(self._access, self._values))
         self._pace = MigrationPace(None if max_mb_per_s is None else max_mb_per_s * 1e6)
