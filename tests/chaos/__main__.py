@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from chaos.catalogue import FAULTS, Fault, Scene, operator_of
+from chaos.catalogue import FAULTS, Fault, Scene, operators_of
 from chaos.cluster import FaultyCluster
 from chaos.ledger import ACKED, Verdict
 from chaos.run import LedgerRun
@@ -91,7 +91,8 @@ class Chaos:
         """Stop the trainers and verify every row."""
         try:
             self._run.cluster.heal()
-            self.report.trouble = self.report.trouble or operator_of(self._run.cluster, self._random).wait(_RECOVERY_S)
+            for operator in operators_of(self._run.cluster, self._random):
+                self.report.trouble = self.report.trouble or operator.wait(_RECOVERY_S)
             self.report.verdict = self._run.finish()
         except (KvembError, OSError) as error:
             self.report.trouble = self.report.trouble or f"nothing could be verified: {type(error).__name__}: {error}"

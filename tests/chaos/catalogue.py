@@ -164,16 +164,18 @@ def trainer_hangs(scene: Scene) -> None:
         scene.hold(0.3, 2)
 
 
-def operator_of(cluster: FaultyCluster, chance: random.Random) -> ShardOperator | ClusterOperator:
-    """Return who changes the nodes, and shards, of a cluster of its storage kind."""
-    return (ShardOperator if cluster.store in MOVE_KINDS else ClusterOperator)(cluster, chance)
+def operators_of(cluster: FaultyCluster, chance: random.Random) -> tuple[ShardOperator | ClusterOperator, ShardOperator]:
+    """Return who changes the nodes of a cluster of its storage kind, and who its shards."""
+    shards = ShardOperator(cluster, chance)
+    return (shards if cluster.store in MOVE_KINDS else ClusterOperator(cluster, chance)), shards
 
 
 def _asked(what: str, most_s: float = 2) -> Callable[[Scene], None]:
     """A fault that has an operator ask for something, and leaves it going on."""
 
     def act(scene: Scene) -> None:
-        getattr(operator_of(scene.run.cluster, scene.random), what)()
+        nodes, shards = operators_of(scene.run.cluster, scene.random)
+        getattr(nodes if hasattr(nodes, what) else shards, what)()
         scene.hold(0, most_s)
 
     return act
@@ -251,9 +253,9 @@ FAULTS = (
     Fault("node exchanged", _asked("exchange"), needs=_needs("moves")),
     Fault("dead node replaced", _asked("replace_dead"), needs=_needs("moves")),
     Fault("nodes rebalanced", _asked("rebalance"), needs=_needs("moves")),
-    Fault("shards added", _asked_of_shards("add_shards"), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("shard removed", _asked_of_shards("remove_shard"), _OWN_MAP_KINDS, needs=_needs("moves")),
-    Fault("shards rebalanced", _asked_of_shards("rebalance_shards"), _OWN_MAP_KINDS, needs=_needs("moves")),
+    Fault("shards added", _asked_of_shards("add_shards"), needs=_needs("moves")),
+    Fault("shard removed", _asked_of_shards("remove_shard"), needs=_needs("moves")),
+    Fault("shards rebalanced", _asked_of_shards("rebalance_shards"), needs=_needs("moves")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from chaos.node_moves import Operator
+from chaos.node_moves import MOVE_KINDS, Operator
 from kvemb.client.resizing.shard_scaling import ShardMovePlan, ShardScaling
 from kvemb.client.resizing.slot_moves import MoveState
 
@@ -17,7 +17,7 @@ _SHARES = (0.0, 0.5, 1.0, 2.0)
 
 
 class ShardOperator(Operator):
-    """Who asks for moves of nodes and of shards; one at a time."""
+    """Who asks for moves of nodes and of shards, one at a time; on a Redis Cluster of shards only."""
 
     def add_shards(self) -> None:
         """One or two shards join."""
@@ -74,7 +74,8 @@ class ShardOperator(Operator):
 
     def _tidy(self, state: MoveState) -> None:
         """The same of shards."""
-        super()._tidy(state)
+        if self._cluster.store in MOVE_KINDS:
+            super()._tidy(state)
         if state.map.plan is not None:
             return
         present = state.map.shard_numbers
