@@ -204,7 +204,7 @@ class ClusterRepair:
 
     def _state(self, address: str, slot_map: SlotMap, deadline: Deadline) -> PrimaryState:
         process = process_of(redis_admin.info(address, self._access, deadline))
-        its_slots = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address))
+        its_slots = np.flatnonzero(slot_map.slots_of(address))
         found = self._markers.at(address, its_slots, deadline)
         settled = [index for index, value in enumerate(found) if value is not False]
         slots, values = its_slots[settled], [value if isinstance(value, bytes) else None for value in (found[i] for i in settled)]
@@ -214,7 +214,7 @@ class ClusterRepair:
             empty[index] = why is not None and why[1] is None
             nonces.append(why[1] or "" if why is not None else "")
         if not len(slots):
-            raise NodeUnavailableError(f"node {address}: holds no slot for the moment; all are on their way to other nodes")
+            raise NodeUnavailableError(f"node {address}: holds no slot for the moment; all are on their way to other nodes, or with them")
         return PrimaryState(address, process, slots, values, empty, nonces)
 
     def _judge(self, slot: int, value: bytes | None, process: str, address: str) -> tuple[str, str | None] | None:

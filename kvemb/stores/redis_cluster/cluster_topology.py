@@ -72,10 +72,7 @@ class ClusterTopology:
 
     def slots_of(self, address: str) -> NDArray[np.bool_]:
         """Return which slots a primary holds: bool [16384]."""
-        if self.known is None or address not in self.known.addresses:
-            return np.zeros(N_SLOTS, dtype=bool)
-        mine: NDArray[np.bool_] = self.known.nodes == self.known.addresses.index(address)
-        return mine
+        return np.zeros(N_SLOTS, dtype=bool) if self.known is None else self.known.slots_of(address)
 
     def address_of(self, slot: int) -> str:
         """Return a slot's primary, for messages; "?" when it is not known."""

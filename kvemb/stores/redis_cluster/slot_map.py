@@ -35,6 +35,11 @@ class SlotMap:
         """The primary of a slot."""
         return self.addresses[int(self.nodes[slot])]
 
+    def slots_of(self, address: str) -> NDArray[np.bool_]:
+        """Return which slots a node holds: bool [16384]; none of a node that is no primary here, as one that another has replaced."""
+        mine: NDArray[np.bool_] = self.nodes == (self.addresses.index(address) if address in self.addresses else -1)
+        return mine
+
 
 @cache
 def marker_keys() -> list[bytes]:

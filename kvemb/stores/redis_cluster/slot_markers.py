@@ -162,7 +162,7 @@ class SlotMarkers:
 
     def unvouched(self, address: str, slot_map: SlotMap) -> list[int]:
         """The slots of a node whose markers nobody has seen there: it may have been given them without their keys."""
-        mine = slot_map.nodes == slot_map.addresses.index(address)
+        mine = slot_map.slots_of(address)
         slots: list[int] = np.flatnonzero(mine & (self._topology.vouched != self._topology.number(address))).tolist()
         return slots
 
@@ -182,7 +182,7 @@ class SlotMarkers:
 
     def any_settled_slot(self, address: str, slot_map: SlotMap) -> int | None:
         """Return a slot of a primary whose marker is not on its way; None where there is none."""
-        mine = np.flatnonzero(slot_map.nodes == slot_map.addresses.index(address)) if address in slot_map.addresses else np.empty(0, int)
+        mine = np.flatnonzero(slot_map.slots_of(address))
         settled = mine[~np.isin(mine, list(self._topology.on_the_way))]
         return int(settled[0]) if len(settled) else None
 
