@@ -8,8 +8,8 @@ import numpy as np
 
 import kvemb
 from benchmarks.in_frameworks.problem import EPSILON, Contender, Problem
-from benchmarks.in_frameworks.stored_tables import MAX_UNAPPLIED
-from kvemb.keras import distribute
+from benchmarks.in_frameworks.stored_tables import AHEAD, MAX_UNAPPLIED
+from kvemb.keras import distribute, prepare
 
 BACKEND = keras.backend.backend()
 VERSIONS = {"keras": keras.__version__}
@@ -20,11 +20,18 @@ if BACKEND == "torch":
 
 
 def contenders(problem: Problem, where: str) -> dict[str, Contender]:
-    """Keras's own, and ours; `where` is the cluster's URL."""
+    """Keras's own, ours, and ours with rows pulled ahead; `where` is the cluster's URL."""
     cluster = kvemb.connect(where)
-    ours = _model(problem)
-    distribute(ours, cluster, min_rows=1, names=lambda layer: f"keras.{BACKEND}.{layer}", max_unapplied=MAX_UNAPPLIED, quiet=True)
-    return {"own": Fitted(_model(problem), problem, lambda: None), "ours": Fitted(ours, problem, cluster.flush)}
+    ours, ahead = (_stored(problem, cluster, suffix) for suffix in ("", ".ahead"))
+    prepare(ahead, **AHEAD)
+    made = {"ours": Fitted(ours, problem, cluster.flush), "ours, ahead": Fitted(ahead, problem, cluster.flush)}
+    return {"own": Fitted(_model(problem), problem, lambda: None), **made}
+
+
+def _stored(problem: Problem, cluster: Any, suffix: str) -> Any:
+    model = _model(problem)
+    distribute(model, cluster, min_rows=1, names=lambda of: f"keras.{BACKEND}{suffix}.{of}", max_unapplied=MAX_UNAPPLIED, quiet=True)
+    return model
 
 
 class Fitted:

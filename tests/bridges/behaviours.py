@@ -2,7 +2,7 @@
 
 A side has RULES (update rules of tables), REPEATS (whether ids may come twice in a batch), `on_its_own` (losses of the framework's own
 embedding), and two models over tables: `Trained` (step, evaluated, ahead, exported; `forget` drops gradients of a step that was not pushed,
-where the framework keeps them) and `TrainedBags` (step).
+where the framework keeps them; `trained_ahead` instead of `ahead` where the framework has the loop) and `TrainedBags` (step).
 """
 
 import json
@@ -53,6 +53,8 @@ def pulled(made: dict[str, Any]) -> dict[str, Any]:
 
 def trained(of: Any, made: dict[str, Any], data: list[Any], **ahead: Any) -> list[float]:
     model = of.Trained(made)
+    if ahead and hasattr(model, "trained_ahead"):
+        return list(model.trained_ahead(data, **ahead))
     return [model.step(batch) for batch in (model.ahead(data, **ahead) if ahead else data)]
 
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from kvemb import optim
-from kvemb.keras import Embedding, distribute, materialize
+from kvemb.keras import Embedding, distribute, materialize, prepare
 
 RULES = {
     "sgd": optim.sgd(0.5),
@@ -49,6 +49,16 @@ class Trained:
 
     def forget(self) -> None:
         """Nothing is kept."""
+
+    def trained_ahead(self, data: list[Any], **options: Any) -> list[float]:
+        """Here `fit` takes the steps, so it has the loop, too."""
+        losses: list[float] = []
+        noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+        ahead = prepare(self._model, threads_num=1, capacity=2, **options)
+        self._model.fit((((batch["user"], batch["item"]), batch["label"]) for batch in data), verbose=0, callbacks=[noted])
+        assert ahead.waited.n_batches == len(data) == len(losses)
+        n = np.arange(1, len(losses) + 1)  # Keras gives the mean of all steps so far
+        return list(np.diff(np.array(losses) * n, prepend=0.0))
 
     def evaluated(self, batch: Any) -> float:
         return step_of(self._model, [batch["user"], batch["item"]], batch["label"], "test_on_batch")

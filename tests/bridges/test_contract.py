@@ -43,10 +43,7 @@ BEHAVIOURS: dict[str, Callable[..., None]] = {
     "Ctrl-C in mid-step: a step counts once, or not at all": ask.outlives_interrupts,
     "a step in a forked process is refused, pulls go on": ask.refuses_in_a_fork,
 }
-KERAS_WITHOUT = {
-    "rows pulled ahead": "rows are pulled at each step",
-    "padding is not pulled": "id 0 is masked, and a row like others",
-}
+KERAS_WITHOUT = {"padding is not pulled": "id 0 is masked, and a row like others"}
 WITHOUT = {
     (column, of): why for column in COLUMNS if "keras" in column for of in BEHAVIOURS for what, why in KERAS_WITHOUT.items() if what in of
 }

@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(480))  # a process's first step imports and compiles, on a busy machine for minutes
 
 
 @pytest.fixture(scope="session", params=["redis", "memcached"])

@@ -1,14 +1,17 @@
 """A Keras model whose embeddings are tables learns what it learned before: same losses, on every backend, and used in every way."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("keras", exc_type=ImportError)
 
 import keras
-from keras_models import CLOSE, SEED, Towers, both, functional, names_of, pairs, sequential
+from keras_models import CLOSE, SEED, Towers, both, functional, names_of, pairs, sequential, sgd
 
 import kvemb
+from kvemb.errors import ShardUnavailableError
 from kvemb.keras import distribute
 
 
@@ -67,3 +70,29 @@ def test_evaluation_and_prediction_push_nothing(cluster: kvemb.Cluster, name: st
     assert done.steps.last_ack is None
     ours.train_on_batch(x, y)
     assert done.steps.last_ack is not None
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3])
+def test_a_push_that_fails_in_mid_fit_is_told_by_name_and_training_goes_on(
+    cluster: kvemb.Cluster, name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if at_a_time > 1 and keras.backend.backend() == "torch":
+        pytest.skip("Keras on torch has steps_per_execution=1 only")
+    plain, ours = both(sequential)
+    ours.compile(sgd(), "mse", steps_per_execution=at_a_time)
+    distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True)
+    (_, x), y = pairs(80)
+    push, pushed = type(cluster).push, list[Any]()
+
+    def failing(of: kvemb.Cluster, *args: Any, **kwargs: Any) -> Any:
+        pushed.append(None)
+        if len(pushed) == 5:
+            raise ShardUnavailableError("shard 0 went away")
+        return push(of, *args, **kwargs)
+
+    monkeypatch.setattr(type(cluster), "push", failing)
+    with pytest.raises(ShardUnavailableError, match="went away"):
+        ours.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+    plain.fit(x[:50], y[:50], batch_size=10, shuffle=False, verbose=0)
+    np.testing.assert_allclose(ours.get_weights()[0], plain.layers[-1].get_weights()[0], **CLOSE)
+    assert np.isfinite(ours.fit(x, y, batch_size=10, verbose=0).history["loss"]).all()

@@ -10,5 +10,6 @@ from .distributing.plain_copy import materialize
 from .layers.distributed_embedding import DistributedEmbedding
 from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding
+from .steps.prepare_fit import prepare
 
-__all__ = ["DistributedEmbedding", "Embedding", "FeatureConfig", "TableConfig", "distribute", "materialize"]
+__all__ = ["DistributedEmbedding", "Embedding", "FeatureConfig", "TableConfig", "distribute", "materialize", "prepare"]

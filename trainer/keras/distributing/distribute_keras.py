@@ -127,7 +127,8 @@ def distribute(
             layer.connect(opened[layer.table_name])
     own = {of.config.name: of for of in declared}
     connected = _connect(model, {one.site.table for one in tables}, mapped, own, dict(features or {}), max_unapplied)
-    done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(_lines(tables, left, ours)))
+    lines = [*_lines(tables, left, ours), _ahead_line(cluster.mode)]
+    done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(lines))
     if not quiet:
         print(done, file=sys.stderr)
     return done
@@ -242,6 +243,14 @@ def _lines(tables: Sequence[SiteTable[KerasSite]], left: Sequence[tuple[str, str
         *(f"layer {layer.name!r}: over table {layer.table_name!r}" for layer in ours),
         *(f"layer {name!r} stays: {why}" for name, why in left),
     ]
+
+
+def _ahead_line(mode: str) -> str:
+    """Say what a model does not do unless it is asked to, or nobody would know."""
+    how = ', consistency="exact") pulls them while the steps before run, with the same losses'
+    return "fit pulls the rows of a batch when it comes to it; kvemb.keras.prepare(model" + (
+        how if mode == "sync" else ") pulls them while the steps before run: rows are older then, see consistency="
+    )
 
 
 def _listed(left: Sequence[tuple[str, str]]) -> str:

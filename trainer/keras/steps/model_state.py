@@ -95,7 +95,7 @@ def make_shadow(layer: Any, dim: int) -> Any:
 @contextmanager
 def in_place(model: Any, state: "list[Any]") -> Iterator[None]:
     """Have values in variables that Keras has emptied for its steps on JAX, while a model's code is called beside them."""
-    filled = give_back(model, state)
+    filled = _give_back(model, state)
     try:
         yield
     finally:
@@ -103,12 +103,15 @@ def in_place(model: Any, state: "list[Any]") -> Iterator[None]:
             variable._value = before
 
 
-def give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
-    """Put values back into variables that Keras has emptied, or whose memory a failed step got: on JAX they would be lost.
+def leave_with(model: Any, state: "list[Any]") -> None:
+    """Put values back where a call failed: into variables that Keras has emptied, or whose memory a step got. On JAX they would be lost."""
+    _give_back(model, state)
+    if state:
+        model._jax_state = None  # fit would put it into the variables, and its memory is given away
 
-    Returns:
-        These variables, and what each had before.
-    """
+
+def _give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
+    """Put values into the variables that have none; return these, and what each had."""
     if not state:
         return []
     values = list(state[0])
@@ -122,5 +125,5 @@ def give_back(model: Any, state: "list[Any]") -> "list[tuple[Any, Any]]":
         for variable, value in zip(variables, held, strict=True):
             if (variable._value is None or variable._value.is_deleted()) and not value.is_deleted():
                 filled.append((variable, variable._value))
-                variable._value = value
+                variable._value, variable._shape = value, tuple(value.shape)
     return filled

@@ -5,10 +5,12 @@ What must not live here: which ids (`ids_plan`), update rules (`distributing.ker
 Strategy: `fit`, `train_on_batch`, `evaluate`, `predict` of every backend call `model.train_function` (test, predict) with a source of
 batches, a step at a time. A `StepSeam` takes its place: it takes the batch out of the source, looks its rows up, hands both to the
 function, and pushes what the shadows hold then. So a step's rows are pulled after the push of the one before, however far Keras reads
-ahead. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch alone, while the rows are at hand.
+ahead, unless `fit_ahead` has them. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch alone,
+while the rows are at hand.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -22,14 +24,16 @@ from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
+from .fit_ahead import FitAhead
 from .gradient_scale import GradientScale
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .model_state import ModelState, give_back, in_place, is_shadow, make_shadow
+from .model_state import ModelState, in_place, is_shadow, leave_with, make_shadow
 from .step_values import StepValues
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
 """What holds for the step that comes, by table."""
 STEPS = ("train", "test", "predict")
+_CONNECTED = "_rows_connected"
 
 
 class ConnectedModel:
@@ -58,6 +62,8 @@ class ConnectedModel:
         self._plans: dict[bool, IdsPlan] = {}  # by whether a batch has a y
         self._capacities: dict[str, int] = {}
         self._scale = GradientScale(model)
+        self._state: list[Any] = []  # of the call under way: on JAX what its next step takes before the batch, empty elsewhere
+        self.fit_ahead = FitAhead(self.plan, self._plans, shared)
         for layer in layers_over_tables(model):
             layer.feed_from(self.at_hand)
             if layer.table.name not in self.at_hand.shadows:
@@ -70,6 +76,8 @@ class ConnectedModel:
             object.__setattr__(self.model, f"{kind}_step", self._with_rows(step, training=kind == "train"))
             object.__setattr__(self.model, f"make_{kind}_function", self._around(make, kind))
             setattr(self.model, f"{kind}_function", None)
+        self.fit_ahead.install(self.model)
+        object.__setattr__(self.model, _CONNECTED, self)
         object.__setattr__(self.model, "get_weights", self._dense_weights)
         object.__setattr__(self.model, "set_weights", self._set_dense_weights)
 
@@ -105,45 +113,58 @@ class ConnectedModel:
 
         return made
 
-    def wanted(self, batch: Any, state: list[Any]) -> AskedByLayers:
-        """What a batch asks for; of the first one it is found out how, by calling the model, which may look at its variables."""
+    def plan(self, batch: Any) -> IdsPlan:
+        """How a batch's ids are computed; found out of the first one, by calling the model, which may look at its variables."""
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if (y is not None) not in self._plans:
-            with in_place(self.model, state):
+            with in_place(self.model, self._state):
                 self._plans[y is not None] = IdsPlan(self.model, x, y, self._features)
-        return wanted_of(self._plans[y is not None].ids(x, y))
+        return self._plans[y is not None]
 
-    def fed(self, batch: Any, training: bool, state: list[Any]) -> tuple[Any, dict[str, LookupResult]]:
-        """Return a batch with its rows, and what was found; `state` as in `train`."""
-        wanted = self.wanted(batch, state)
+    def wanted(self, batch: Any) -> AskedByLayers:
+        """What a batch asks for."""
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return wanted_of(self.plan(batch).ids(x, y))
+
+    @contextmanager
+    def of_call(self, state: list[Any]) -> Iterator[None]:
+        """Know what a function was called with. Where it fails, the model has what its last step made of that."""
+        self._state = state
+        try:
+            yield
+        except BaseException:
+            leave_with(self.model, self._state)
+            raise
+        finally:
+            self._state = []
+
+    def fed(self, batch: Any, training: bool) -> tuple[Any, dict[str, LookupResult]]:
+        """Return a batch with its rows, and what was found."""
+        wanted = self.wanted(batch)
         found = look_up(wanted, self.shared, training)
         for name, one in found.items():
             self._capacities[name] = capacity_of(len(one.ids), self._capacities.get(name, 0))
         return (batch, fed_of(wanted, found, self._capacities)), found
 
-    def train(self, inner: Callable[..., Any], state: list[Any], batch: Any) -> Any:
-        """Take one step of training; `state` is what JAX's functions take before the batches, empty elsewhere."""
-        before = ModelState(self.model, state)
+    def train(self, inner: Callable[..., Any], batch: Any) -> Any:
+        """Take one step of training."""
+        before = ModelState(self.model, self._state)
         self._scale.begin(before)
         values = self._values(before)
-        data, found = self.fed(batch, True, state)
+        data, found = self.fed(batch, True)
         for name in found:
             shadow, shape = self.at_hand.shadows[name], (self._capacities[name], self.tables[name].dim)
             if tuple(shadow.shape) != shape:
                 before.reshape(shadow, shape)
         result = inner(*before.given(), [data] if keras.backend.backend() == "torch" else iter([data]))
-        new_state = [result[1]] if state else []
-        after = ModelState(self.model, new_state)
-        try:
-            self.steps.take(
-                [self.shared],
-                lambda: self._parts(after, found, values),
-                lambda: {name: one.hyper for name, one in values.items()},
-                use_up=_nothing,
-            )
-        except BaseException:
-            give_back(self.model, new_state)  # the memory of the state before was given away to the step
-            raise
+        self._state = [result[1]] if self._state else []  # the memory of the one before was given away to the step
+        after = ModelState(self.model, self._state)
+        self.steps.take(
+            [self.shared],
+            lambda: self._parts(after, found, values),
+            lambda: {name: one.hyper for name, one in values.items()},
+            use_up=_nothing,
+        )
         return result
 
     def _parts(self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues]) -> dict[str, GradientPart]:
@@ -159,6 +180,18 @@ class ConnectedModel:
         gradient = after.value(shadow)[: len(found.ids)]
         # In memory of its own: the next step gives the shadow's away, and an async push may still be on its way.
         return found.ids, np.array(gradient, np.float32), found.versions
+
+
+def connected_of(model: Any) -> ConnectedModel:
+    """Return what stands around a model's steps.
+
+    Raises:
+        InvalidInputError: nothing does.
+    """
+    connected = vars(model).get(_CONNECTED) if isinstance(model, keras.Model) else None
+    if not isinstance(connected, ConnectedModel):
+        raise InvalidInputError(f"{type(model).__name__} is no model over tables yet: call kvemb.keras.distribute(model, cluster) first")
+    return connected
 
 
 class StepSeam:
@@ -182,31 +215,23 @@ class StepSeam:
         """
         self._process.check()
         *state, source = args
-        try:
+        with self._connected.of_call(state):
             return self._run(state, source)
-        except BaseException:
-            give_back(self._connected.model, state)
-            raise
 
     def _run(self, state: list[Any], source: Any) -> Any:
-        batches = self._batches(source)
-        if self._training:
-            return self._train(state, batches)
-        fed = (self._connected.fed(batch, False, state)[0] for batch in batches)
-        return self._inner(*state, list(fed) if isinstance(source, list) else fed)
+        batches, result = self._batches(source), None
+        if not self._training:
+            fed = (self._connected.fed(batch, False)[0] for batch in batches)
+            return self._inner(*state, list(fed) if isinstance(source, list) else fed)
+        for batch in batches:
+            result = self._connected.train(self._inner, batch)
+        return result
 
     def _batches(self, source: Any) -> Iterator[Any]:
         """The batches of one call: the first is read here, for the end of the source is told by StopIteration."""
         if isinstance(source, list):
             return iter(source)
         return chain([next(source)], islice(source, self._connected.model.steps_per_execution - 1))
-
-    def _train(self, state: list[Any], batches: Iterator[Any]) -> Any:
-        result = None
-        for batch in batches:
-            result = self._connected.train(self._inner, state, batch)
-            state = [result[1]] if state else []
-        return result
 
 
 def _nothing() -> None:
