@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("keras", exc_type=ImportError)
 
 import keras
-from keras_models import CLOSE, DIM, N_WORDS, both, functional, names_of, pairs, sequential, sgd
+from keras_models import CLOSE, DIM, N_WORDS, SEED, both, functional, names_of, pairs, sequential, sgd
 
 import kvemb
 from kvemb.errors import InvalidInputError
@@ -167,3 +167,25 @@ def test_embeddings_that_cannot_be_tables_are_named_with_why(cluster: kvemb.Clus
         distribute(model, cluster, min_rows=1, names=names_of(name), quiet=True)
     with pytest.raises(InvalidInputError, match=r"there is no keras.layers.Embedding to replace: 'held' stays"):
         distribute(model, cluster, min_rows=1, leave=["held"], quiet=True)
+
+
+@pytest.mark.parametrize("after", [keras.layers.GlobalAveragePooling1D, keras.layers.Flatten])
+def test_id_0_that_is_masked_is_a_row_as_in_keras(cluster: kvemb.Cluster, name: str, after: Any) -> None:
+    """Trained where what comes after does not look at the mask, as Flatten; left alone elsewhere."""
+
+    def masked() -> Any:
+        keras.utils.set_random_seed(SEED)
+        embedding = keras.layers.Embedding(N_WORDS, DIM, mask_zero=True, name="vocabulary")
+        return keras.Sequential([keras.Input((3,), dtype="int32"), embedding, after(), keras.layers.Dense(1)])
+
+    plain, ours = both(masked)
+    first = plain.layers[0].get_weights()[0][0]
+    (table,) = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    (_, words), y = pairs(64)
+    words[:, 0] = np.maximum(words[:, 0], 1)  # the mean of nothing is no number
+    words[:, 1:] *= np.random.default_rng(1).integers(0, 2, (64, 2)).astype("int32")
+    for model in (plain, ours):
+        model.fit(words, y, batch_size=16, shuffle=False, verbose=0)
+    rows = plain.layers[0].get_weights()[0]
+    np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), rows, **CLOSE)
+    assert np.array_equal(rows[0], first) is (after is not keras.layers.Flatten)
