@@ -19,7 +19,8 @@ import torch
 from dlrm.place import add_arguments, opened
 from torch import Tensor, nn
 from torch.nn import functional as F
-from two_tower.data import Batches, Pairs, draw
+from two_tower.data import Batches
+from two_tower.interests import Pairs, best_of_popular, draw
 
 import kvemb
 from kvemb.cli import exit_in_order
@@ -81,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, cluster: Any) -> None:
     rng = np.random.default_rng(args.seed)
     pairs, wanted = draw(args.users, args.items, rng)
-    popular = np.argsort(-np.bincount(pairs[:, 1], minlength=args.items))[: args.k]
-    print(f"recall@{args.k} of the most popular items: {np.isin(wanted[:, 1], popular).mean():.3f}, at random: {args.k / args.items:.3f}")
+    print(best_of_popular(pairs, wanted, args.items, args.k))
     users, items = (_rows(cluster, name, n, args) for name, n in (("user", args.users), ("item", args.items)))
     model, loader = TwoTower(users, items, args.dim), Batches(pairs, args.batch_size, rng)
     towers = torch.optim.Adam([*model.user_tower.parameters(), *model.item_tower.parameters()], lr=args.lr)

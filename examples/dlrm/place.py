@@ -30,5 +30,5 @@ def opened(args: argparse.Namespace) -> Iterator[Any]:
             yield cluster
     else:
         nodes = 3 if args.store == "redis-cluster" else 1
-        with kvemb.local(args.store, nodes=nodes, shards=2) as url, kvemb.connect(url) as cluster:
+        with kvemb.local(args.store, nodes=nodes, shards=2) as url, kvemb.connect(url, timeout_s=60) as cluster:  # all share one machine
             yield cluster

@@ -1,1 +1,1 @@
-"""The parts of the two-tower example: its data. The program is examples/two_tower_torch.py."""
+"""The parts of the two-tower examples: their data. The programs are examples/two_tower_torch.py and examples/two_tower_keras.py."""

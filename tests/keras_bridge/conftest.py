@@ -15,7 +15,7 @@ import kvemb
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 collect_ignore = ["conftest.py"]  # for doctests, which would not tell it from those of other folders
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "examples")]
 with warnings.catch_warnings():  # of what they say about themselves while they are imported
     warnings.simplefilter("ignore")
     try:

@@ -9,7 +9,8 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 
 import torch
 import two_tower_torch
-from two_tower.data import PER_USER, Batches, draw
+from two_tower.data import Batches
+from two_tower.interests import PER_USER, draw
 
 SMALL = ["--users", "600", "--items", "400", "--batch-size", "256", "--dim", "8", "--k", "40", "--lr", "0.01", "--row-lr", "0.2"]
 
