@@ -63,7 +63,7 @@ class HastyTrainer:
     """Pushes ones to random rows with SGD at rate 1, as many at once as there is room for; erases and assigns none."""
 
     def __init__(self, url: str, table: str, seed: int) -> None:
-        self.cluster = kvemb.connect(url, trainer=f"hasty-{seed}")
+        self.cluster = kvemb.connect(url, trainer=f"hasty-{seed}", timeout_s=PATIENCE_S)
         self.table = self.cluster.create_table(
             table, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chaos.cluster import FaultyCluster
+from chaos.node_moves import MOVE_KINDS
 from chaos.proxy import DOWN, UP, Flow
 from jobs import eventually
 from matrix import one_of
@@ -33,8 +34,8 @@ class MovingTraining:
     def __init__(self, kind: str, folder: Path, mode: str = "async") -> None:
         self.points, trainers = folder, 2 if mode == "sync" else 0
         program = [sys.executable, str(LAUNCHER), str(folder)]
-        n_nodes = max(2, STORES[kind].least_nodes)
-        self.cluster = FaultyCluster(kind, n_nodes, shards=3, mode=mode, trainers=trainers, storage={"timeout_s": 2}, shard_program=program)
+        n_nodes, storage = max(2, STORES[kind].least_nodes), {"timeout_s": 2 if kind in MOVE_KINDS else 6}  # to read thousands of markers
+        self.cluster = FaultyCluster(kind, n_nodes, shards=3, mode=mode, trainers=trainers, storage=storage, shard_program=program)
         self.n_tables = 0
 
     def begin_move(self) -> tuple[int, int]:
@@ -76,7 +77,7 @@ class MovingTraining:
         self.cluster.start_shard(shard)
 
 
-@pytest.fixture(scope="module", params=one_of("redis", "memcached", "redis-cluster"))
+@pytest.fixture(scope="module", params=[*one_of("redis", "memcached"), pytest.param("redis-cluster", marks=pytest.mark.long)])
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[str], str]
 ) -> Iterator[MovingTraining]:

@@ -24,6 +24,7 @@ from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
+from tests.integration.tls_storage import TlsNodes, TlsServer
 
 ROWS = BucketKeys(TAG, mix64(np.arange(1, 20_000, dtype=np.uint64)), N_SLOTS)
 
@@ -80,6 +81,31 @@ def test_slots_move_under_the_user_and_the_password_that_the_command_has(scaled:
     with RedisClusterStore(config, role="trainer") as store:
         store.open(within())
         require_rows(store, ROWS, records_of(ROWS))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_a_node_joins_and_leaves_a_cluster_that_speaks_tls(tmp_path: Path, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with ExitStack() as stack:
+        nodes = TlsNodes("redis-cluster", 3, tmp_path)
+        stack.callback(nodes.close)
+        new = TlsServer("redis-cluster", free_ports(1)[0], tmp_path, 64, authority=nodes.authority, issued=nodes.server_cert)
+        stack.callback(new.process.kill)
+        new.process.wait_until(lambda: accepts(new.tls_port), Deadline.after(START_TIMEOUT_S))
+        store = stack.enter_context(nodes.store())
+        store.provision(CLUSTER, GENERATION, within())
+        store.open(within())
+        write(store, ROWS, records_of(ROWS))
+        with NodeScaling(nodes.config) as scaling:
+            first, *others = (node.address for node in scaling.plans.show())
+            assert scaling.carry_out(scaling.plans.add(new.tls_address)) == []
+            require_rows(store, ROWS, records_of(ROWS))
+            assert scaling.carry_out(scaling.plans.remove(first)) == []
+            assert {node.address for node in scaling.plans.show()} == {*others, new.tls_address}
+        write(store, ROWS, records_of(ROWS, salt=1))
+        require_rows(store, ROWS, records_of(ROWS, salt=1))
+        assert new.tls_address in store.addresses
 
 
 def test_a_node_with_replicas_gives_slots_away_and_is_not_removed(scaled: Scaled) -> None:

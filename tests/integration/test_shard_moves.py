@@ -28,6 +28,7 @@ def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) 
         yield made
 
 
+@pytest.mark.timeout(600)
 def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_pushed(local: LocalCluster) -> None:
     load = MovingLoad(local)
     hasty = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
@@ -49,6 +50,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_push
         np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
 def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_of_a_sync_job(
     kind: str, require_server: Callable[[str], str]
@@ -71,6 +73,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
             np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
 def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(kind: str, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")

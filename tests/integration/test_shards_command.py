@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matrix import one_of
 
 import kvemb
 import kvemb.init
@@ -33,7 +34,8 @@ def refused(says: str, *words: str) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", ["redis", "redis-cluster"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
 def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster(kind, max(2, KINDS[kind].least_nodes), shards=2, memory_mb=64) as local:
@@ -101,6 +103,7 @@ def test_connections_that_were_idle_while_a_shard_joined_ask_all_shards(require_
         assert mover.shards.wait(timeout_s=PATIENCE_S).map.shard_numbers == (0, 1)
 
 
+@pytest.mark.timeout(600)
 def test_on_a_redis_cluster_kvemb_moves_tells_of_nodes_and_of_shards(require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
     with LocalCluster("redis-cluster", 3, shards=2, memory_mb=64) as local:
