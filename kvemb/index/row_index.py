@@ -114,6 +114,11 @@ class RowIndex:
         for block in _blocks(len(ids)):
             self._put(self.find(ids[block]), versions[block], ids[block.start :])
 
+    def make_room(self, n_more: int) -> None:
+        """Grow now, so that n more rows can be put without that."""
+        if self._n_used + n_more > _MAX_LOAD * WIDTH * len(self._tags):
+            self._rebuild(n_more)
+
     def find(self, ids: Ids) -> IndexLookup:
         """Look n unique ids up, for `at` and `set_at`; the array is kept, 16 bytes a row beside it."""
         if len(ids) <= _BLOCK_ROWS:
@@ -148,6 +153,20 @@ class RowIndex:
     def arrays(self) -> tuple[Ids, Versions]:
         """Return copies of all ids and their versions, in no particular order."""
         return self._rows(slice(0, len(self._tags)))
+
+    def since(self, version: int) -> tuple[Ids, Versions]:
+        """Return copies of the ids whose version is this one or above, and of their versions, in no particular order.
+
+        Example:
+            >>> index = RowIndex()
+            >>> index.put(np.array([7, 8, 9], np.uint64), np.array([3, 1, 2], np.uint64))
+            >>> sorted(index.since(2)[0].tolist())
+            [7, 9]
+        """
+        pairs = self._pairs.reshape(-1, 2)
+        at = np.flatnonzero(pairs[:, 1] >= np.uint64(version))  # an empty place may have kept anything, see `_rebuild`
+        at = at[(self._tags.view(np.uint8)[at] != 0) & (pairs[at, 1] != _ERASED)]
+        return pairs[at, 0], pairs[at, 1]
 
     def between(self, low: int, high: int) -> Ids:
         """Return the ids whose places are in one part of the table, in no particular order: 0 to HASHES is all of it.

@@ -29,15 +29,30 @@ class SlotEntries:
     ids: Ids
     versions: Ids
 
+    def within(self, slots: NDArray[np.bool_]) -> "SlotEntries":
+        """Return those in some slots: bool [16384]."""
+        some = slots[self.definition.placement.slots(self.ids)]
+        return SlotEntries(self.definition, self.step, self.ids[some], self.versions[some])
 
-def entries_of(state: TableState, slots: NDArray[np.bool_]) -> SlotEntries:
-    """Return a table's rows of some slots.
+    def with_changed(self, changed: "SlotEntries") -> "SlotEntries":
+        """Return these with those that have changed, or are new."""
+        at = np.searchsorted(self.ids, changed.ids)
+        known = at < len(self.ids)
+        known[known] = self.ids[at[known]] == changed.ids[known]
+        versions, new = self.versions.copy(), ~known
+        versions[at[known]] = changed.versions[known]
+        ids, versions = np.insert(self.ids, at[new], changed.ids[new]), np.insert(versions, at[new], changed.versions[new])
+        return SlotEntries(self.definition, changed.step, ids, versions)
+
+
+def entries_of(state: TableState, slots: NDArray[np.bool_], ids: Ids, versions: Ids) -> SlotEntries:
+    """Return those of some rows of a table that are in some slots.
 
     Args:
         state: of the table.
         slots: bool [16384], which.
+        ids, versions: uint64 [n], of the rows.
     """
-    ids, versions = state.arrays()
     ours = slots[state.definition.placement.slots(ids)]
     ids, versions = ids[ours], versions[ours]
     order = np.argsort(ids)

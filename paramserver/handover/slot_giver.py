@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..model.tables import Tables, TableState
 from ..snapshot.run_set import Runs
 from ..snapshot.sorted_run import ERASED
-from .slot_entries import Ids, SlotEntries, entries_of
+from .given_rows import GivenRows
+from .slot_entries import Ids, SlotEntries
 
 _SLICE_ROWS = 1 << 18
 _LOOKED_AT = 64  # rows: all of a table are noted at once
@@ -23,16 +24,28 @@ class SlotGiver:
     Args:
         tables: of the shard.
         runs: its local snapshot.
-        save: saves an image of the index as it is, durably.
+        rows: finds the rows of the slots.
+        note_gone: notes durably that the index has no row of some slots any more, bool [16384].
         applied: returns the version of the last batch applied.
     """
 
-    def __init__(self, tables: Tables, runs: Runs, save: Callable[[], None], applied: Callable[[], int]) -> None:
-        self._tables, self._runs, self._save, self._applied = tables, runs, save, applied
+    def __init__(
+        self,
+        tables: Tables,
+        runs: Runs,
+        rows: GivenRows,
+        note_gone: Callable[[NDArray[np.bool_]], None],
+        applied: Callable[[], int],
+    ) -> None:
+        self._tables, self._runs, self._rows, self._note_gone, self._applied = tables, runs, rows, note_gone, applied
 
     def entries(self, slots: NDArray[np.bool_]) -> list[SlotEntries]:
         """Return what the index knows of these slots, a table after the other: bool [16384]. It is final once the shard has drained."""
-        return [entries_of(state, slots) for state in self._tables.all()]
+        return self._rows.entries(slots)
+
+    def forget(self) -> None:
+        """Forget what was found of slots that were to move."""
+        self._rows.clear()
 
     def drop(self, slots: NDArray[np.bool_]) -> int:
         """Forget every row of these slots, durably; return how many. Called again it changes nothing.
@@ -45,25 +58,26 @@ class SlotGiver:
             JournalFullError: nothing changed; call again.
             OSError, FencedError: they are forgotten, and not durably; call again.
         """
-        dropped = [(state, entries_of(state, slots).ids) for state in self._tables.all()]
-        self._note_gone([(state, ids) for state, ids in dropped if len(ids)])
+        known = {one.definition.key: one.ids for one in self._rows.entries(slots)}
+        dropped = [(state, known[state.definition.key]) for state in self._tables.all() if state.definition.key in known]
+        self._write_notes([(state, ids) for state, ids in dropped if len(ids)])
+        self._rows.clear()
         for state, ids in dropped:
             state.erased(ids)
             state.cache.forget(ids)
-        self._save()
+        self._note_gone(slots)
         return sum(len(ids) for _, ids in dropped)
 
     def begun(self, slots: NDArray[np.bool_]) -> bool:
         """Whether a `drop` of these slots was broken off: their rows are noted as gone, and the index has them still."""
-        for state in self._tables.all():
-            known = entries_of(state, slots)
+        for known in self._rows.entries(slots):
             ids, versions = known.ids[:_LOOKED_AT], known.versions[:_LOOKED_AT]
-            noted = self._runs.find(state.definition, ids)
+            noted = self._runs.find(known.definition, ids)
             if (~noted.exists & (noted.versions >= versions)).any():
                 return True
         return False
 
-    def _note_gone(self, dropped: Sequence[tuple[TableState, Ids]]) -> None:
+    def _write_notes(self, dropped: Sequence[tuple[TableState, Ids]]) -> None:
         writers = [self._runs.begin(state.definition) for state, _ in dropped]
         try:
             for writer, (_, ids) in zip(writers, dropped, strict=True):

@@ -12,8 +12,8 @@ from kvemb.protocol.messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 
-from ..model.tables import Tables
-from .slot_entries import SlotEntries, entries_of
+from .given_rows import GivenRows
+from .slot_entries import SlotEntries
 
 PAGE_ROWS = 1 << 19
 Members = tuple[tuple[str, int], ...]
@@ -24,16 +24,16 @@ class SlotOffers:
 
     Args:
         maps: says which map is in force.
-        tables: of the shard.
+        rows: finds those that move.
         shard: number.
         epoch: returns that of the shard's process.
         members: returns those of a sync job.
     """
 
     def __init__(
-        self, maps: MapSource, tables: Tables, shard: int, epoch: Callable[[], int], members: Callable[[], Members] = tuple
+        self, maps: MapSource, rows: GivenRows, shard: int, epoch: Callable[[], int], members: Callable[[], Members] = tuple
     ) -> None:
-        self._maps, self._tables, self._shard, self._epoch, self._members = maps, tables, shard, epoch, members
+        self._maps, self._rows, self._shard, self._epoch, self._members = maps, rows, shard, epoch, members
         self._lock = threading.Lock()
         self._drained = 0  # version of the map under which the shard has written all that it had taken
         self._made: dict[tuple[int, int], list[SlotEntries]] = {}  # by the map's version and the taker
@@ -63,8 +63,9 @@ class SlotOffers:
             if not ready or version != request.version:
                 return SlotEntriesReply(False, self._epoch(), [], b"", b"")
             if (version, request.shard) not in self._made:
-                slots = cluster_map.gives(self._shard) & cluster_map.takes(request.shard)
-                self._made[version, request.shard] = [entries_of(state, slots) for state in self._tables.all()]
+                gives, takes = cluster_map.gives(self._shard), cluster_map.takes(request.shard)
+                known = self._rows.entries(gives, final=final)
+                self._made[version, request.shard] = known if (takes >= gives).all() else [one.within(takes) for one in known]
             entries = self._made[version, request.shard]
         tables = [{"definition": one.definition.to_dict(), "step": one.step, "rows": len(one.ids)} for one in entries]
         ids, versions = (_rows(entries, name, start) for name in ("ids", "versions"))

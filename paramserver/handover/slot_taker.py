@@ -30,7 +30,7 @@ class SlotTaker:
         tables: of the shard.
         runs: its local snapshot.
         read: the records of rows in storage.
-        save: saves an image of the index as it is, durably.
+        note_came: notes durably that the index has these rows now.
         epoch: returns that of this shard.
         raise_step: lets a table count at least so many applies.
     """
@@ -40,12 +40,12 @@ class SlotTaker:
         tables: Tables,
         runs: Runs,
         read: ReadRecords,
-        save: Callable[[], None],
+        note_came: Callable[[Sequence[SlotEntries]], None],
         *,
         epoch: Callable[[], int],
         raise_step: Callable[[TableState, int], None] = TableState.raise_step,
     ) -> None:
-        self._tables, self._runs, self._read, self._save, self._epoch = tables, runs, read, save, epoch
+        self._tables, self._runs, self._read, self._note_came, self._epoch = tables, runs, read, note_came, epoch
         self._raise_step = raise_step
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
@@ -94,7 +94,7 @@ class SlotTaker:
             state = self._tables.state(one.definition)
             state.took(one.ids, one.versions)
             self._raise_step(state, one.step)
-        self._save()
+        self._note_came(entries)
 
     def give_up(self) -> None:
         """Forget what was read ahead."""
@@ -105,6 +105,7 @@ class SlotTaker:
     def _bring(self, one: SlotEntries) -> Iterator[int]:
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         self._writers.append(writer)
+        state.make_room(len(one.ids))
         ids, versions = [_NONE], [_NONE]
         for some in _slices(one):
             records, found = self._read(state, some)

@@ -1,8 +1,8 @@
 """One running shard: owns its parts' threads, and takes them down in order. No protocol, no maths; `start` beside it makes it."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -28,8 +28,10 @@ from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause
 from ..figures.shard_metrics import ShardMetrics
+from ..handover.given_rows import GivenRows
 from ..handover.giver_questions import GiverQuestions
 from ..handover.other_shards import OtherShards
+from ..handover.slot_entries import SlotEntries
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
 from ..handover.slot_taker import SlotTaker
@@ -41,9 +43,10 @@ from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
 from ..moves.plan_work import PlanWork
 from ..moves.slot_mover import SlotMover
-from ..recovery.claim_shard import save
+from ..recovery.claim_shard import note_change, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts
+from ..recovery.state_changes import slots_gone
 from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
@@ -102,8 +105,9 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced, self._erased_log = False, observer.erased_log
-        offers = SlotOffers(store, parts.tables, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
-        self._mover = self._make_mover(offers, observer)
+        rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
+        offers = SlotOffers(store, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
+        self._mover = self._make_mover(offers, rows, observer)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
             parts.ingest,
@@ -121,7 +125,8 @@ class Shard:
         checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
-        planner = MovePlanner(store, self._metas, parts.config.servers.shards)
+        dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
+        planner = MovePlanner(store, self._metas, parts.config.servers.shards, dropping)
         first = parts.shard == 0
         left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
         carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, timeout_s=timeout_s) if first else None
@@ -213,17 +218,17 @@ class Shard:
             timeout_s=parts.config.storage.timeout_s,
         )
 
-    def _make_mover(self, offers: SlotOffers, observer: SaveObserver) -> PlanWork:
+    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver) -> PlanWork:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
-        giver = SlotGiver(parts.tables, parts.runs, self._save_now, applied)
+        giver = SlotGiver(parts.tables, parts.runs, rows, lambda slots: self._note_change(gone=slots), applied)
         taker = SlotTaker(
             parts.tables,
             parts.runs,
             from_storage(store, timeout_s),
-            self._save_now,
+            lambda entries: self._note_change(came=entries),
             epoch=lambda: engine.epoch,
             raise_step=lambda state, step: self._committer.raise_step(state, step),
         )
@@ -288,10 +293,16 @@ class Shard:
         self._parts.ingest.outcomes.written()
         save(self._data, image(self._parts, position))
 
-    def _save_now(self) -> None:
-        """Save the image as of the last batch applied; between two batches, apply thread only."""
-        assert self._background.applied is not None
-        self._save_image(self._background.applied, self._applier.pause)
+    def _note_change(self, came: Sequence[SlotEntries] = (), gone: NDArray[np.bool_] | None = None) -> None:
+        """Note durably what came to the index, and went, as of the last batch applied; between two batches, apply thread only."""
+        position, rows = self._background.applied, {one.definition.key: (one.ids, one.versions) for one in came}
+        assert position is not None
+        self._parts.engine.write_dirty(self._applier.pause)
+        self._parts.ingest.outcomes.written()
+        none = np.empty(0, np.uint64)
+        change = image(self._parts, position, lambda state: rows.get(state.definition.key, (none, none)))
+        if not note_change(self._data, change if gone is None else replace(change, gone=slots_gone(gone))):
+            save(self._data, image(self._parts, position))
 
     def _evicted(self, address: str, error: NodeLostError) -> None:
         storage = self._parts.config.storage

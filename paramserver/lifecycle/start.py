@@ -37,10 +37,11 @@ from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
-from ..recovery.claim_shard import CLUSTER_NAME, Claim, claim_shard, save
+from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
 from ..recovery.shard_parts import ShardParts
+from ..recovery.state_changes import with_changes
 from ..recovery.state_file import ShardState, TableImage
 from ..recovery.state_image import image
 from ..repair.repairer import Repairer
@@ -168,14 +169,15 @@ class _Start:
         self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
         if name is None:
             data.write(CLUSTER_NAME, [self._config.cluster.encode()])
-        budget = CacheBudget(servers.cache_mb << 20)
-        tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
-        sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
-        members = Membership(servers.trainers, state.members, state.complete)
         journal = self._open_journal()
         still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)
         try:
+            saved, state = state, with_changes(data, state, STATE, journal, registry.find_key)
+            budget = CacheBudget(servers.cache_mb << 20)
+            tables = Tables([_table(registry, one, budget) for one in state.tables], budget)
+            sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
+            members = Membership(servers.trainers, state.members, state.complete)
             assert state.journal is not None
             recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
@@ -211,7 +213,7 @@ class _Start:
                 claim,
                 due,
             )
-            self._settle(parts)
+            self._settle(parts, changed=state is not saved)
             Loader(parts, self._store, self._data, _retry_until(self._start_timeout_s, self._wait)).run()
             return RecoveredShard(parts, handover, observer)
         except JournalBehindError:
@@ -266,9 +268,9 @@ class _Start:
         segment_bytes = min(_LARGEST_SEGMENT, self._config.servers.journal_max_mb << 17)
         return Journal(self._data.path / JOURNAL, self._config.servers.durability, segment_bytes=segment_bytes)
 
-    def _settle(self, parts: ShardParts) -> None:
+    def _settle(self, parts: ShardParts, *, changed: bool) -> None:
         """Save what was recovered: the next start need not do it again."""
-        if not parts.recovered.entries:
+        if not parts.recovered.entries and not changed:
             return
         try:
             save(self._data, image(parts, parts.fenced_log.journal.end))

@@ -37,7 +37,7 @@ class TableState:
     def __init__(self, definition: TableDef, step: int = 0, rows: tuple[Ids, Ids] | None = None, budget: CacheBudget | None = None) -> None:
         self.definition = definition
         self.optimizer = build_optimizer(definition.optimizer)
-        self.step, self.n_applied = step, 0  # rows written by batches since this process started
+        self.step, self.n_applied, self.n_erased = step, 0, 0  # rows written by batches, and gone, since this process started
         self.cache = RecordCache(definition.record.size_bytes, budget or CacheBudget(0))
         self._index = RowIndex()
         self._kept: IndexLookup | None = None  # of the batch under way
@@ -82,7 +82,15 @@ class TableState:
         """Record that n unique rows are gone; return how many existed. Apply thread only."""
         self._kept = None
         with self._lock:
-            return self._index.erase(ids)
+            n_rows = self._index.erase(ids)
+            self.n_erased += n_rows  # last: whoever sees this number sees none of these rows
+        return n_rows
+
+    def make_room(self, n_more: int) -> None:
+        """Let the index grow for rows that are to come. Apply thread only."""
+        self._kept = None
+        with self._lock:
+            self._index.make_room(n_more)
 
     def took(self, ids: Ids, versions: Ids) -> None:
         """Know n unique rows that another shard has handed over. Apply thread only."""
@@ -123,6 +131,11 @@ class TableState:
         """Return copies of all ids and versions."""
         with self._lock:
             return self._index.arrays()
+
+    def since(self, version: int) -> tuple[Ids, Ids]:
+        """Return ids and versions of the rows whose version is this one or above. Any thread."""
+        with self._lock:
+            return self._index.since(version)
 
     def _find(self, ids: Ids) -> IndexLookup:
         kept = self._kept

@@ -141,6 +141,8 @@ class HandoverWork:
             self._ports.steps()
         self._questions.give_up()
         self._offers.clear()
+        if plan is None or plan.kind != SHARDS or plan.phase in (MOVING, ABORTING):
+            self._giver.forget()
         if plan is None or plan.kind != SHARDS or plan.phase not in (MOVING, HOLDING, DRAINING):
             self._taker.give_up()
         phases = {

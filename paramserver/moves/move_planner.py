@@ -43,10 +43,17 @@ class MovePlanner:
         store: open.
         metas: small values of which every node has a copy, by name.
         in_file: the shards' addresses by kvemb.yaml.
+        dropping: returns the names of the tables that are being dropped.
     """
 
-    def __init__(self, store: Store, metas: Callable[[], Mapping[str, bytes]], in_file: Sequence[str]) -> None:
-        self._store, self._metas, self._in_file = store, metas, in_file
+    def __init__(
+        self,
+        store: Store,
+        metas: Callable[[], Mapping[str, bytes]],
+        in_file: Sequence[str],
+        dropping: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self._store, self._metas, self._in_file, self._dropping = store, metas, in_file, dropping
 
     def plan(self, now: ClusterMap, wanted: WantedMove, deadline: Deadline) -> ClusterMap:
         """Return the map in force with the plan in it. New nodes are prepared; nothing else is changed.
@@ -84,6 +91,11 @@ class MovePlanner:
     def _of_shards(self, now: ClusterMap, wanted: WantedMove) -> ClusterMap:
         slot_shards = wanted.slot_shards
         assert slot_shards is not None
+        if dropping := self._dropping():  # a shard that has erased its rows would get others
+            raise MoveRefusedError(
+                f"table {dropping[0]!r} is being dropped; nothing was changed. Ask again when that is done; if it was broken off, "
+                f"drop_table({dropping[0]!r}) goes on with it."
+            )
         noted = now.shards or [NodePlace("", IN_FILE)] * now.n_shards
         places = tuple(place._replace(address=at) for place, at in zip(noted, now.shard_places(self._in_file), strict=True))
         joining = tuple(range(now.n_shards, now.n_shards + len(wanted.join_shards)))

@@ -6,6 +6,7 @@ which holds the rest; it is replaced as a whole, never used up.
 """
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
 from ..disk.private_files import sweep
+from .state_changes import MOST, changes, checksum_of, clear_changes, name_behind
 from .state_file import ShardState, decode_state, encode_state
 
 CLUSTER_NAME = "cluster-name"  # the file that keeps the name by which trainers know the cluster
@@ -147,13 +149,27 @@ class Claim:
 
 
 def save(data: DataDir, state: ShardState) -> None:
-    """Replace the saved state; `state.epoch` must still be the shard's.
+    """Replace the saved state, and with it the notes that follow it; `state.epoch` must still be the shard's.
 
     Raises:
         FencedError: another process owns the shard; nothing changed.
         OSError: nothing changed.
     """
-    data.write(STATE, encode_state(state), check=lambda: require_owner(data, state.epoch))
+    data.write(STATE, encode_state(replace(state, mark=secrets.randbits(63))), check=lambda: require_owner(data, state.epoch))
+    clear_changes(data)
+
+
+def note_change(data: DataDir, change: ShardState) -> bool:
+    """Note behind the saved state what came and went, see `state_changes`; return whether there was room for one more.
+
+    Raises:
+        FencedError, OSError: as `save`.
+    """
+    names = changes(data, STATE)
+    if len(names) < MOST:
+        mark = checksum_of(data, names[-1] if names else STATE)
+        data.write(name_behind(mark), encode_state(replace(change, mark=mark)), check=lambda: require_owner(data, change.epoch))
+    return len(names) < MOST
 
 
 def read_epoch(data: DataDir) -> int:

@@ -20,11 +20,12 @@ from kvemb.errors import KvembError, ParameterServerError
 from kvemb.schema.table_def import TableDef
 
 MAGIC = b"kvembsst"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_READS = (2, FORMAT_VERSION)  # 2: without a mark, and no notes follow it
 _HEAD = struct.Struct("<8sII")
 _KEYS = (
     "cluster_id", "shard", "n_shards", "epoch", "k", "rows_applied", "next_incarnation", "tables", "sessions", "members", "complete",
-    "journal",
+    "journal", "mark",
 )  # fmt: skip
 
 
@@ -55,6 +56,9 @@ class ShardState:
         members: (trainer, incarnation) of a sync job, see `paramserver.ingest.membership.Membership`.
         complete: whether all trainers of that job have been here at once.
         journal: (segment, offset) from which the journal is replayed; None: there is none yet.
+        mark: of a saved state, its own, so that no two files are alike; of a note (`paramserver.recovery.state_changes`) the checksum of
+            the file that it follows.
+        gone: of a note runs of slots, of which there is no row any more where they are 1.
     """
 
     cluster_id: bytes
@@ -69,6 +73,8 @@ class ShardState:
     members: tuple[tuple[str, int], ...] = ()
     complete: bool = False
     journal: tuple[int, int] | None = None
+    mark: int = 0
+    gone: bytes = b""
 
 
 def encode_state(state: ShardState) -> Iterator[bytes | memoryview]:
@@ -76,6 +82,8 @@ def encode_state(state: ShardState) -> Iterator[bytes | memoryview]:
     fields = {key: getattr(state, key) for key in _KEYS}
     fields["tables"] = [[t.definition.to_dict(), t.step, len(t.ids)] for t in state.tables]
     fields["sessions"] = [list(session) for session in state.sessions]
+    if state.gone:
+        fields["gone"] = state.gone
     header: bytes = msgpack.packb(fields)
     checksum = xxhash.xxh3_64()
     for chunk in _chunks(header, state.tables):
@@ -97,7 +105,7 @@ def decode_state(data: bytes, where: str) -> ShardState:
     if len(data) < _HEAD.size + 8 or data[:8] != MAGIC:
         raise _damaged(where, "it is no state file, or cut off")
     _, version, header_size = _HEAD.unpack_from(data)
-    if version != FORMAT_VERSION:
+    if version not in _READS:
         raise ParameterServerError(f"{where}: format version {version}, expected {FORMAT_VERSION}; use the kvemb release that wrote it")
     if xxhash.xxh3_64_intdigest(memoryview(data)[:-8]) != struct.unpack("<Q", data[-8:])[0]:
         raise _damaged(where, "its checksum does not match")

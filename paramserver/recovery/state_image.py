@@ -1,11 +1,14 @@
 """The image of a running shard: what its saved state holds, taken between two batches. Pure, apart from the locks it takes."""
 
+from collections.abc import Callable
+
 from ..journal import Position
+from ..model.tables import Ids, TableState
 from .shard_parts import ShardParts
 from .state_file import ShardState, TableImage
 
 
-def image(parts: ShardParts, position: Position) -> ShardState:
+def image(parts: ShardParts, position: Position, rows: Callable[[TableState], tuple[Ids, Ids]] = TableState.arrays) -> ShardState:
     """Take the state as of the last batch applied.
 
     Args:
@@ -13,9 +16,10 @@ def image(parts: ShardParts, position: Position) -> ShardState:
             ended.
         position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
             nothing.
+        rows: ids and versions of a table: all of them, or those that came with what is noted (`state_changes`).
     """
     assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
-    tables = [TableImage(state.definition, state.step, *state.arrays()) for state in parts.tables.all()]
+    tables = [TableImage(state.definition, state.step, *rows(state)) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()
     return ShardState(
         cluster_id=parts.cluster_id,

@@ -1,6 +1,7 @@
 """Slots handed from one shard to another: the taker knows every row, and can make it anew, bit for bit; the giver knows none of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -13,21 +14,27 @@ from memory_store import MemoryStore, memory_node
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
-from kvemb.errors import FencedError, JournalFullError, LostRowError, StorageError
+from kvemb.errors import FencedError, JournalFullError, LostRowError, ParameterServerError, StorageError
 from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
+from paramserver.disk.data_dir import DataDir
 from paramserver.engine.engine import Engine
 from paramserver.handover import slot_taker
+from paramserver.handover.given_rows import GivenRows
+from paramserver.handover.slot_entries import SlotEntries
 from paramserver.handover.slot_giver import SlotGiver
 from paramserver.handover.slot_taker import SlotTaker
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
 from paramserver.model.timeline import Timeline
+from paramserver.recovery.claim_shard import EPOCH, STATE, note_change, save
+from paramserver.recovery.state_changes import MOST, changes, slots_gone, with_changes
+from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions
 from paramserver.snapshot.snapshotter import from_storage
 from tests.unit.lonely_engine import ALONE
@@ -45,31 +52,37 @@ class Shard:
 
     def __init__(self, folder: Path, nodes: tuple[str, ...], number: int) -> None:
         self.folder, self.nodes, self.number = folder, nodes, number
-        self.epoch = self.k = 0
-        self.saved: dict[str, tuple[int, tuple[np.ndarray, np.ndarray]]] = {}
+        self.epoch = 0
         self.journal: Journal | None = None
         self.start()
 
     def start(self, above: int = 0) -> None:
-        """A new process: saved state, journal and snapshot are what it has. Tests save before, so that nothing is to be replayed."""
+        """A new process: saved state, journal and snapshot are what it has. Tests note before, so that nothing is to be replayed."""
         self.close()
+        self.data = DataDir(self.folder, self.number)
         self.epoch = max(self.epoch, above) + 1
         self.store = MemoryStore(StorageConfig("memory", self.nodes), role=f"shard:{self.number}")
         self.store.open(Deadline.after(5))
         budget = CacheBudget(1 << 12)
-        self.tables = Tables([TableState(TABLES[name], step, arrays, budget) for name, (step, arrays) in self.saved.items()], budget)
-        self.engine = Engine(self.store, self.tables, Timeline(self.epoch), k=self.k, timeout_s=5, ports=ALONE)
+        self.data.write(EPOCH, [b"%d\n" % self.epoch])
         self.journal = Journal(self.folder / "journal", "os", segment_bytes=1)
+        if (raw := self.data.read(STATE)) is None:
+            self.data.write(STATE, [raw := b"".join(encode_state(ShardState(b"c" * 16, self.number, 2, journal=(0, 0))))])
+        saved = with_changes(self.data, replace(decode_state(raw, STATE), epoch=self.epoch), STATE, self.journal, find_table)
+        self.tables = Tables([TableState(one.definition, one.step, (one.ids, one.versions), budget) for one in saved.tables], budget)
+        self.engine = Engine(self.store, self.tables, Timeline(self.epoch), k=saved.k, timeout_s=5, ports=ALONE)
         self.runs = Runs(self.folder / "snapshot", limit=2, epoch=self.epoch)
-        self.reconstructor = Reconstructor(self.runs, self.journal, lambda name, schema: TABLES[name])
+        self.reconstructor = Reconstructor(self.runs, self.journal, find_table)
         self.read = from_storage(self.store, 5)
-        self.giver = SlotGiver(self.tables, self.runs, self.save, lambda: self.applied)
-        self.taker = SlotTaker(self.tables, self.runs, self.read, self.save, epoch=lambda: self.epoch)
+        rows = GivenRows(self.tables, lambda: self.applied)
+        self.giver = SlotGiver(self.tables, self.runs, rows, lambda slots: self.note(gone=slots), lambda: self.applied)
+        self.taker = SlotTaker(self.tables, self.runs, self.read, self.note, epoch=lambda: self.epoch)
 
     def close(self) -> None:
         if self.journal is not None:
             self.journal.close()
             self.runs.close()
+            self.data.close()
             self.journal = None
 
     @property
@@ -77,8 +90,19 @@ class Shard:
         return make_version(self.epoch, self.engine.k)
 
     def save(self) -> None:
-        self.k = self.engine.k
-        self.saved = {state.definition.name: (state.step, state.arrays()) for state in self.tables.all()}
+        save(self.data, self.state(TableState.arrays))
+
+    def note(self, came: Sequence[SlotEntries] = (), gone: np.ndarray | None = None) -> None:
+        rows, none = {one.definition.name: (one.ids, one.versions) for one in came}, np.empty(0, np.uint64)
+        change = self.state(lambda state: rows.get(state.definition.name, (none, none)))
+        if not note_change(self.data, change if gone is None else replace(change, gone=slots_gone(gone))):
+            self.save()
+
+    def state(self, rows: Callable[[TableState], tuple[np.ndarray, np.ndarray]]) -> ShardState:
+        assert self.journal is not None
+        tables = tuple(TableImage(state.definition, state.step, *rows(state)) for state in self.tables.all())
+        end = self.journal.end.segment, self.journal.end.offset
+        return ShardState(b"c" * 16, self.number, 2, self.epoch, self.engine.k, tables=tables, journal=end)
 
     def run(self, kind: str, table: TableDef, ids: list[int], value: float = 1.0) -> None:
         if not ids:
@@ -111,6 +135,10 @@ class Shard:
             assert self.reconstructor.records([WantedVersions(state, ids, versions)])[0].tobytes() == got.records.tobytes()
 
 
+def find_table(name: str, schema: int) -> TableDef:
+    return TABLES[name]
+
+
 def never(error: StorageError, pause_s: float) -> None:
     raise error
 
@@ -127,7 +155,7 @@ def within(table: TableDef, slots: np.ndarray, ids: list[int]) -> list[int]:
 
 def hand_over(giver: Shard, taker: Shard, slots: np.ndarray, meanwhile: Callable[[], None] = lambda: None) -> None:
     if taker.epoch <= giver.epoch:
-        taker.save()
+        taker.note()
         taker.start(above=giver.epoch)
     for _ in taker.taker.read_ahead(giver.giver.entries(slots)):
         pass
@@ -260,7 +288,7 @@ def test_a_giver_that_died_while_it_dropped_rows_knows_it(pair: tuple[Shard, Sha
     giver.run(APPLY, ADAM, [3, 4])
     giver.save()
     assert not giver.giver.begun(EVERY)
-    monkeypatch.setattr(giver.giver, "_save", fails)
+    monkeypatch.setattr(giver.giver, "_note_gone", fails)
     with pytest.raises(OSError, match="the disk is gone"):
         giver.giver.drop(EVERY)
     giver.start()
@@ -270,7 +298,7 @@ def test_a_giver_that_died_while_it_dropped_rows_knows_it(pair: tuple[Shard, Sha
     assert not giver.giver.begun(EVERY)
 
 
-def fails() -> None:
+def fails(slots: np.ndarray) -> None:
     raise OSError("the disk is gone")
 
 
@@ -286,11 +314,75 @@ def test_a_row_that_was_erased_elsewhere_and_created_here_anew_is_not_made_from_
     first.check()
 
 
+def test_what_a_hand_over_notes_is_of_the_rows_that_move_whatever_the_number_of_those_that_stay(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    for shard in pair:
+        for start in range(0, 40_000, 10_000):
+            mine = np.arange(start, start + 10_000) + 100_000 * shard.number
+            shard.run(APPLY, ADAM, mine.tolist())
+        shard.save()
+    images = [shard.data.read(STATE) for shard in pair]
+    moving = np.zeros(N_SLOTS, bool)
+    moving[:100] = True
+    n_rows = len(giver.giver.entries(moving)[0].ids)
+    assert 0 < n_rows < 2_000
+    taker.start(above=giver.epoch)
+    hand_over(giver, taker, moving)
+    assert [shard.data.read(STATE) for shard in pair] == images
+    for shard in pair:
+        assert sum(path.stat().st_size for path in shard.data.path.glob("state-after-*")) < 16 * n_rows + 4_000
+        known = shard.known(ADAM)
+        shard.start()
+        assert shard.known(ADAM) == known
+        shard.check()
+
+
+def test_notes_do_not_follow_each_other_without_end(pair: tuple[Shard, Shard]) -> None:
+    first, second = pair
+    for number in range(3 * MOST):
+        giver, taker = pair if number % 2 == 0 else (second, first)
+        giver.run(APPLY, ADAM, IDS.tolist())
+        hand_over(giver, taker, EVERY)
+        assert all(len(list(shard.data.path.glob("state-after-*"))) <= MOST for shard in pair)
+    first.start()
+    assert first.known(ADAM) == set(IDS.tolist())
+    first.check()
+
+
+def test_a_note_whose_predecessor_is_missing_is_refused(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    hand_over(giver, taker, EVERY)
+    taker.run(APPLY, ADAM, [1])
+    taker.note()
+    first, *_ = changes(taker.data, STATE)
+    (taker.data.path / first).unlink()
+    with pytest.raises(ParameterServerError, match="the file that this one follows is missing"):
+        taker.start()
+    giver.save()
+    giver.start()
+    assert giver.known(ADAM) == set()
+
+
+def test_notes_of_before_a_saved_state_are_none_of_it(pair: tuple[Shard, Shard]) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    hand_over(giver, taker, EVERY)
+    *_, name = changes(taker.data, STATE)
+    note = taker.data.read(name)
+    assert note is not None
+    taker.run(ERASE, ADAM, [2])
+    taker.save()
+    taker.data.write(name, [note])  # as a crash between the two leaves it
+    taker.start()
+    assert taker.known(ADAM) == set(IDS.tolist()) - {2}
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from([APPLY, APPLY, ASSIGN, ERASE]), st.sampled_from(sorted(TABLES)), st.sets(st.sampled_from(IDS.tolist()))),
         st.tuples(st.just("hand over"), st.sampled_from([0, 1]), st.sampled_from([0, 1])),
-        st.tuples(st.sampled_from(["snapshot", "start"]), st.sampled_from([0, 1]), st.none()),
+        st.tuples(st.sampled_from(["snapshot", "start", "save"]), st.sampled_from([0, 1]), st.none()),
     ),
     min_size=4,
     max_size=25,
@@ -314,8 +406,10 @@ def test_slots_that_go_back_and_forth_lose_and_mistake_no_row(tmp_path_factory: 
             elif what == "snapshot":
                 shards[one].snapshot()
             elif what == "start":
-                shards[one].save()
+                shards[one].note()
                 shards[one].start()
+            elif what == "save":
+                shards[one].save()
             else:
                 for at, shard in enumerate(shards):
                     shard.run(what, TABLES[one], within(TABLES[one], owner == at, sorted(other)), 1.0 + number / 8)
