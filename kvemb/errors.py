@@ -144,7 +144,7 @@ class AccessDeniedError(ParameterServerError):
 
 
 class MoveRefusedError(ParameterServerError):
-    """A move of slots cannot begin or be taken back now; nothing was changed."""
+    """A move of slots cannot begin or be taken back now, or is in the way of what was asked for; nothing was changed."""
 
 
 class FencedError(ParameterServerError):

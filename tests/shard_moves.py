@@ -15,6 +15,7 @@ from kvemb.config import load
 from kvemb.coordination.move_report import MoveReport, newest_report
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
+from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveRequest, MoveStatusReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import runs_of
@@ -51,6 +52,9 @@ class ShardMoves:
             assert not deadline.expired, (now.plan and now.plan.phase, self.reports())
             time.sleep(0.005)
         return now
+
+    def ask_shard_0(self, method: str, request: Message) -> None:
+        self._channel.call(method, request, Empty, Deadline.after(PATIENCE_S))
 
     def close(self) -> None:
         self._channel.close()

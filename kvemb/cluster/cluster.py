@@ -192,6 +192,7 @@ class Cluster:
         Raises:
             UnknownTableError: there is no such table; TableDroppedError, a kind of it: it has been dropped.
             InvalidInputError: kvemb.yaml declares it; nothing was changed.
+            MoveRefusedError: slots are moving between shards; nothing was changed.
             ShardUnavailableError, StorageError: it may have begun, and goes on when called again.
         """
         check_table_name(name)

@@ -123,7 +123,7 @@ class Ingest:
                 if session.incomplete and session.incomplete_step == part.step and part.sequence == session.last_sequence + 1:
                     session.give_up_incomplete(to_wire(error))
 
-    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int = 1) -> int:
+    def submit_rows(self, work: RowsWork, deadline: Deadline, map_serial: int) -> int:
         """Queue an assign or erase and wait until it is applied; return how many of its rows existed before.
 
         Args:

@@ -7,7 +7,8 @@ the nodes have.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvemb.coordination.move_report import MoveReport, newest_report, report_name
@@ -87,6 +88,22 @@ class MoveCarrier:
             self._follow(planned)
             log.info("a move of slots begins (map version %d)", planned.version)
             return planned
+
+    @contextmanager
+    def no_shard_move(self) -> Iterator[None]:
+        """Keep slots with their shards while a block runs.
+
+        Raises:
+            MoveRefusedError: they are on their way.
+        """
+        with self._lock:
+            plan = self._store.cluster_map.plan
+            if plan is not None and plan.kind == SHARDS:
+                raise MoveRefusedError(
+                    f"slots are moving between shards (phase {plan.phase}), and nothing was changed. `kvemb moves` shows how far that is; "
+                    "ask again when it is done."
+                )
+            yield
 
     def abort(self, why: str) -> ClusterMap:
         """Take a plan back that is not flipped yet; return the map. Calling it again changes nothing.

@@ -7,13 +7,15 @@
 A shard that was killed in between knows from the registry that it must refuse, and from its journal what is erased.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 
-from kvemb.errors import InvalidInputError, ParameterServerError
+from kvemb.errors import InvalidInputError, ParameterServerError, SlotsMovedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, EraseTableReply, EraseTableRequest, TableReply, TableRequest
+from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.table_def import TableDef
 
 from ..ingest.ingest import Ingest
@@ -31,11 +33,24 @@ class DropHandlers:
         shard: number.
         declared: the tables of kvemb.yaml.
         registry, tables, ingest: the shard's.
+        maps: says which map is in force.
+        no_shard_move: keeps slots with their shards while a block runs, on shard 0; raises where they are on their way.
     """
 
-    def __init__(self, shard: int, declared: Sequence[TableDef], registry: Registry, tables: Tables, ingest: Ingest) -> None:
+    def __init__(
+        self,
+        shard: int,
+        declared: Sequence[TableDef],
+        registry: Registry,
+        tables: Tables,
+        ingest: Ingest,
+        *,
+        maps: MapSource,
+        no_shard_move: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._shard, self._declared = shard, {table.name for table in declared}
         self._registry, self._tables, self._ingest = registry, tables, ingest
+        self._maps, self._no_shard_move = maps, no_shard_move
 
     @property
     def unfinished(self) -> str:
@@ -49,6 +64,7 @@ class DropHandlers:
         Raises:
             InvalidInputError: kvemb.yaml declares it.
             UnknownTableError: there is none of that name.
+            MoveRefusedError: slots are moving between shards; nothing was changed.
             StorageError: it may have begun.
         """
         self._require_first()
@@ -57,7 +73,8 @@ class DropHandlers:
                 f"table {request.table!r} is declared in kvemb.yaml, and would be created again when shard 0 starts. Take it out of "
                 "`tables` there, restart shard 0, and drop it then."
             )
-        return TableReply(self._registry.begin_drop(request.table).to_dict())
+        with self._no_shard_move():  # rows on their way would be missed where they come from, and where they go
+            return TableReply(self._registry.begin_drop(request.table).to_dict())
 
     def erase(self, request: EraseTableRequest, deadline: Deadline) -> EraseTableReply:
         """Erase some of this shard's rows of a table that is being dropped.
@@ -84,7 +101,8 @@ class DropHandlers:
         if len(ids):
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
-            n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline)
+            with suppress(SlotsMovedError):  # nodes changed in between: the client asks again
+                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.serial)
         if not state.n_rows:
             self._tables.forget(definition)
         return EraseTableReply(n_erased, state.n_rows)

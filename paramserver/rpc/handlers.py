@@ -58,7 +58,15 @@ class Handlers:
         self._parts, self._background, self.moves = parts, background, moves
         self._in_hand = BytesInHand()
         self.inspection = InspectionHandlers(parts)
-        self.drop = DropHandlers(parts.shard, parts.config.tables, parts.registry, parts.tables, parts.ingest)
+        self.drop = DropHandlers(
+            parts.shard,
+            parts.config.tables,
+            parts.registry,
+            parts.tables,
+            parts.ingest,
+            maps=parts.maps,
+            no_shard_move=moves.no_shard_move,
+        )
 
     def hello(self, request: HelloRequest, deadline: Deadline) -> HelloReply:
         """Let a trainer in; both sides must mean the same cluster."""

@@ -1,5 +1,7 @@
 """The shard's end of moves: messages in, messages out. What they do is in `paramserver.moves`."""
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,6 +71,10 @@ class MoveHandlers:
         """Take a plan back."""
         self._on_shard_0().abort(request.why or "an operator asked for it")
         return self.status(Empty(), deadline)
+
+    def no_shard_move(self) -> AbstractContextManager[None]:
+        """See `MoveCarrier`."""
+        return self._on_shard_0().no_shard_move()
 
     def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
         """Say how far a plan is."""

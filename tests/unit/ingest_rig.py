@@ -147,7 +147,7 @@ class Rig:
         ids, rows = np.array(list(values), np.uint64), np.array(list(values.values()), np.float32).reshape(-1, 1)
         rows = rows[:, : 0 if kind == ERASE else 1]
         checked = CheckedRows(TABLE, ids, rows, np.empty(0, np.uint64), TABLE.optimizer.defaults())
-        return self.ingest.submit_rows(RowsWork(kind, checked), Deadline.after(30))
+        return self.ingest.submit_rows(RowsWork(kind, checked), Deadline.after(30), self.map.serial)
 
     def weights(self, ids: list[int], table: TableDef = TABLE) -> list[float]:
         from kvemb.schema.keys import RowKeys

@@ -85,7 +85,7 @@ class Cluster:
         definition = parts.registry.find(definition.name)
         values = np.full((len(ids), definition.dim), value, np.float32)
         rows = CheckedRows(definition, ids_of(ids), values, np.empty(0, np.uint64), {})
-        parts.ingest.submit_rows(RowsWork("assign", rows), Deadline.after(10))
+        parts.ingest.submit_rows(RowsWork("assign", rows), Deadline.after(10), 1)
 
     def rows(self, definition: TableDef, ids: range = range(200)) -> dict[int, bytes]:
         """Weights and state of the rows that storage has."""
