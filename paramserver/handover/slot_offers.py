@@ -1,6 +1,6 @@
 """What a giver answers to takers that ask it, page by page, what it knows of the rows that move. Thread-safe.
 
-While slots are read ahead it is what the index knows at the first question; once the shard has drained it is final.
+While slots are read ahead it is what the index knows when the first page is asked for; once the shard has drained it is final.
 """
 
 import threading
@@ -62,7 +62,7 @@ class SlotOffers:
             ready = plan is not None and plan.kind == SHARDS and (plan.phase == MOVING or (plan.phase == DRAINING and final))
             if not ready or version != request.version:
                 return SlotEntriesReply(False, self._epoch(), [], b"", b"")
-            if (version, request.shard) not in self._made:
+            if (version, request.shard) not in self._made or (start == 0 and not final):
                 gives, takes = cluster_map.gives(self._shard), cluster_map.takes(request.shard)
                 known = self._rows.entries(gives, final=final)
                 self._made[version, request.shard] = known if (takes >= gives).all() else [one.within(takes) for one in known]

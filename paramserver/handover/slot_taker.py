@@ -19,7 +19,7 @@ from ..snapshot.sorted_run import ROWS
 from ..snapshot.sorted_run_writer import RunWriter
 from .slot_entries import Ids, SlotEntries, versions_among
 
-_SLICE_BYTES = 4 << 20
+_SLICE_BYTES, _SYNCED_BYTES = 4 << 20, 16 << 20
 _NONE = np.empty(0, np.uint64)
 
 
@@ -50,15 +50,18 @@ class SlotTaker:
         self._writers: list[RunWriter] = []
         self._ahead: dict[str, tuple[Ids, Ids]] = {}  # by the table's key: ids, ascending, and versions of what is on disk already
 
+    def behind(self, entries: Sequence[SlotEntries]) -> list[SlotEntries]:
+        """Return those of a giver's rows that are not on disk as it knows them, table by table."""
+        return [some for one in entries if len((some := self._not_on_disk(one)).ids)]
+
     def read_ahead(self, entries: Sequence[SlotEntries]) -> Iterator[int]:
         """Bring records to disk while the giver goes on with them, a slice for every value asked for; yields how many rows it was.
 
-        What has changed since the entries were said, or changes later, `take` reads again.
+        What has changed since the entries were said, or changes later, is `behind` when they are said again; `take` reads it at the latest.
 
         Raises:
             StorageError, JournalFullError: it was given up; begin again.
         """
-        self.give_up()
         try:
             for one in entries:
                 yield from self._bring(one)
@@ -106,22 +109,29 @@ class SlotTaker:
         state, writer = self._tables.state(one.definition), self._runs.begin(one.definition)
         self._writers.append(writer)
         state.make_room(len(one.ids))
-        ids, versions = [_NONE], [_NONE]
+        ids, versions, n_synced = [_NONE], [_NONE], 0
         for some in _slices(one):
             records, found = self._read(state, some)
             writer.add(ROWS, some[found], records[found])
+            if writer.size_bytes - n_synced >= _SYNCED_BYTES:
+                writer.sync()
+                n_synced = writer.size_bytes
             ids.append(some[found])
             versions.append(one.definition.record.versions(records[found]))
-            self._ahead[one.definition.key] = np.concatenate(ids), np.concatenate(versions)
             yield len(some)
+        writer.sync()
+        before = self._ahead.get(one.definition.key, (_NONE, _NONE))
+        self._ahead[one.definition.key] = _newest(*before, np.concatenate(ids), np.concatenate(versions))
+
+    def _not_on_disk(self, one: SlotEntries) -> SlotEntries:
+        differ = versions_among(one.ids, *self._ahead.get(one.definition.key, (_NONE, _NONE))) != one.versions
+        return SlotEntries(one.definition, one.step, one.ids[differ], one.versions[differ])
 
     def _bring_rest(self, one: SlotEntries) -> list[RunWriter]:
         """Write a run of the rows that are not on disk as the giver knows them."""
-        on_disk = versions_among(one.ids, *self._ahead.get(one.definition.key, (_NONE, _NONE)))
-        differ = on_disk != one.versions
-        if not differ.any():
+        rest = self._not_on_disk(one)
+        if not len(rest.ids):
             return []
-        rest = SlotEntries(one.definition, one.step, one.ids[differ], one.versions[differ])
         state, writer, start = self._tables.state(one.definition), self._runs.begin(one.definition), 0
         try:
             for some in _slices(rest):
@@ -134,6 +144,14 @@ class SlotTaker:
             writer.drop()
             raise
         return [writer]
+
+
+def _newest(ids: Ids, versions: Ids, later_ids: Ids, later_versions: Ids) -> tuple[Ids, Ids]:
+    """Put together what two runs hold, ascending by id; the later one counts where both have a row."""
+    kept = ~np.isin(ids, later_ids)
+    ids, versions = np.concatenate([ids[kept], later_ids]), np.concatenate([versions[kept], later_versions])
+    order = np.argsort(ids)
+    return ids[order], versions[order]
 
 
 def _slices(one: SlotEntries) -> Iterator[Ids]:

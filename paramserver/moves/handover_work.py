@@ -27,7 +27,8 @@ from .slot_mover import MoveProgress
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
 _STARTED_ANEW = "the shard was started anew while all stopped at one step of a sync job, and does not know which one it had come to"
 _JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
-_LEFT_TO_BATCHES = 6.0  # times what a slice took
+_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that
+_READS_AHEAD, _FEW_ROWS, _LESS = 5, 4096, 0.8  # rows change while they are read ahead, and are read again
 _LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; nothing else is to be done meanwhile
 log = logging.getLogger("paramserver")
 
@@ -129,7 +130,8 @@ class HandoverWork:
             return False
         self._failing_since_s = 0.0
         took_s = self._clock() - begun_s
-        self._not_before_s = self._clock() + max(wait_s or 0.0, _LEFT_TO_BATCHES * took_s if loaded and wait_s is not None else 0.0)
+        pause_s = min(_LEFT_TO_BATCHES * took_s, _LONGEST_PAUSE_S) if loaded and wait_s is not None else 0.0
+        self._not_before_s = self._clock() + max(wait_s or 0.0, pause_s)
         self.progress = MoveProgress(cluster_map.version, wait_s is None, self._rows, self._n_rows, self._last_step)
         return wait_s is not None and self._clock() >= self._not_before_s
 
@@ -172,14 +174,21 @@ class HandoverWork:
             yield _RETRY_S
         if not cluster_map.takes(self._shard).any():
             return
-        yield from self._ask(cluster_map)
-        given = self._questions.answer
-        assert given is not None
-        self._ports.rise(given.epoch)
-        self._n_rows = sum(len(one.ids) for one in given.entries)
-        for n_rows in self._taker.read_ahead(given.entries):
-            self._rows += n_rows
-            yield 0.0
+        self._taker.give_up()
+        n_before = 0
+        for _ in range(_READS_AHEAD):
+            yield from self._ask(cluster_map)
+            given = self._questions.answer
+            assert given is not None
+            self._ports.rise(given.epoch)
+            behind = self._taker.behind(given.entries)
+            n_behind = sum(len(one.ids) for one in behind)
+            if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
+                return  # trainers wait for the rest, which is little, or would not become less
+            self._n_rows, n_before = self._n_rows + n_behind, n_behind
+            for n_rows in self._taker.read_ahead(behind):
+                self._rows += n_rows
+                yield 0.0
 
     def _hold(self, cluster_map: ClusterMap) -> Iterator[float]:
         steps = self._steps_of(cluster_map)

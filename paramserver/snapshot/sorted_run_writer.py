@@ -27,6 +27,7 @@ class RunWriter:
         self._path, self._number = path, number
         self._encoder = SortedRunEncoder(definition.record.size_bytes)
         self._descriptor: int | None = None
+        self._finished: RunEntry | None = None
         self.size_bytes = 0
 
     def add(self, kind: int, ids: Ids, rest: Bytes) -> None:
@@ -39,22 +40,31 @@ class RunWriter:
             self._write(list(self._encoder.add(kind, ids, rest)))
 
     def finish(self) -> RunEntry | None:
-        """Make the file durable; None when nothing was added.
+        """Make the file durable; None when nothing was added. Called again it does nothing.
 
         Raises:
             JournalFullError: drop the run.
         """
-        if not any(self._encoder.n_rows):
-            return None
+        if self._finished is not None or not any(self._encoder.n_rows):
+            return self._finished
         self._write([self._encoder.footer()])
+        self.sync()
         assert self._descriptor is not None
+        os.close(self._descriptor)
+        self._descriptor, self._finished = None, RunEntry(self._number, self.size_bytes)
+        return self._finished
+
+    def sync(self) -> None:
+        """Make durable what was added so far: whoever does it now and then waits less in `finish`.
+
+        Raises:
+            JournalFullError: drop the run.
+        """
         try:
-            segment_files.sync(self._descriptor)
+            if self._descriptor is not None:
+                segment_files.sync(self._descriptor)
         except OSError as error:
             raise full(self._path, error) from error
-        os.close(self._descriptor)
-        self._descriptor = None
-        return RunEntry(self._number, self.size_bytes)
 
     def drop(self) -> None:
         """Give the run up, unless it is finished: then a manifest may name it, and if none does, `Runs` deletes it later."""

@@ -157,9 +157,10 @@ def hand_over(giver: Shard, taker: Shard, slots: np.ndarray, meanwhile: Callable
     if taker.epoch <= giver.epoch:
         taker.note()
         taker.start(above=giver.epoch)
-    for _ in taker.taker.read_ahead(giver.giver.entries(slots)):
-        pass
-    meanwhile()
+    for _ in range(2):
+        for _ in taker.taker.read_ahead(taker.taker.behind(giver.giver.entries(slots))):
+            pass
+        meanwhile()
     taker.taker.take(giver.giver.entries(slots), giver.epoch)
     giver.giver.drop(slots)
 
@@ -187,7 +188,7 @@ def test_the_taker_knows_rows_and_steps_and_goes_on_from_them(pair: tuple[Shard,
     hand_over(giver, taker, EVERY, lambda: giver.run(APPLY, ADAM, [1, 2], 3.0))
     assert (giver.known(ADAM), giver.known(HALF)) == (set(), set())
     assert (taker.known(ADAM), taker.known(HALF)) == (set(IDS.tolist()), set(range(5)))
-    assert (taker.tables.state(ADAM).step, taker.tables.state(HALF).step) == (4, 3)
+    assert (taker.tables.state(ADAM).step, taker.tables.state(HALF).step) == (5, 3)
     taker.check()
     taker.run(APPLY, ADAM, [0, 1, 11], 0.3)
     taker.run(ERASE, ADAM, [2])
@@ -211,6 +212,28 @@ def test_only_rows_that_changed_are_read_again(pair: tuple[Shard, Shard], monkey
     taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
     assert sorted(read) == [3, 4, 100]
     assert taker.known(ADAM) == {*IDS.tolist(), 100} - {5}
+    taker.check()
+
+
+def test_rows_that_changed_while_they_were_read_ahead_are_read_ahead_again(
+    pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.start(above=giver.epoch)
+    assert sum(taker.taker.read_ahead(giver.giver.entries(EVERY))) == len(IDS)
+    giver.run(APPLY, ADAM, [3, 4])
+    giver.run(ERASE, ADAM, [5])
+    giver.run(APPLY, ADAM, [100])
+    (behind,) = taker.taker.behind(giver.giver.entries(EVERY))
+    assert behind.ids.tolist() == [3, 4, 100]
+    assert sum(taker.taker.read_ahead([behind])) == 3
+    assert taker.taker.behind(giver.giver.entries(EVERY)) == []
+    monkeypatch.setattr(taker.taker, "_read", None)  # nothing is left to be read while trainers wait
+    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+    taker.check()
+    taker.save()
+    taker.start()
     taker.check()
 
 
@@ -257,6 +280,25 @@ def test_a_full_disk_while_rows_are_taken_leaves_the_taker_as_it_was(pair: tuple
         with pytest.raises(JournalFullError):
             taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
         assert taker.known(ADAM) == set()
+    taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
+    taker.check()
+
+
+def test_a_disk_that_was_full_when_the_runs_were_to_count_can_be_tried_again(
+    pair: tuple[Shard, Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver, taker = pair
+    giver.run(APPLY, ADAM, IDS.tolist())
+    taker.start(above=giver.epoch)
+    assert sum(taker.taker.read_ahead(giver.giver.entries(EVERY))) == len(IDS)
+
+    def full(*args: object) -> None:
+        raise JournalFullError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(taker.runs, "_replace", full)
+        with pytest.raises(JournalFullError):
+            taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
     taker.taker.take(giver.giver.entries(EVERY), giver.epoch)
     taker.check()
 
