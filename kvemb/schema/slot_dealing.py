@@ -1,7 +1,8 @@
 """Which slots move when owners come, go, or change their weights: as little as possible, and each table's rows as evenly as all rows. Pure.
 
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
-such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share.
+such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. Who has too much
+only gives, who lacks some only takes: no shard can do both in one move (docs/adr/0062).
 """
 
 from collections.abc import Mapping
@@ -44,13 +45,15 @@ def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping
     group_cost = np.add.reduceat(cost, begins)
     group_owner = owners[begins].astype(np.int64)
     load = {owner: float(group_cost[group_owner == owner].sum()) for owner in {*np.unique(group_owner).tolist(), *target}}
-    out = owners.copy()
+    out, taking = owners.copy(), [owner for owner in target if target[owner] > load[owner]]
     for group in np.argsort(np.arange(len(begins)) * _GOLDEN % 1.0, kind="stable").tolist():
         owner, size = int(group_owner[group]), float(group_cost[group])
+        if owner in taking or not taking:
+            continue
         surplus = load[owner] - target.get(owner, 0.0)
-        taker = max(target, key=lambda one: target[one] - load[one])
+        taker = max(taking, key=lambda one: target[one] - load[one])
         lack = target[taker] - load[taker]
-        if taker == owner or (owner in target and min(surplus, lack) < size / 2):
+        if owner in target and min(surplus, lack) < size / 2:
             continue
         out[begins[group] : ends[group]] = taker
         load[owner] -= size

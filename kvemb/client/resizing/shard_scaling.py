@@ -103,7 +103,7 @@ class ShardScaling(SlotMoves):
         ours = self._servers.call(0, "Describe", Empty(), DescribeReply, Deadline.after(self._timeout_s))
         for at, address in enumerate(join):
             self._require_next(address, now.n_shards + at, ours)
-        owners = _one_way(now.slot_shards, deal(now.slot_shards, sizes.record_bytes, shares))
+        owners = deal(now.slot_shards, sizes.record_bytes, shares)
         moving = owners != now.slot_shards
         leaving = tuple(shard for shard, address in there.items() if address in leave)
         return ShardMovePlan(now, owners, tuple(join), leaving, int(np.count_nonzero(moving)), int(sizes.rows[moving].sum()))
@@ -122,9 +122,3 @@ class ShardScaling(SlotMoves):
                 f"shard {address}: answers as (shard, cluster, cluster id, mode) {got}, expected {(number, *expected[1:])}. Start it with "
                 f"--shard {number} and the kvemb.yaml of this cluster; nothing was changed."
             )
-
-
-def _one_way(before: NDArray[np.uint16], after: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Let no shard give slots and take others in one move: one that takes some keeps those that it has."""
-    takers = np.unique(after[before != after])
-    return np.where(np.isin(before, takers), before, after).astype(np.uint16)
