@@ -16,7 +16,8 @@ from kvemb.coordination.move_report import MoveReport, newest_report
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveRequest, MoveStatusReply
+from kvemb.protocol.messages import Empty
+from kvemb.protocol.move_messages import AbortMoveRequest, MoveRequest, MoveStatusReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slots import runs_of
 

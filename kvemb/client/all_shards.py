@@ -18,7 +18,8 @@ from kvemb.errors import ClosedError, ConfigError, ParameterServerError, SlotsMo
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import DescribeReply, Empty, MoveStatusReply
+from kvemb.protocol.messages import DescribeReply, Empty
+from kvemb.protocol.move_messages import MoveStatusReply
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.tls_config import TlsConfig

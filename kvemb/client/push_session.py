@@ -24,7 +24,8 @@ from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailed
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
-from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, LeftSessionRequest, PushPart, StatusReply, digest_tables
+from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, StatusReply, digest_tables
+from kvemb.protocol.move_messages import LeftSessionRequest
 from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import SlotEntriesReply, SlotEntriesRequest
+from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.schema.table_def import TableDef
 
 from .other_shards import OtherShards

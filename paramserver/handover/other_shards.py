@@ -4,7 +4,7 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import ServersConfig
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
-from kvemb.protocol.messages import WatermarksReply, WatermarksRequest
+from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
 from kvemb.protocol.shard_routing import MapSource
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvemb.protocol.messages import SlotEntriesReply, SlotEntriesRequest
+from kvemb.protocol.move_messages import SlotEntriesReply, SlotEntriesRequest
 from kvemb.protocol.shard_routing import MapSource
 from kvemb.schema.move_plan import DRAINING, MOVING, SHARDS
 

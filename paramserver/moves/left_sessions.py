@@ -11,7 +11,7 @@ import msgpack
 
 from kvemb.errors import KvembError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import WatermarksReply, WatermarksRequest
+from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
 
 from ..disk.data_dir import DataDir
 

@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import (
+from kvemb.protocol.messages import Empty, HelloReply
+from kvemb.protocol.move_messages import (
     AbortMoveRequest,
-    Empty,
-    HelloReply,
     LeftSessionRequest,
     MoveRequest,
     MoveStatusReply,

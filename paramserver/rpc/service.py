@@ -19,7 +19,6 @@ from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import (
     MAX_REQUEST_BYTES,
     SERVICE,
-    AbortMoveRequest,
     ByeRequest,
     CompareRequest,
     CreateTableRequest,
@@ -28,19 +27,22 @@ from kvemb.protocol.messages import (
     FlushRequest,
     HelloRequest,
     IdsRequest,
-    LeftSessionRequest,
     LoadRequest,
-    MoveRequest,
     RepairRequest,
-    ReplaceNodeRequest,
     Reply,
     RowsRequest,
     SampleIdsRequest,
     SaveRequest,
     SaveStatusRequest,
     ShowRowRequest,
-    SlotEntriesRequest,
     TableRequest,
+)
+from kvemb.protocol.move_messages import (
+    AbortMoveRequest,
+    LeftSessionRequest,
+    MoveRequest,
+    ReplaceNodeRequest,
+    SlotEntriesRequest,
     WatermarksRequest,
 )
 

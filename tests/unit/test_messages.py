@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvemb.arrays.rounding import round_nearest
 from kvemb.errors import MessageError
 from kvemb.protocol import messages as m
+from kvemb.protocol import move_messages as moves
 from kvemb.protocol.message_format import MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, ChangedRowsBlock, Message, TableRows
 
 F32 = "float32"
@@ -77,18 +78,18 @@ EXAMPLES: dict[str, Message] = {
     "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, False, 9, ["anna"]),
     "ExamineReply": m.ExamineReply("0.1.0", 1.75e9, ["h:1"], ["n:1", "n:2"], "fsync", 0.002, 2**33, 2**34, 90, 1024, 2**32),
     "SampleIdsRequest": m.SampleIdsRequest("user", 1000),
-    "MoveRequest": m.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
-    "ReplaceNodeRequest": m.ReplaceNodeRequest(7, "n:1", "n:4"),
-    "AbortMoveRequest": m.AbortMoveRequest("too slow"),
-    "MoveStatusReply": m.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
-    "SlotSizesReply": m.SlotSizesReply(bytes(8), bytes(8)),
-    "SlotEntriesRequest": m.SlotEntriesRequest(7, 2, 2**19),
-    "SlotEntriesReply": m.SlotEntriesReply(
+    "MoveRequest": moves.MoveRequest(7, bytes(4), ["n:3"], ["n:1"], 2**33, b"", ["s:3"], [0, 2]),
+    "ReplaceNodeRequest": moves.ReplaceNodeRequest(7, "n:1", "n:4"),
+    "AbortMoveRequest": moves.AbortMoveRequest("too slow"),
+    "MoveStatusReply": moves.MoveStatusReply(b"map", [b"", b"report"], ["n:1", ""]),
+    "SlotSizesReply": moves.SlotSizesReply(bytes(8), bytes(8)),
+    "SlotEntriesRequest": moves.SlotEntriesRequest(7, 2, 2**19),
+    "SlotEntriesReply": moves.SlotEntriesReply(
         True, 3, [{"definition": {"name": "user"}, "step": 4, "rows": 1}], bytes(8), bytes(8), ["trainer-0"], [3]
     ),
-    "WatermarksRequest": m.WatermarksRequest(7),
-    "WatermarksReply": m.WatermarksReply(True, b"\x90"),
-    "LeftSessionRequest": m.LeftSessionRequest(2, "trainer-0", 3),
+    "WatermarksRequest": moves.WatermarksRequest(7),
+    "WatermarksReply": moves.WatermarksReply(True, b"\x90"),
+    "LeftSessionRequest": moves.LeftSessionRequest(2, "trainer-0", 3),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }
 
@@ -120,7 +121,9 @@ def test_golden_bytes_of_protocol_version_1(name: str) -> None:
 
 def test_every_message_type_has_a_golden() -> None:
     assert {type(example).__name__ for example in EXAMPLES.values()} == {
-        name for name, kind in vars(m).items() if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+        name
+        for name, kind in {**vars(m), **vars(moves)}.items()
+        if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
     }
     assert set(GOLDEN) == set(EXAMPLES)
 

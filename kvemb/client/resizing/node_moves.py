@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvemb.client.resizing.slot_moves import MoveState, SlotMoves, SlotSizes, state_of
 from kvemb.errors import InvalidInputError
-from kvemb.protocol.messages import MoveRequest, ReplaceNodeRequest
+from kvemb.protocol.move_messages import MoveRequest, ReplaceNodeRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slot_dealing import deal
 from kvemb.schema.slots import runs_of

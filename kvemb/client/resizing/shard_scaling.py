@@ -15,7 +15,8 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
-from kvemb.protocol.messages import DescribeReply, Empty, MoveRequest
+from kvemb.protocol.messages import DescribeReply, Empty
+from kvemb.protocol.move_messages import MoveRequest
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slot_dealing import deal
 from kvemb.schema.slots import runs_of

@@ -17,7 +17,8 @@ from kvemb.coordination.move_report import newest_report
 from kvemb.errors import MoveRefusedError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message
-from kvemb.protocol.messages import AbortMoveRequest, Empty, MoveStatusReply, SlotSizesReply
+from kvemb.protocol.messages import Empty
+from kvemb.protocol.move_messages import AbortMoveRequest, MoveStatusReply, SlotSizesReply
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING
 
