@@ -245,3 +245,25 @@ def test_what_a_shard_had_taken_before_it_left_is_heard_of_from_shard_0(
         for ack in (*taken, on_its_way, table.push(IDS, ones)):
             ack.wait_applied(PATIENCE_S)
         assert np.unique(table.pull(IDS)).tolist() == [-6]
+
+
+def test_what_was_on_its_way_while_slots_went_and_came_back_is_applied_once(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    ones = np.ones((len(IDS), 2), np.float32)
+    with FaultyCluster("redis", 1, shards=3, storage={"timeout_s": 5}) as cluster, kvemb.connect(cluster.url) as trainer:
+        table = trainer.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, ones).wait_applied(PATIENCE_S)
+        cluster.shard_proxies[GIVER].set_open(Flow(hold=True), DOWN)
+        unanswered = [table.push(IDS, ones) for _ in range(3)]
+        eventually(lambda: bool((table.pull(IDS) == -4).all()), "the pushes are not applied")
+        cluster.shard_proxies[GIVER].set_open(Flow(hold=True), UP)
+        on_its_way = table.push(IDS, ones)
+        moves = ShardMoves(cluster.url)
+        for owners in (GIVEN, SHARES):
+            moves.begin(owners)
+            assert (moves.wait().slot_shards == owners).all()
+        moves.close()
+        cluster.shard_proxies[GIVER].reset_all()
+        for ack in (*unanswered, on_its_way, table.push(IDS, ones)):
+            ack.wait_applied(PATIENCE_S)
+        assert np.unique(table.pull(IDS)).tolist() == [-6]
