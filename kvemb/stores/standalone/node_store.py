@@ -47,6 +47,7 @@ from kvemb.wire.codec import Codec
 
 _FOLLOW_PAUSE_S, _FOLLOW_TIMEOUT_S = 1.0, 2.0
 _SLEPT_S, _LOOK_S = 2.0, 1.0
+_LOOKS_AT_OPEN = 3
 log = logging.getLogger("kvemb")
 
 
@@ -86,6 +87,9 @@ class NodeStore(Store):
         return self._links.map
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
+        for _ in range(_LOOKS_AT_OPEN - 1):
+            with suppress(MapChangedError):  # slots moved between the look at the map and that at the markers
+                return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
         return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
