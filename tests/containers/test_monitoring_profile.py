@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from composed import ROOT
+from composed import ROOT, docker
 from test_compose import project, require_demo
 
 DASHBOARD = json.loads((ROOT / "deploy/monitoring/dashboard.json").read_text(encoding="utf-8"))
@@ -61,6 +61,7 @@ def test_prometheus_scrapes_shards_and_trainers_and_every_panel_has_data_while_t
         cluster.wait(lambda: up(port) >= {"ps-0:9470", "ps-1:9470"}, "both shards to be scraped")
         assert sum(len(group["rules"]) for group in ask(port, "rules")["groups"]) == RULES
         cluster.compose("up", "-d", "trainer")
+        docker("update", "--cpus", "0.4", cluster.container("trainer"))  # or it may be over before it is found and scraped twice
         cluster.wait(lambda: len(up(port)) == 4, "both trainers to be scraped")
         cluster.kvemb("save", "/checkpoints/one")
         waiting = set(QUERIES)
