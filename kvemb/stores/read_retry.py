@@ -51,13 +51,17 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
         except errors as error:
             last = error
             if deadline.remaining_s() <= pause_s:
-                raise type(error)(f"{error} Waited {deadline.timeout_s:g} s for it; the call's timeout allows no more.") from error
+                raise _waited_for(error, deadline) from error
         except DeadlineExceededError:
             if last is None:
                 raise
-            raise last from None  # what was waited for says more than that the last try had too little time
+            raise _waited_for(last, deadline) from None  # says more than that the last try had too little time
         time.sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
+    return type(error)(f"{error} Waited {deadline.timeout_s:g} s for it; the call's timeout allows no more.")
 
 
 class ReadRetry:

@@ -123,8 +123,8 @@ def test_writes_that_land_after_the_load_change_nothing_of_it(local: FaultyClust
     hold_writes(local)
     for _ in range(2):
         job.push(OLD)  # over connections of their own, once the first are given up
-    held = [proxy.held_bytes(UP) for proxy in local.node_proxies]
-    assert sum(held) > len(OLD) * job.table.definition.record.size_bytes
+    batch_bytes = len(OLD) * job.table.definition.record.size_bytes
+    eventually(lambda: sum(proxy.held_bytes(UP) for proxy in local.node_proxies) > batch_bytes, "all writes of a batch are held")
     with kvemb.connect(local.url, timeout_s=PATIENCE_S) as later:
         job.use(later)
         job.load(tmp_path / "old", saved)
