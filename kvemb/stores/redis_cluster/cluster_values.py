@@ -102,7 +102,7 @@ class ClusterValues:
         if line is None:
             return False
         if not line.startswith(REDIRECTS) or deadline.expired:
-            raise server_error("of the cluster", line)
+            raise server_error(address, line)
         time.sleep(min(_PAUSE_S, deadline.remaining_s()))
         self._topology.refreshed(deadline, *([redirect_target(line, address)] if line.startswith(b"-MOVED ") else []))
         return True
