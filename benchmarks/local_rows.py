@@ -6,7 +6,7 @@ own rules. It counts the seconds that pulls and pushes take.
 
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +16,23 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef
 from paramserver.optim import build_optimizer
+from trainer.bridge.cluster_ports import Prefetched
+
+if TYPE_CHECKING:
+    from trainer.bridge.cluster_ports import ClusterPort, TablePort
 
 
 class LocalAck:
-    """A push that is applied already."""
+    """A push that is applied already; `trainer.bridge.cluster_ports.AckPort`."""
 
     staleness = None
     failure_seen = False
+    changed_rows = None
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
         """Return at once."""
+
+    wait_released = wait_applied
 
 
 class LocalTable:
@@ -71,9 +78,11 @@ class LocalRows:
     """Several tables; `trainer.bridge.cluster_ports.ClusterPort`."""
 
     mode = "async"
+    all_stored = True
 
     def __init__(self) -> None:
         self.tables: dict[str, LocalTable] = {}
+        self.changes = 0
         self.pull_s = self.push_s = 0.0
 
     def create_table(
@@ -97,8 +106,10 @@ class LocalRows:
         """Return a table."""
         return self.tables[name]
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """Copy rows of several tables."""
+    def pull_versions(
+        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
+    ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+        """Copy rows of several tables; every row is stored."""
         began_s = time.perf_counter()
         pulled = {name: self.tables[name].pull(some, return_versions=True) for name, some in ids.items()}
         self.pull_s += time.perf_counter() - began_s
@@ -110,9 +121,12 @@ class LocalRows:
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
+        prefetched: Prefetched | None = None,
     ) -> LocalAck:
-        """Apply gradients."""
+        """Apply gradients. Only sync jobs register prefetched rows, and this is none."""
+        assert not prefetched
         began_s = time.perf_counter()
+        self.changes += 1
         for name, (ids, grads) in tables.items():
             self.tables[name].push(ids, grads, (hyper or {}).get(name, {}))
         self.push_s += time.perf_counter() - began_s
@@ -120,3 +134,9 @@ class LocalRows:
 
     def flush(self) -> None:
         """Nothing is under way."""
+
+
+if TYPE_CHECKING:
+
+    def _is_a_cluster(rows: LocalRows, table: LocalTable) -> tuple[ClusterPort, TablePort]:
+        return rows, table

@@ -5,7 +5,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,15 +21,20 @@ from kvemb.protocol.messages import CreateTableRequest, Empty
 from kvemb.protocol.shard_routing import route
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
+from trainer.bridge.cluster_ports import Prefetched
+
+if TYPE_CHECKING:
+    from trainer.bridge.cluster_ports import ClusterPort, TablePort
 
 TIMEOUT_S = 120.0
 
 
 class MemoryAck:
-    """The answers to a push's parts, which come when they are applied."""
+    """The answers to a push's parts, which come when they are applied; `trainer.bridge.cluster_ports.AckPort`."""
 
     staleness = None
     failure_seen = False
+    changed_rows = None
 
     def __init__(self, parts: Sequence[PendingCall]) -> None:
         self._parts: deque[PendingCall] = deque(parts)
@@ -80,6 +85,8 @@ class MemoryPsCluster:
         self._channels = [ShardChannel(shard, address) for shard, address in enumerate(addresses)]
         self._tables: dict[str, MemoryPsTable] = {}
         self._last = MemoryAck([])
+        self.changes = 0
+        self.all_stored = True
 
     def create_table(
         self, name: str, *, dim: int, optimizer: OptimizerSpec, initializer: Initializer, seed: int, reduce: str, exist_ok: bool
@@ -92,8 +99,10 @@ class MemoryPsCluster:
             channel.call("CreateTable", request, Empty, Deadline.after(TIMEOUT_S))
         return self._tables.setdefault(name, MemoryPsTable(self, definition))
 
-    def pull_versions(self, ids: Mapping[str, NDArray[Any]]) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
-        """Fetch rows of several tables, one request to each shard."""
+    def pull_versions(
+        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
+    ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+        """Fetch rows of several tables, one request to each shard; every row is stored."""
         deadline = Deadline.after(TIMEOUT_S)
         wanted = {name: self._bits(name, some) for name, some in ids.items()}
         owners = {name: self._map.shards_of(self._tables[name].definition.placement.slots(some)) for name, some in wanted.items()}
@@ -114,8 +123,11 @@ class MemoryPsCluster:
         *,
         versions: Mapping[str, NDArray[np.uint64]] | None = None,
         hyper: Mapping[str, Mapping[str, float]] | None = None,
+        prefetched: Prefetched | None = None,
     ) -> MemoryAck:
-        """Send gradients of distinct ids, one request to each shard."""
+        """Send gradients of distinct ids, one request to each shard. No rows can be registered as prefetched."""
+        assert not prefetched
+        self.changes += 1
         deadline = Deadline.after(TIMEOUT_S)
         rows = [self._rows(name, self._bits(name, ids), grads, dict((hyper or {}).get(name, {}))) for name, (ids, grads) in tables.items()]
         routed = [route(one, self._map) for one in rows]
@@ -139,6 +151,12 @@ class MemoryPsCluster:
         return TableRows(
             name, self._tables[name].definition.schema, ids, rows, hyper=hyper or {}, placement=self._tables[name].definition.placement
         )
+
+
+if TYPE_CHECKING:
+
+    def _is_a_cluster(cluster: MemoryPsCluster, table: MemoryPsTable) -> tuple[ClusterPort, TablePort]:
+        return cluster, table
 
 
 @contextmanager

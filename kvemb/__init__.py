@@ -64,7 +64,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvemb import errors, init, optim, torch
+    from kvemb import columns, errors, init, jax, keras, optim, tensorflow, torch
     from kvemb.arrays.hashing import hash_ids
     from kvemb.cluster import Cluster, connect, nodes
     from kvemb.errors import KvembError
@@ -76,18 +76,22 @@ __all__ = [
     "Cluster",
     "KvembError",
     "Table",
+    "columns",
     "connect",
     "errors",
     "hash_ids",
     "init",
+    "jax",
     "json_log_formatter",
+    "keras",
     "local",
     "nodes",
     "optim",
+    "tensorflow",
     "torch",
 ]
 
-_MODULES = ("errors", "init", "optim", "torch")
+_MODULES = ("columns", "errors", "init", "jax", "keras", "optim", "tensorflow", "torch")
 _HOMES = {
     "Cluster": "kvemb.cluster",
     "KvembError": "kvemb.errors",

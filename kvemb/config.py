@@ -78,7 +78,7 @@ class ServersConfig:
     """The section `parameter_servers` of kvemb.yaml, checked.
 
     Args:
-        shards: "host:port" of every shard, in order; their number is part of the cluster's definition.
+        shards: "host:port" of every shard, in the order of their numbers. `kvemb shards` adds and removes some.
         mode: "async" (apply as pushes come) or "sync" (all trainers' parts of a step, then one apply).
         trainers: number of trainers of a sync job (0 in async mode).
         data_dir: directory in which each shard keeps its state, in a folder of its own. In the file, a relative one starts at the folder of

@@ -18,7 +18,8 @@ ROOT = Path(kvemb.__file__).parent.parent
         ("import kvemb", {"numpy", "grpc", "torch", "redis"}),
         ("import kvemb; kvemb.optim.adam(); kvemb.init.normal(); kvemb.errors", {"grpc", "torch"}),
         (
-            "import kvemb; kvemb.connect; kvemb.Cluster; kvemb.Table; kvemb.hash_ids; kvemb.torch",
+            "import kvemb; kvemb.connect; kvemb.Cluster; kvemb.Table; kvemb.hash_ids; "
+            "kvemb.torch; kvemb.keras; kvemb.jax; kvemb.tensorflow; kvemb.columns",
             {"grpc", "torch", "multiprocessing", "importlib.metadata"},
         ),
         ("import kvemb.cli", {"numpy", "dataclasses", "importlib.metadata", "socket"}),  # what Ctrl-C may meet before main handles it
