@@ -170,14 +170,17 @@ def _add_checkpoint_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentPa
     save.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out, for serving")
     save.add_argument("--extra", default="", metavar="JSON", help="an object to keep in the manifest")
     save.add_argument("--resume", action="store_true", help="go on with a save to this URL that was broken off")
-    save.add_argument("--keep", type=_count, metavar="N", help="afterwards delete all checkpoints beside it but the newest N")
+    save.add_argument("--keep", type=_count, metavar="N", help="afterwards delete those beside it but the newest N; exports count apart")
     load = _checkpoint_verb(verbs, "load", "make the cluster what a checkpoint says", "path or URL of the checkpoint")
     load.add_argument("--offline", action="store_true", help="shards are down: let them load it when they are started")
     verify = _checkpoint_verb(verbs, "verify", "check every byte of a checkpoint", "path or URL of the checkpoint")
     verify.add_argument("--against-storage", action="store_true", help="compare every row with the cluster's too")
     _checkpoint_verb(verbs, "ls", "list checkpoints", "of one checkpoint, or of the folder that holds them", config=False)
     prune = _checkpoint_verb(verbs, "prune", "delete old checkpoints; no chain is broken", "of the folder that holds them", config=False)
-    prune.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, and their bases")
+    prune.add_argument(
+        "--keep", type=_count, required=True, metavar="N", help="how many of the newest to keep, and their bases; exports count apart"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only say which would be deleted")
 
 
 def _checkpoint_verb(

@@ -1,5 +1,6 @@
 """What lies under a URL: checkpoints beside each other, and which of them may go."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
@@ -33,17 +34,21 @@ def list_checkpoints(url: str) -> list[Listed]:
     return sorted(found, key=lambda one: (one.manifest is None, one.manifest.created_s if one.manifest else 0, one.name))
 
 
-def prune(url: str, *, keep: int) -> list[str]:
-    """Delete old checkpoints below a URL: all but the newest `keep` and what those are built on.
+def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_run: bool = False) -> list[str]:
+    """Delete old checkpoints below a URL: of every cluster and kind all but the newest `keep`, and what those are built on.
 
-    Unfinished and damaged ones are left alone: they may be somebody's save under way, or somebody's last copy.
+    There are two kinds, which count apart: with the optimizer's state, from which training goes on, and weights-only exports. Checkpoints
+    that cannot be loaded (unfinished, damaged, or without their base) neither count nor go: they may be somebody's save under way, or
+    somebody's last copy.
 
     Args:
         url: the folder that holds the checkpoints.
         keep: at least 1.
+        like: only those of this one's cluster and kind; all kinds unless given.
+        dry_run: delete nothing.
 
     Returns:
-        The names of those that were deleted.
+        The names of those that were deleted, or would be.
 
     Raises:
         CheckpointError: something could not be deleted. What is left is whole or has no manifest any more. A checkpoint goes before what it
@@ -53,18 +58,37 @@ def prune(url: str, *, keep: int) -> list[str]:
         raise InvalidInputError(f"keep is {keep!r}: at least 1 checkpoint is kept")
     if CheckpointStorage(url).size(MANIFEST) is not None:
         raise InvalidInputError("prune: give the folder that holds the checkpoints, not one of them")
-    whole = {one.name: one.manifest for one in list_checkpoints(url) if one.manifest is not None}
-    needed: set[str] = set()
-    for name in list(whole)[-keep:]:
-        while name in whole and name not in needed:
-            needed.add(name)
-            base = whole[name].base
-            name = base.name if base is not None else ""
-    # Newest first: a checkpoint goes before what it is built on.
-    gone = [name for name in reversed(list(whole)) if name not in needed]
-    for name in gone:
-        _delete(CheckpointStorage(f"{url.rstrip('/')}/{name}"), whole[name])
+    there = {one.name: one.manifest for one in list_checkpoints(url) if one.manifest is not None}
+    gone = _superseded(there, keep, like)
+    for name in [] if dry_run else gone:
+        _delete(CheckpointStorage(f"{url.rstrip('/')}/{name}"), there[name])
     return gone
+
+
+def _superseded(there: Mapping[str, CheckpointManifest], keep: int, like: CheckpointManifest | None) -> list[str]:
+    """Return the names of those that may go, a checkpoint before what it is built on; `there` is in the order of time."""
+    chains = {name: _chain(name, there) for name in there}
+    kinds: dict[tuple[str, bool], list[str]] = {}
+    for name, chain in chains.items():
+        if chain and (like is None or _kind(there[name]) == _kind(like)):
+            kinds.setdefault(_kind(there[name]), []).append(name)
+    needed = {below for names in kinds.values() for name in names[-keep:] for below in chains[name]}
+    old = {name for names in kinds.values() for name in names} - needed
+    return [name for name in reversed(list(there)) if name in old]
+
+
+def _kind(manifest: CheckpointManifest) -> tuple[str, bool]:
+    return manifest.cluster, manifest.weights_only
+
+
+def _chain(name: str, there: Mapping[str, CheckpointManifest]) -> list[str]:
+    """Return a checkpoint's name and those of all that it is built on; [] where one of them is missing or was replaced."""
+    chain = [name]
+    while (base := there[chain[-1]].base) is not None:
+        if base.name not in there or there[base.name].save_id != base.save_id or base.name in chain:
+            return []
+        chain.append(base.name)
+    return chain
 
 
 def _look_at(storage: CheckpointStorage) -> Listed:

@@ -36,7 +36,7 @@ def save_command(args: argparse.Namespace) -> int:
     rate = manifest.size_bytes / 1e6 / max(done.seconds, 1e-9)
     print(f"saved {manifest.n_rows:,} rows, {manifest.size_bytes / 1e6:.1f} MB in {done.seconds:.1f} s ({rate:.0f} MB/s) to {done.url}")
     if args.keep:
-        _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep))
+        _print_gone(prune(done.url.rpartition("/")[0], keep=args.keep, like=manifest))
     return 0
 
 
@@ -130,13 +130,14 @@ def verify_command(args: argparse.Namespace) -> int:
 
 
 def prune_command(args: argparse.Namespace) -> int:
-    """Delete old checkpoints."""
-    _print_gone(prune(absolute_url(args.url), keep=args.keep))
+    """Delete old checkpoints, or say which these would be."""
+    gone = prune(absolute_url(args.url), keep=args.keep, dry_run=args.dry_run)
+    _print_gone(gone, "would be deleted" if args.dry_run else "deleted")
     return 0
 
 
-def _print_gone(names: list[str]) -> None:
-    print(f"deleted: {', '.join(names) or 'none'}")
+def _print_gone(names: list[str], word: str = "deleted") -> None:
+    print(f"{word}: {', '.join(names) or 'none'}")
 
 
 def _line(one: Listed) -> tuple[object, ...]:

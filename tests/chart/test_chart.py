@@ -50,6 +50,12 @@ def loaded(*of: str) -> config.Config:
     return config.parse(kvemb_yaml(resources(*of)), VARIABLES)
 
 
+def test_a_clone_without_the_charts_tools_skips_these_tests_in_anybodys_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.skip.Exception, match="make chart"):
+        tool("no-such-helm")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_what_is_rendered_is_what_the_api_takes(version: str, tmp_path: Path) -> None:

@@ -354,8 +354,12 @@ def test_the_commands_save_list_verify_load_and_prune(small: LocalCluster, tmp_p
     assert "loaded 60,000 rows" in run("load", str(root / "1"), *config)
     assert "saved 60,000 rows" in run("save", str(root / "3"), *config, "--keep", "1", "--weights-only")
     assert "weights only" in run("ls", str(root))
-    assert [one.name for one in list_checkpoints(str(root))] == ["3"]
-    assert "deleted: none" in run("prune", str(root), "--keep", "1")
+    assert [one.name for one in list_checkpoints(str(root))] == ["1", "2", "3"]  # an export is no backup
+    assert "deleted: 2, 1" in run("save", str(root / "4"), *config, "--keep", "1")
+    assert "saved 60,000 rows" in run("save", str(root / "5"), *config)
+    assert "would be deleted: 4" in run("prune", str(root), "--keep", "1", "--dry-run")
+    assert "deleted: 4" in run("prune", str(root), "--keep", "1")
+    assert [one.name for one in list_checkpoints(str(root))] == ["3", "5"]
 
 
 def test_a_load_can_be_decided_while_shards_are_down(small: LocalCluster, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def save(
     all_ids: object | None = None,
     value: float | None = None,
     weights_only: bool = False,
+    cluster: str = "demo",
     part_bytes: int = 64 << 20,
     step_rows: int = 1 << 16,
 ) -> CheckpointManifest:
@@ -59,7 +60,7 @@ def save(
         for shard in range(n_shards)
     ]
     manifest = assemble(
-        SaveInfo(save_id, "demo", CLUSTER_ID, k, weights_only, base, {"step": k}, ClusterMap.first(0, n_shards).shard_runs), fragments
+        SaveInfo(save_id, cluster, CLUSTER_ID, k, weights_only, base, {"step": k}, ClusterMap.first(0, n_shards).shard_runs), fragments
     )
     storage.write(MANIFEST, encode_manifest(manifest))
     return manifest

@@ -246,6 +246,31 @@ def test_prune_keeps_the_newest_and_what_they_are_built_on(tmp_path: Path, memor
     assert prune(root, keep=1) == []
 
 
+def test_weights_only_exports_and_other_clusters_count_apart_when_old_ones_are_deleted(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for k, name in enumerate(("1", "2", "3"), 1):
+        save(f"{root}/{name}", range(10), k=k)
+    for k, name in enumerate(("e4", "e5"), 4):
+        export = save(f"{root}/{name}", range(10), k=k, weights_only=True)
+    save(f"{root}/o6", range(10), k=6, cluster="other")
+    assert prune(root, keep=1, like=export, dry_run=True) == ["e4"]
+    assert prune(root, keep=1, dry_run=True) == ["e4", "2", "1"]
+    assert len(list_checkpoints(root)) == 6
+    assert prune(root, keep=1, like=export) == ["e4"]
+    assert prune(root, keep=1) == ["2", "1"]
+    assert [one.name for one in list_checkpoints(root)] == ["3", "e5", "o6"]
+
+
+def test_a_checkpoint_whose_base_is_gone_is_no_backup_for_which_another_one_goes(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    save(root + "/1", range(10), k=1)
+    lost = save(root + "/2", range(10), k=2)
+    save(root + "/3", [1], k=3, base=base_of(lost, "2"))
+    (tmp_path / "2" / MANIFEST).unlink()
+    assert prune(root, keep=1) == []
+    assert contents(root + "/1")
+
+
 def test_prune_needs_a_number_and_a_folder_of_checkpoints(url: str) -> None:
     with pytest.raises(InvalidInputError, match="keep"):
         prune(url, keep=0)

@@ -94,9 +94,9 @@ class RowCheckpoints:
 
         if any(one.name == url.rpartition("/")[2] and one.manifest is not None for one in list_checkpoints(self._url)):
             return False
-        self._cluster.save(url, extra={"step": step})
+        done = self._cluster.save(url, extra={"step": step})
         if self._keep is not None:
-            prune(self._url, keep=self._keep)
+            prune(self._url, keep=self._keep, like=done.manifest)
         return True
 
     def _load(self, url: str, steps: dict[str, int]) -> bool:
