@@ -38,7 +38,15 @@ FACADES = {
 # docs/architecture.md has a line for each.
 ROOMS = {
     "kvemb": (
-        {"kvemb.atomic_file", "kvemb.errors", "kvemb.json_logs", "kvemb.own", "kvemb.progress_line"},
+        {
+            "kvemb.atomic_file",
+            "kvemb.cached_property",
+            "kvemb.errors",
+            "kvemb.fork_lock",
+            "kvemb.json_logs",
+            "kvemb.own",
+            "kvemb.progress_line",
+        },
         {"kvemb.metrics"},
         {
             "kvemb.arrays",
@@ -94,9 +102,9 @@ ROOMS = {
 }
 
 PURE = (
-    "kvemb.errors", "kvemb.arrays", "kvemb.index", "kvemb.specs", "kvemb.init", "kvemb.optim", "kvemb.schema.keys", "kvemb.schema.buckets",
-    "kvemb.schema.pages", "kvemb.schema.slots",
-    "kvemb.schema.record", "kvemb.wire", "paramserver.optim",
+    "kvemb.cached_property", "kvemb.errors", "kvemb.arrays", "kvemb.index", "kvemb.specs", "kvemb.init", "kvemb.optim",
+    "kvemb.schema.keys", "kvemb.schema.buckets", "kvemb.schema.pages", "kvemb.schema.slots", "kvemb.schema.record",
+    "kvemb.wire", "paramserver.optim",
 )  # fmt: skip
 PURE_THIRD_PARTY = {"numpy", "xxhash"}
 # Sockets, threads, processes, clocks and other sources of surprise.
@@ -200,6 +208,13 @@ def test_trainer_and_paramserver_name_their_own_modules_relatively(module: str) 
     """They are installed inside of kvemb, so that a program's own `trainer.py` is not in their way: see kvemb/own."""
     lines = SOURCES[module].read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if re.match(r"\s*(from|import) (trainer|paramserver)\b", line)]
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_no_module_takes_the_cached_property_that_hangs_in_a_forked_child(module: str) -> None:
+    """In Python 3.11 it has one lock for all instances; kvemb.cached_property has none."""
+    named = [node for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    assert "cached_property" not in {alias.name for node in named if node.module == "functools" for alias in node.names}
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))

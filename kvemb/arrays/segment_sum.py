@@ -13,11 +13,12 @@ np.add.at is slower throughout. Stateless, hence thread- and fork-safe.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvemb.cached_property import cached_property
 
 _FAN = 8
 _RADIX_FROM = 8192  # ids; below, four passes cost as much as one sort

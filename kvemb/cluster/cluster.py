@@ -6,7 +6,6 @@ What must not live here: what a verb does (kvemb.datapath, kvemb.client, kvemb.c
 
 from __future__ import annotations  # help() shows types as they are written here
 
-import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from kvemb.config import Config
 from kvemb.connection.access import Access
 from kvemb.datapath.row_cache import RowCacheStats
 from kvemb.errors import ClosedError, ConfigError, InvalidInputError, KvembError
+from kvemb.fork_lock import ForkLock
 from kvemb.init import Initializer
 from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
@@ -53,7 +53,7 @@ class Cluster:
     def __init__(self, config: Config, access: Access, again: Callable[[], Cluster] | None = None) -> None:
         self._config, self._access, self._again = config, access, again
         self._tables = OpenTables(config, access, self)
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._closed = False
         self._metrics: MetricsEndpoint | None = None
 

@@ -3,7 +3,6 @@
 What must not live here: batches (kvemb.cluster.several_tables), what a table does (kvemb.table). Thread-safe.
 """
 
-import threading
 from contextlib import suppress
 
 from kvemb.config import Config
@@ -11,6 +10,7 @@ from kvemb.connection.access import Access
 from kvemb.connection.open_cluster import OpenCluster
 from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
+from kvemb.fork_lock import ForkLock
 from kvemb.schema.table_def import TableDef
 from kvemb.table import Table
 
@@ -27,11 +27,11 @@ class OpenTables:
     def __init__(self, config: Config, access: Access, cluster: OpenCluster) -> None:
         self._config, self._access, self._cluster = config, access, cluster
         self._tables: dict[str, Table] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def get(self, name: str) -> Table:
         """Return a table that exists; raises as `Cluster.table`."""
-        known = self._tables.get(name)  # no lock: a forked child must never meet one that another thread held
+        known = self._tables.get(name)
         if known is not None:
             return known
         if self._access.shards is not None:

@@ -1,11 +1,11 @@
 """How long a connection's pulls took, by table: counted once somebody wants to know, and not before."""
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvemb.datapath.pull import PullRequest
+from kvemb.fork_lock import ForkLock
 from kvemb.metrics.bucket_counts import SECONDS, BucketCounts
 
 
@@ -14,7 +14,7 @@ class PullTimes:
 
     def __init__(self) -> None:
         self.counted = False
-        self._lock, self._tables = threading.Lock(), dict[str, BucketCounts]()
+        self._lock, self._tables = ForkLock(), dict[str, BucketCounts]()
 
     def count(self) -> None:
         """Count from now on."""

@@ -11,11 +11,11 @@ lifetimes of a node's data never have the same marker: a batch that began before
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import msgpack
 
+from kvemb.cached_property import cached_property
 from kvemb.errors import MapChangedError, NodeLostError, NodeSuspectError, StorageError, WrongNodeError
 from kvemb.schema.cluster_map import ClusterMap
 

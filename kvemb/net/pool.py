@@ -5,11 +5,11 @@ child forgets what it inherited (sharing a socket with the parent would mix thei
 """
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvemb.errors import ClosedError
+from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link
 
@@ -47,7 +47,7 @@ class LinkPool:
         self._on_drop = on_drop
         self._doubts = doubts or Doubts()
         self._idle: list[dict[str, Link]] = []
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._pid = os.getpid()
         self._closed = False
 
@@ -87,16 +87,13 @@ class LinkPool:
                 link.close()
 
     def _take(self) -> dict[str, Link]:
-        if self._pid != os.getpid():
-            # A lock that another thread of the parent held at the fork would never be released here.
-            self._lock = threading.Lock()
-            self._pid = os.getpid()
-            for links in self._idle:
-                for link in links.values():
-                    link.close()
-            self._idle = []
         with self._lock:
             self.require_open()
+            if self._pid != os.getpid():
+                self._pid, inherited, self._idle = os.getpid(), self._idle, []
+                for links in inherited:
+                    for link in links.values():
+                        link.close()
             return self._idle.pop() if self._idle else {}
 
     def _put_back(self, links: dict[str, Link]) -> None:

@@ -14,11 +14,11 @@ one string: less memory, and fewer rows that share a command.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError
 from kvemb.schema.keys import PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import ALPHABET, N_SLOTS, Placement

@@ -9,7 +9,6 @@ As bytes a half is its runs: where each begins, and who has it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import msgpack
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
+from kvemb.cached_property import cached_property
 from kvemb.errors import ConfigError
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES, SHARDS, MovePlan

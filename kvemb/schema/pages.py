@@ -11,11 +11,12 @@ whole at once: it is then allocated once, at its exact size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.schema.keys import KEY_SIZE, PINNED_HEAD_SIZE, Containers, RowKeys, RowTags, pinned_head
 from kvemb.schema.slots import TAG_SIZE
 

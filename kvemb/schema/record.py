@@ -9,13 +9,13 @@ key; it is compared for a whole batch in one vector operation. Everything here i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64, mix64
 from kvemb.arrays.rounding import storage_dtype, to_float32
+from kvemb.cached_property import cached_property
 from kvemb.errors import RecordError
 
 HEADER_SIZE = 12

@@ -7,7 +7,6 @@ every creation. No I/O here; the registry of tables is shard 0's, and storage ho
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.hashing import digest64
 from kvemb.arrays.rounding import storage_dtype
+from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError, TableMismatchError
 from kvemb.init import ALGORITHM_VERSION, Initializer
 from kvemb.optim import OptimizerSpec

@@ -6,11 +6,11 @@ second copy of all its records.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.index.record_cache import RecordCache
 
 

@@ -356,6 +356,66 @@ def test_threads_share_a_table(cluster: Cluster) -> None:
     assert (table.pull(ids) == -20).all()
 
 
+FORKS_UNDER_LOAD = """
+import os, sys, threading, time, warnings
+import numpy as np
+import kvemb
+from kvemb.errors import ClosedError
+
+def of_child():
+    assert np.array_equal(table.pull(ids), expected)
+    try:
+        table.push([1], np.ones((1, 4)))
+    except ClosedError:
+        cluster.close()
+        return 0
+    return 2
+
+def pulls():
+    while True:
+        table.pull(ids)
+        cluster.store.refresh_map(kvemb.net.deadline.Deadline.after(10))
+
+def ended(child):
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return "it hangs"
+
+warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of a fork beside threads
+cluster = kvemb.connect(sys.argv[1])
+table, ids = cluster.table(sys.argv[2]), np.arange(500)
+cluster.metrics_collector()  # pulls are timed from here on
+expected = table.pull(ids)
+for _ in range(2):
+    threading.Thread(target=pulls, daemon=True).start()
+for at in range(int(sys.argv[3])):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = of_child()
+        finally:
+            os._exit(code)
+    if code := ended(child):
+        print(f"child {at}: {code}", flush=True)
+        os._exit(1)
+os._exit(0)
+"""
+
+
+def test_forked_children_pull_whatever_other_threads_of_the_parent_were_doing(local_cluster: LocalCluster, cluster: Cluster) -> None:
+    table = new_table(cluster, initializer=kvemb.init.normal())
+    command = [sys.executable, "-c", FORKS_UNDER_LOAD, local_cluster.url, table.name, "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 FORK = """
 import os, sys, numpy as np, kvemb
 from kvemb.errors import ClosedError

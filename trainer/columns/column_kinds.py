@@ -9,12 +9,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 

@@ -1,12 +1,12 @@
 """What a checkpoint holds, as values: cuts, tables, files, and what it is built on. Pure; their bytes are in manifest_codec."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.checkpoint.format.file_names import ROWS, part_path
 from kvemb.schema.record import make_version
 from kvemb.schema.slots import from_runs

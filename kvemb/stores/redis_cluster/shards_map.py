@@ -3,11 +3,10 @@
 That copy goes where its slot goes, and is lost with its primary. Shards know the map, and put it back. The highest version counts.
 """
 
-import threading
-
 from kvemb.coordination.map_copies import MAP_NAME, is_behind, map_in_force, newest_map
 from kvemb.coordination.markers import Identity
 from kvemb.errors import ProtocolError, StorageError
+from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -29,7 +28,7 @@ class ShardsMap:
 
     def __init__(self, values: ClusterValues, topology: ClusterTopology) -> None:
         self._values, self._topology = values, topology
-        self._changing = threading.Lock()
+        self._changing = ForkLock()
         self.now = ClusterMap.first(0, 1)  # until the store is opened
 
     def open(self, origin: Identity, deadline: Deadline) -> None:

@@ -4,7 +4,6 @@ A store is put together from parts, each in a file of its own: the server's kind
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
+from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
@@ -72,7 +72,7 @@ class NodeStore(Store):
         self._repair = NodeRepair(self._links, self._fence)
         self._publishing = MapPublisher(self._links, server)
         self._nodes_now: Callable[[], tuple[str, ...]] | None = None
-        self._changing, self._not_before_s = threading.Lock(), 0.0
+        self._changing, self._not_before_s = ForkLock(), 0.0
         self._read_at_s = time.monotonic()
         self._other: tuple[ClusterMap, MovingRows] | None = None
 

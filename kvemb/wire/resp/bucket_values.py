@@ -6,11 +6,12 @@ that have arrived are checked and copied in a few vector operations, and only wh
 """
 
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.cached_property import cached_property
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
