@@ -61,6 +61,10 @@ class NodeUnavailableError(StorageError, ConnectionError):
     """A node refused, reset or closed the connection. A write in flight may or may not have landed. Retryable."""
 
 
+class NodeRefusesError(NodeUnavailableError, ConfigError):
+    """A node does not take this process's user or password, or lets it not do this. Nothing was done; retryable, once that is mended."""
+
+
 class DeadlineExceededError(StorageError, TimeoutError):
     """The deadline of the whole batch passed; the message names the nodes that had not answered. A write may have landed. Retryable."""
 

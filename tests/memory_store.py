@@ -29,7 +29,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.read_retry import PASSING, ReadRetry
+from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -116,7 +116,7 @@ class MemoryStore(Store):
         return self.map
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
+        return self._retry(lambda: self._open(deadline, known), deadline, connecting=True)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         raw = [self.look(address, deadline)[0] for address in self.addresses]

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import (
-    ConfigError,
     ForeignPageError,
     KvembError,
     NodeFullError,
+    NodeRefusesError,
     NodeUnavailableError,
     ProtocolError,
     RecordError,
@@ -133,7 +133,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
         if text.startswith(code):
             return NodeUnavailableError(f"{node}: does not serve now ({text}). {advice}")
     if text.startswith(_REFUSED):
-        return ConfigError(
+        return NodeRefusesError(
             f"storage.password_env: {node} refused the command: {text}. Check username_env and password_env, and the user's "
             "permissions: `kvemb acl` prints what it takes, and `kvemb acl --check trainer` (or shard) asks the node."
         )

@@ -13,6 +13,7 @@ from kvemb.errors import (
     DeadlineExceededError,
     MapChangedError,
     NodeLostError,
+    NodeRefusesError,
     NodeSuspectError,
     NodeUnavailableError,
     StorageError,
@@ -22,22 +23,22 @@ from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
 WAIT = "wait"
-PASSING = (NodeLostError, NodeSuspectError, NodeUnavailableError)
-"""Errors that a repair ends, or a node that is started again."""
-ABSENT = (*PASSING, WrongNodeError)
-"""And what ends when a node is back at its address. Who is only connecting is told at once: the address may never have been right."""
+ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
+"""Errors that a repair ends, or a node that is back at its address, or takes our user again."""
+NEVER_RIGHT = (WrongNodeError, NodeRefusesError)
+"""Those of them that who is only connecting is told at once: address, user and password may never have been right."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
 
 
-def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
+def retry_read(call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:
     """Call until it succeeds.
 
     Args:
-        call: what to do; may be called again after any of the errors.
+        call: what to do; may be called again after any of the errors that are waited for.
         deadline: of all calls.
-        errors: those that are waited for.
+        connecting: whether this is the first that is heard of the nodes: errors of `NEVER_RIGHT` are not waited for then.
 
     Raises:
         StorageError: the last of those errors, once the deadline leaves no time for another try; others at once.
@@ -48,7 +49,9 @@ def retry_read(call: Callable[[], R], deadline: Deadline, errors: tuple[type[Sto
             return call()
         except MapChangedError:  # waiting does not help who routes by another map
             raise
-        except errors as error:
+        except ABSENT as error:
+            if connecting and isinstance(error, NEVER_RIGHT):
+                raise
             last = error
             if deadline.remaining_s() <= pause_s:
                 raise _waited_for(error, deadline) from error
@@ -79,6 +82,6 @@ class ReadRetry:
     def __init__(self, role: str, on_lost_node: str) -> None:
         self.waits = role == "trainer" and on_lost_node == WAIT
 
-    def __call__(self, call: Callable[[], R], deadline: Deadline, errors: tuple[type[StorageError], ...] = ABSENT) -> R:
+    def __call__(self, call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:
         """Call until it succeeds, as `retry_read` does, or once where this store does not wait."""
-        return retry_read(call, deadline, errors) if self.waits else call()
+        return retry_read(call, deadline, connecting=connecting) if self.waits else call()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvemb.errors import NodeRefusesError
 from kvemb.metrics.metric_families import MetricFamilies
 from kvemb.schema.move_plan import PHASES, MovePlan
 
@@ -60,6 +61,8 @@ class ShardMetrics:
         to.gauge("kvemb_shard_failed", "Whether the shard has stopped applying until it is restarted.", bool(ingest.state.why_failed))
         waits = bool(str(ingest.state.trouble)) and not ingest.state.why_failed
         to.gauge("kvemb_shard_retrying", "Whether storage or the journal's disk makes the shard wait.", waits)
+        refused = ingest.state.trouble.storage.startswith(NodeRefusesError.__name__)
+        to.gauge("kvemb_shard_refused", "Whether it waits because a node does not take its user, password or command.", waits and refused)
         to.gauge("kvemb_shard_step_wait_seconds", "How long a sync step has waited for trainers.", ingest.state.step_wait_s)
         to.gauge("kvemb_shard_epoch", "Epoch of the versions that the shard writes.", self.parts.engine.epoch)
         here = [({"trainer": name}, 1.0) for name in ingest.attendance.trainers]

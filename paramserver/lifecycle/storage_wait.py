@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvemb.errors import DeadlineExceededError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, NodeRefusesError, NodeUnavailableError, StorageError
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
@@ -43,14 +43,14 @@ class StorageWait:
             may_pass: whether this one is.
 
         Raises:
-            StorageError: the last one, once the deadline has passed.
+            StorageError: the last one, once the deadline has passed; at once that a node refuses us: its user may never have been right.
         """
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
                 return step()
             except errors as error:
-                if not may_pass(error) or self.deadline.expired:
+                if isinstance(error, NodeRefusesError) or not may_pass(error) or self.deadline.expired:
                     raise
                 if self._said != (said := str(error)):
                     log.info("waiting for storage: %s", error)

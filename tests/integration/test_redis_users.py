@@ -12,11 +12,14 @@ import yaml
 
 import kvemb
 from kvemb.cli import main
-from kvemb.errors import ConfigError, StorageError
+from kvemb.errors import CheckpointError, ConfigError, StorageError
+from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
 from kvemb.stores.redis_server.acl_users import ACL_USERS
+from tests.integration.scraped import ports_side_by_side, until, value
 from tests.integration.tls_clusters import TlsCluster, running
+from tests.matrix import one_of
 
 PASSWORDS = {"trainer": "read-only-secret", "shard": "write-secret"}
 
@@ -82,7 +85,7 @@ def test_a_cluster_trains_saves_loads_and_repairs_with_the_two_users_alone(
             assert main(["repair", str(made.path), "--all"]) == 0
             np.testing.assert_array_equal(paged.pull(ids, timeout_s=30), np.full((500, 4), -1, np.float32))
             np.testing.assert_array_equal(bucketed.pull(ids, timeout_s=30)[10:], np.full((490, 4), -1, np.float32))
-            with pytest.raises(ConfigError, match="kvemb acl"):
+            with pytest.raises(CheckpointError, match="kvemb acl"):
                 cluster.load(str(tmp_path / "checkpoint"))
             assert main(["status", str(made.path)]) == 0
             assert main(["acl", str(made.path), "--check", "trainer"]) == 0
@@ -97,6 +100,32 @@ def test_a_cluster_trains_saves_loads_and_repairs_with_the_two_users_alone(
         assert {one["username"] for one in denials(servers)} == {"kvemb-trainer"}
         logs = capsys.readouterr().out + "".join(process.text() for process in made.shards) + made.path.read_text()
         assert not any(password in logs for password in PASSWORDS.values())
+
+
+@pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
+def test_a_node_that_refuses_a_shards_user_is_waited_for_loudly(kind: str, require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    ids, port = np.arange(200), ports_side_by_side(1)
+    with LocalCluster(kind, 3 if kind == "redis-cluster" else 1, shards=1, metrics_port=port) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(1.0), initializer=kvemb.init.zeros())
+        with redis.Redis(port=local.servers[0].port, protocol=2) as node:
+            node.execute_command("ACL", "SETUSER", "default", "-@write")
+            ack = table.push(ids, np.ones((200, 4), np.float32))
+            ack.wait(timeout_s=30)
+            until(lambda: value(port, "kvemb_shard_refused") == 1)
+            assert (value(port, "kvemb_shard_failed"), value(port, "kvemb_shard_retrying")) == (0, 1)
+            (shard,) = cluster.status().shards
+            assert shard.reply is not None
+            assert local.servers[0].address in shard.reply.failure
+            assert "NOPERM" in shard.reply.failure
+            node.execute_command("ACL", "SETUSER", "default", "+@all", "resetpass", ">later")  # new connections are refused as well
+            node.execute_command("AUTH", "default", "later")
+            node.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            until(lambda: "NOAUTH" in str(cluster.status().shards[0].reply.failure))  # type: ignore[union-attr]
+            node.execute_command("ACL", "SETUSER", "default", "nopass")
+        ack.wait_applied(timeout_s=60)
+        np.testing.assert_array_equal(table.pull(ids), np.full((200, 4), -1, np.float32))
+        assert value(port, "kvemb_shard_refused") == 0
 
 
 def test_the_check_names_what_a_user_lacks_and_what_it_has_too_much(

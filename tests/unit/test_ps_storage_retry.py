@@ -15,6 +15,7 @@ from kvemb.errors import (
     StorageError,
     UnsafeNodeError,
 )
+from kvemb.stores.node_batch import server_error
 from paramserver.engine.repair_port import NO_BATCH, AheadOfIndex, Pause
 from paramserver.engine.storage_retry import until_stored
 from tests.unit.lonely_engine import NoRepair
@@ -55,6 +56,12 @@ class Journey(NoRepair):
 def test_a_node_that_is_away_or_full_is_waited_for_longer_and_longer() -> None:
     it = Journey(AWAY, FULL, AWAY)
     assert (it.run(), it.done) == ("stored", ["try", 0.05, "try", 0.1, "try", 0.2, "try"])
+
+
+def test_a_node_that_refuses_the_shards_user_is_waited_for() -> None:
+    refusals = [server_error("x", line) for line in (b"-WRONGPASS invalid username-password pair", b"-NOPERM no permissions")]
+    it = Journey(*refusals)
+    assert (it.run(), it.done) == ("stored", ["try", 0.05, "try", 0.1, "try"])
 
 
 def test_a_node_that_lost_its_rows_is_repaired_and_then_written_to() -> None:

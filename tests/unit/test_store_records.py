@@ -14,13 +14,22 @@ from kvemb.config import StorageConfig, parse
 from kvemb.coordination.registry_format import encode_registry, newest_registry
 from kvemb.coordination.replicated_values import are_damaged
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
-from kvemb.errors import ConfigError, FencedError, NodeLostError, NodeUnavailableError, ProtocolError, WrongNodeError
+from kvemb.errors import (
+    ConfigError,
+    FencedError,
+    NodeLostError,
+    NodeRefusesError,
+    NodeUnavailableError,
+    ProtocolError,
+    StorageError,
+    WrongNodeError,
+)
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.schema.keys import RowKeys
 from kvemb.stores import read_retry
-from kvemb.stores.read_retry import PASSING, retry_read
+from kvemb.stores.read_retry import retry_read
 from kvemb.stores.redis_cluster.cluster_members import decode_members, process_of
 from kvemb.stores.redis_server.key_parsing import row_keys_in
 from kvemb.wire.replies import FOREIGN
@@ -178,14 +187,15 @@ def test_waiting_ends_with_the_deadline_and_says_what_was_waited_for(monkeypatch
     assert max(clock.slept) <= 1
 
 
-def test_other_errors_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [WrongNodeError("node a:1: another node's marker"), NodeRefusesError("node a:1: another node's marker")])
+def test_what_may_never_have_been_right_is_not_waited_for_when_connecting(error: StorageError, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
     def call() -> str:
-        raise WrongNodeError("node a:1: another node's marker")
+        raise error
 
-    with pytest.raises(WrongNodeError, match=r"marker$"):
-        retry_read(call, Deadline(clock.now_s + 10, 10), PASSING)
+    with pytest.raises(type(error), match=r"marker$"):
+        retry_read(call, Deadline(clock.now_s + 10, 10), connecting=True)
     assert clock.slept == []
 
 

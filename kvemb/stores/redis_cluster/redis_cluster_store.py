@@ -31,7 +31,7 @@ from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.read_retry import PASSING, ReadRetry
+from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_batch import EraseBatch, ReadBatch, WriteBatch
 from kvemb.stores.redis_cluster.cluster_members import MEMBERS, encode_members, process_of
 from kvemb.stores.redis_cluster.cluster_repair import ClusterRepair
@@ -88,7 +88,7 @@ class RedisClusterStore(Store):
         return self._map.now
 
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
-        return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
+        return self._retry(lambda: self._open(deadline, known), deadline, connecting=True)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._pool.require_open()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.markers import MARKER_KEY
-from kvemb.errors import ConfigError, NodeUnavailableError, ProtocolError
+from kvemb.errors import ConfigError, KvembError, NodeRefusesError, NodeUnavailableError, ProtocolError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS, slot_tags
 from kvemb.stores.redis_server.redis_commands import RedisAccess, admin, ask, shown, text_of
@@ -52,17 +52,19 @@ def fetch_slot_map(candidates: Iterable[str], access: RedisAccess, deadline: Dea
 
     Raises:
         NodeUnavailableError: no node answered, or a slot has no primary.
+        NodeRefusesError: no node answered, and one because it does not take our user.
         ConfigError: the node is not part of a cluster.
     """
-    failures, addresses = [], list(candidates)
+    failures, addresses = list[KvembError](), list(candidates)
     for index, address in enumerate(addresses):
         try:
             n_left = len(addresses) - index - 1
             share_s = min(_ANSWER_TIMEOUT_S, deadline.remaining_s() / (n_left + 1)) if n_left else deadline.remaining_s()
             return _ask_one(address, access, Deadline.after(share_s))
         except (NodeUnavailableError, ProtocolError) as error:
-            failures.append(str(error))
-    raise NodeUnavailableError("no node of the cluster answers: " + "; ".join(failures))
+            failures.append(error)
+    kind = NodeRefusesError if any(isinstance(error, NodeRefusesError) for error in failures) else NodeUnavailableError
+    raise kind("no node of the cluster answers: " + "; ".join(map(str, failures)))
 
 
 def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:

@@ -6,7 +6,7 @@ each: minutes on a loaded machine. Markers are changed when a node is repaired, 
 
 from collections.abc import Sequence
 
-from kvemb.errors import ConfigError, NodeUnavailableError
+from kvemb.errors import NodeRefusesError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import round_trip
 from kvemb.schema.keys import Containers
@@ -120,7 +120,7 @@ def _run_all(address: str, access: RedisAccess, commands: Sequence[Sequence[Word
     for value in values:
         if isinstance(value, ErrorLine):
             why = server_error(address, value.line)
-            if isinstance(why, ConfigError):
+            if isinstance(why, NodeRefusesError):
                 raise why
             raise NodeUnavailableError(f"node {address}: refused to change a small value: {why}. Try again.")
     return values

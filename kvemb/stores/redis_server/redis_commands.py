@@ -45,7 +45,7 @@ def open_admin(address: str, access: RedisAccess, deadline: Deadline, name: str 
 
     Raises:
         NodeUnavailableError: no connection, or no answer in time.
-        ConfigError: the credentials were refused.
+        NodeRefusesError: the credentials were refused.
         ProtocolError: this is no Redis or Valkey server.
     """
     config, link = access.config, access.connect(address, deadline)

@@ -32,7 +32,7 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES
 from kvemb.stores.coalesce import read_coalesced, write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.read_retry import PASSING, ReadRetry
+from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.map_publisher import MapPublisher
@@ -89,8 +89,8 @@ class NodeStore(Store):
     def open(self, deadline: Deadline, known: Identity | None = None) -> list[Marker]:
         for _ in range(_LOOKS_AT_OPEN - 1):
             with suppress(MapChangedError):  # slots moved between the look at the map and that at the markers
-                return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
-        return self._retry(lambda: self._open(deadline, known), deadline, PASSING)
+                return self._retry(lambda: self._open(deadline, known), deadline, connecting=True)
+        return self._retry(lambda: self._open(deadline, known), deadline, connecting=True)
 
     def _open(self, deadline: Deadline, known: Identity | None) -> list[Marker]:
         self._links.pool.require_open()
