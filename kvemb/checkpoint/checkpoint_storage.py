@@ -4,14 +4,21 @@ Object stores put an object whole or not at all. Everywhere else an object is wr
 (local files) and renamed. Foreign exceptions become CheckpointError here. Credentials come from where the file system's own library takes
 them (environment, its config files), never from this project's files. They are cut out of URLs in messages.
 
+A file system's library may hang, and most of them take no deadline. So each call runs on a thread of its own, which is left behind when it
+does not come back in time; what it does not answer is said every half minute.
+
 Thread-safe as far as the fsspec file system is; not to be carried over a fork.
 """
 
+import logging
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -23,9 +30,11 @@ from kvemb.net.backoff import pauses
 
 _PUTS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "memory", "r2"}
 _PAUSES_S = tuple(islice(pauses(0.2, 1.6), 4))
+_GIVE_UP_S, _SAY_EVERY_S = 300.0, 30.0
 # Waiting does not mend these.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError, TypeError)
 T = TypeVar("T")
+log = logging.getLogger("kvemb")
 
 
 class CheckpointStorage:
@@ -34,15 +43,24 @@ class CheckpointStorage:
     Args:
         url: any fsspec URL, or a path of this machine.
         pause: waits so many seconds before a retry.
+        give_up_s: one read, write or look may take so long, with its retries.
+        say_every_s: seconds of silence after which a line says what is waited for.
 
     Raises:
         ConfigError: fsspec, or what it needs for this protocol, is not installed.
         CheckpointError: the URL cannot be understood.
     """
 
-    def __init__(self, url: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        url: str,
+        pause: Callable[[float], None] = time.sleep,
+        *,
+        give_up_s: float = _GIVE_UP_S,
+        say_every_s: float = _SAY_EVERY_S,
+    ) -> None:
         self.url = absolute_url(url)
-        self._pause = pause
+        self._pause, self._give_up_s, self._say_every_s = pause, give_up_s, say_every_s
         try:
             self._fs, self._root = require_extra("fsspec.core").url_to_fs(self.url)
         except ImportError as error:
@@ -146,11 +164,13 @@ class CheckpointStorage:
         """Remove folders that hold nothing any more, this one included, where the file system has such a thing."""
         if self._puts_whole:
             return
-        for folder, _, _ in sorted(self._fs.walk(self._root), key=lambda item: -len(item[0])):
-            try:
-                self._fs.rmdir(folder)
-            except Exception:  # not empty, or the kind of file system that keeps none: they do no harm
-                continue
+
+        def remove() -> None:
+            for folder, _, _ in sorted(self._fs.walk(self._root), key=lambda item: -len(item[0])):
+                with suppress(Exception):  # not empty, or the kind of file system that keeps none: they do no harm
+                    self._fs.rmdir(folder)
+
+        self._try("clear", "", remove)
 
     def _read(self, full: str, max_bytes: int) -> bytes:
         if self._is_local:
@@ -178,16 +198,41 @@ class CheckpointStorage:
         return f"{self._root.rstrip('/')}/{path}"
 
     def _try(self, what: str, path: str, call: Callable[[], T]) -> T:
+        until = time.monotonic() + self._give_up_s
         for pause_s in (*_PAUSES_S, None):
             try:
-                return call()
+                return self._in_time(what, path, call, until)
             except Exception as error:  # whatever a file system's library raises
                 if isinstance(error, CheckpointError):
                     raise
-                if pause_s is None or isinstance(error, _FINAL):
+                if pause_s is None or isinstance(error, _FINAL) or time.monotonic() > until:
                     raise CheckpointError(f"{self.where(path)}: cannot {what} it: {type(error).__name__}: {error}") from error
             self._pause(pause_s)
         raise AssertionError("unreachable")
+
+    def _in_time(self, what: str, path: str, call: Callable[[], T], until: float) -> T:
+        """Return or raise what a call does, on a thread that nobody waits for after `until`."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(call())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="kvemb-checkpoint-storage", daemon=True).start()
+        begun = time.monotonic()
+        while (left_s := until - time.monotonic()) > 0:
+            if wait([outcome], timeout=min(left_s, self._say_every_s)).done:
+                return outcome.result()
+            waited_s = time.monotonic() - begun
+            log.warning(
+                "%s: cannot %s it yet: no answer for %.0f s; given up after %.0f s", self.where(path), what, waited_s, self._give_up_s
+            )
+        raise CheckpointError(
+            f"{self.where(path)}: cannot {what} it: no answer in {self._give_up_s:.0f} s. Is its server reachable from this machine, "
+            "or its mount alive?"
+        )
 
 
 def absolute_url(url: str) -> str:

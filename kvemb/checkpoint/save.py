@@ -4,9 +4,12 @@ A save that was broken off leaves `saving.json` and the shards' fragments. `resu
 others are cut anew. Without `resume` a new save takes its place.
 """
 
+import logging
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import SaveReply, SaveRequest, SaveStatusRequest
 from kvemb.schema.slots import N_SLOTS
 
-_POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S = 0.01, 0.2, 10.0, 60.0
+_POLL_S, _LONGEST_POLL_S, _CALL_S, _AWAY_S, _SILENT_S = 0.01, 0.2, 10.0, 60.0, 30.0
+log = logging.getLogger("kvemb")
 
 SaveProgress = Callable[[int, int, int], None]
 """Called now and then with (rows done, rows in all, bytes written) of all shards together."""
@@ -71,11 +75,23 @@ def save(
     cuts = {} if below is None else {shard: cut.version for shard, cut in enumerate(below.manifest.cuts)}
     shards = saving.servers.numbers
     requests = {shard: SaveRequest(info.save_id, storage.url, cuts.get(shard, 0), weights_only, timeout_s) for shard in shards}
-    saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
+    with _said_when_slow(f"{storage!r}: shards have not begun to save; their logs and `kvemb status` say what they wait for"):
+        saving.servers.call_each("Save", requests, SaveReply, Deadline.after(timeout_s))
     _require_same_shares(saving.servers, info, timeout_s)
     _wait(saving.servers, info.save_id, shards, progress)
     manifest = _finish(storage, info, shards, below)
     return SaveResult(storage.url, manifest, time.monotonic() - begun)
+
+
+@contextmanager
+def _said_when_slow(text: str) -> Iterator[None]:
+    timer = threading.Timer(_SILENT_S, log.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _require_same_shares(servers: AllShards, info: SaveInfo, timeout_s: float) -> None:
@@ -144,13 +160,14 @@ def _noted(storage: CheckpointStorage) -> Fields:
 
 
 def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: SaveProgress | None) -> None:
-    """Poll until every one of these shards is done.
+    """Poll until every one of these shards is done; say of those that come no further where they are. Each ends its own waits in time.
 
     Raises:
         CheckpointError: a shard failed, or was restarted and has forgotten the save.
         ShardUnavailableError: a shard has not answered for a minute.
     """
     heard = dict.fromkeys(shards, time.monotonic())
+    stalled = Stalled()
     asked = dict.fromkeys(shards, SaveStatusRequest(save_id))
     waits = pauses(_POLL_S, _LONGEST_POLL_S)
     while True:
@@ -162,12 +179,33 @@ def _wait(servers: AllShards, save_id: str, shards: Sequence[int], progress: Sav
                 _check(shard, reply)
             elif not isinstance(reply, ShardUnavailableError) or now - heard[shard] > _AWAY_S:
                 raise reply
+        stalled.look(replies, now)
         known = [reply for reply in replies.values() if isinstance(reply, SaveReply)]
         if progress is not None and len(known) == len(shards):
             progress(sum(r.rows_done for r in known), sum(r.rows for r in known), sum(r.bytes_done for r in known))
         if all(reply.state == "done" for reply in known) and len(known) == len(shards):
             return
         time.sleep(next(waits))
+
+
+class Stalled:
+    """Says which shards come no further. Told of their answers, by shard, and of the time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}
+
+    def look(self, replies: Mapping[int, SaveReply | Exception], now: float) -> None:
+        """Compare how far the shards are with how far they were."""
+        for shard, reply in replies.items():
+            if not isinstance(reply, SaveReply) or reply.state != "running":
+                continue
+            reached = reply.rows_done, reply.bytes_done
+            before, since = self._seen.get(shard, (reached, now))
+            if reached == before and now - since >= _SILENT_S:
+                where = f"{reply.rows_done:,} of {reply.rows:,} rows, {reply.bytes_done / 1e6:.1f} MB written"
+                log.warning("shard %d has saved nothing for %.0f s (%s); its log says what it waits for", shard, now - since, where)
+                since = now
+            self._seen[shard] = reached, since if reached == before else now
 
 
 def _require_same_tables(storage: CheckpointStorage, manifest: CheckpointManifest, below: Checkpoint) -> None:

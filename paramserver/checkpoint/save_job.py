@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvemb.checkpoint.format.checkpoint_manifest import Cut
 from kvemb.checkpoint.format.file_names import ERASED, IDS
 from kvemb.checkpoint.format.row_block import RowBlock
 from kvemb.checkpoint.format.shard_fragment import Fragment
+from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, StorageError
 from kvemb.net.deadline import Deadline
@@ -27,6 +29,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
+from ..disk.private_files import replace_privately
 from ..engine.storage_retry import PASSING
 from ..owned_thread import OwnedThread
 from .copy_on_write import CopyOnWriteRecords
@@ -57,13 +60,54 @@ class TableCut:
     erased: Ids | None
 
 
-@dataclass
 class SaveFigures:
-    """What became of a shard's saves since it started; `last_done_s` is a time of day in seconds since 1970, 0.0 for none."""
+    """What became of a shard's saves since its data folder was made; kept there, so that a restart forgets none.
 
-    done: int = 0
-    failed: int = 0
-    last_done_s: float = 0.0
+    A save that is noted as begun when the shard starts was ended with the process before, and counts as failed. Times are seconds since
+    1970, 0.0 for none. `begin` and `end` are for the thread of the save. A figure that cannot be written is worth no save.
+
+    Args:
+        folder: the shard's data folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "saves.json"
+        self.done, self.failed, self.last_done_s, self.created_s, self._begun = self._noted()
+        if self._begun:
+            self.end(resumable=False, done=False)
+        else:
+            self._note()
+
+    def begin(self) -> None:
+        """Note that a save has begun."""
+        self._begun = True
+        self._note()
+
+    def end(self, *, done: bool, resumable: bool) -> None:
+        """Count a save; one that has no optimizer's state, from which training cannot go on, does not make the rows safe."""
+        self._begun = False
+        if done:
+            self.done, self.last_done_s = self.done + 1, time.time() if resumable else self.last_done_s
+        else:
+            self.failed += 1
+        self._note()
+
+    def _noted(self) -> tuple[int, int, float, float, bool]:
+        try:
+            fields = decode(self._path.read_bytes(), str(self._path)).only("version", "done", "failed", "last_done_s", "created_s", "begun")
+            if fields.integer("version", 1, 1):
+                counts = [fields.integer(name, 0, 1 << 53) for name in ("done", "failed", "last_done_s", "created_s")]
+                return counts[0], counts[1], float(counts[2]), float(counts[3]), fields.flag("begun")
+        except FileNotFoundError:
+            pass
+        except (OSError, CheckpointError) as error:
+            log.warning("the counts of saves begin anew: %s", error)
+        return 0, 0, 0.0, time.time(), False
+
+    def _note(self) -> None:
+        now = {"done": self.done, "failed": self.failed, "last_done_s": int(self.last_done_s), "created_s": int(self.created_s)}
+        with suppress(OSError):
+            replace_privately(self._path, [encode({"version": 1, **now, "begun": self._begun})])
 
 
 @dataclass(frozen=True)
@@ -99,7 +143,7 @@ class SaveJob:
         folder: for what is written over meanwhile.
         timeout_s: of one storage call.
         restore: rows that somebody deleted or wrote over in storage.
-        figures: told of its end.
+        figures: told of its beginning and its end.
     """
 
     def __init__(
@@ -111,9 +155,9 @@ class SaveJob:
         folder: Path,
         timeout_s: float,
         restore: Restore,
-        figures: SaveFigures | None = None,
+        figures: SaveFigures,
     ) -> None:
-        self._figures = figures or SaveFigures()
+        self._figures = figures
         self.order, self.cut, self.error = order, cut, ""
         self.fragment: Fragment | None = None
         self._tables, self._store, self._timeout_s, self._restore = tables, store, timeout_s, restore
@@ -147,6 +191,7 @@ class SaveJob:
 
     def _run(self) -> None:
         begun = time.monotonic()
+        self._figures.begin()
         try:
             storage = CheckpointStorage(self.order.url)
             with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
@@ -154,11 +199,12 @@ class SaveJob:
                     self._save_table(table, writer)
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
+            self._figures.end(done=not self.error, resumable=not self.order.weights_only)  # counted before anybody is told
             self.fragment = fragment
-            self._figures.done, self._figures.last_done_s = self._figures.done + 1, time.time()
             took_s, n_kept = time.monotonic() - begun, sum(map(len, self._kept.values()))
             log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, took_s, n_kept)
         except Exception as error:
+            self._figures.end(done=False, resumable=False)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             for kept in self._kept.values():
@@ -167,7 +213,6 @@ class SaveJob:
     def _fail(self, text: str) -> None:
         if not self.error:
             self.error = text
-            self._figures.failed += 1
             log.error("save %s to %s failed: %s", self.order.save_id, self.order.url, text)
 
     def _save_table(self, table: TableCut, writer: ShardWriter) -> None:

@@ -68,7 +68,7 @@ class Saver:
         self._observer, self._committed_k, self._restore = observer, committed_k, restore
         self._finished: Fragment | None = None
         self._beginning = threading.Lock()
-        self.figures = SaveFigures()
+        self.figures = SaveFigures(folder)
 
     def begin(self, order: SaveOrder, deadline: Deadline) -> None:
         """Cut the shard and start to save it; told twice, it goes on with what it has begun or finished.

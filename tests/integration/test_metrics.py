@@ -166,6 +166,7 @@ def test_a_save_is_counted_and_dated(running: LocalCluster, port: int, tmp_path:
     with kvemb.connect(running.url) as client:
         push(client)
         assert value(port, "kvemb_shard_last_save_timestamp_seconds") is None
+        assert value(port, "kvemb_shard_created_timestamp_seconds") > 1.6e9
         client.save(str(tmp_path / "saved"))
     assert value(port, "kvemb_shard_saves_total", outcome="done") == 1
     assert value(port, "kvemb_shard_saves_total", outcome="failed") == 0

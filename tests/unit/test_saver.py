@@ -30,7 +30,7 @@ from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from paramserver.checkpoint import save_job
 from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
 from paramserver.checkpoint.erased_log import ErasedLog
-from paramserver.checkpoint.save_job import SaveOrder
+from paramserver.checkpoint.save_job import SaveFigures, SaveOrder
 from paramserver.checkpoint.save_observer import SaveObserver
 from paramserver.checkpoint.saver import Saver
 from paramserver.engine.engine import Engine
@@ -179,7 +179,7 @@ def test_a_save_holds_the_rows_as_they_were_at_the_cut(shard: Shard, tmp_path: P
     shard.finish(str(tmp_path / "a"))
     assert shard.contents() != expected
     assert loaded(str(tmp_path / "a")) == expected
-    assert list(shard.folder.iterdir()) == []  # what was kept meanwhile is gone
+    assert [path.name for path in shard.folder.iterdir()] == ["saves.json"]  # what was kept meanwhile is gone
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -329,6 +329,35 @@ def test_a_stopped_shard_gives_its_save_up(shard: Shard, tmp_path: Path) -> None
     shard.begin(str(tmp_path / "a"))
     shard.saver.stop(5)
     assert shard.saver.progress("1" * 32)[0] in {"failed", "done"}
+
+
+def test_saves_are_counted_over_restarts_and_one_that_was_killed_has_failed(shard: Shard, tmp_path: Path) -> None:
+    created_s, go = shard.saver.figures.created_s, threading.Event()
+    shard.begin(str(tmp_path / "a"), weights_only=True)
+    shard.finish(str(tmp_path / "a"), weights_only=True)
+    assert (shard.saver.figures.done, shard.saver.figures.last_done_s) == (1, 0.0)  # an export is no backup
+    shard.begin(str(tmp_path / "b"), save_id="2" * 32)
+    shard.finish(str(tmp_path / "b"), save_id="2" * 32)
+    last_s = shard.saver.figures.last_done_s
+    assert last_s >= created_s
+    lies_still, reading = shard.saver, threading.Event()
+    shard.store.before = lambda: reading.set() or (go.wait(30) and None)  # type: ignore[func-returns-value]
+    shard.begin(str(tmp_path / "c"), save_id="3" * 32)
+    assert reading.wait(30)
+    for _ in range(2):
+        shard.begin_epoch(shard.engine.epoch + 1, 0)
+        figures = shard.saver.figures
+        assert (figures.done, figures.failed, int(figures.last_done_s)) == (2, 1, int(last_s))
+        assert int(figures.created_s) == int(created_s)
+    go.set()
+    lies_still.stop(30)
+
+
+def test_counts_of_saves_that_cannot_be_read_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    SaveFigures(tmp_path).end(done=True, resumable=True)
+    (tmp_path / "saves.json").write_text("{half")
+    assert SaveFigures(tmp_path).done == 0
+    assert "saves.json" in caplog.text
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------------------------
