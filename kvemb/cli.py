@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from kvemb.commands.config_option import AddressesThenFile, takes_config, takes_words
 from kvemb.errors import ConfigError, KvembError
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _shard(words[1:])
     try:
         exit_in_order()
-        args = _parser().parse_args(words)
+        args = _parse(words)
         verb = args.verb
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -62,6 +63,17 @@ def _exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; of a verb of words, also those that stand behind an option: argparse hands these back."""
+    parser = _parser()
+    args, more = parser.parse_known_args(words)
+    if more and ("words" not in args or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        args.words += more
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     from kvemb.commands.planning_options import add_bench, add_plan
     from kvemb.commands.verb_examples import example_text
@@ -70,49 +82,56 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     demo = verbs.add_parser("demo", help="train skip-gram embeddings on a real cluster, and compare with one process")
+    takes_config(demo, "", "kvemb.yaml of a running cluster, instead of starting one")
     demo.add_argument("--store", choices=tuple(KINDS), help=f"storage kind (default {DEFAULT_KIND})")
     demo.add_argument("--nodes", type=_count, help="storage nodes (default 2; redis-cluster 3)")
     demo.add_argument("--shards", type=_count, help="parameter-server shards (default 2)")
     demo.add_argument("--trainers", type=_count, default=2, help="trainer processes (default 2)")
     demo.add_argument("--seed", type=_seed, default=0, help="seed of the run (default 0)")
-    demo.add_argument("--config", default="", help="kvemb.yaml of a running cluster, instead of starting one")
     demo.add_argument(
         "--metrics-port", type=_count, default=0, help="trainers serve their figures on ports from here on (default: nowhere)"
     )
     demo.set_defaults(run=_demo, refuse=demo.error)
     verbs.add_parser("shard", help="run one parameter-server shard; `kvemb shard --help` shows its options")
     status = verbs.add_parser("status", help="show nodes, rows, memory headroom and the lag of every shard")
-    status.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    takes_config(status)
     status.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
     status.set_defaults(run=_status)
     _add_table_verbs(verbs)
     init = verbs.add_parser("init", help="write a kvemb.yaml that says of every key what it is for")
-    init.add_argument("config", nargs="?", default="kvemb.yaml", help="where to (default: ./kvemb.yaml)")
+    takes_config(init, what="where to (default: ./kvemb.yaml)")
     init.add_argument("--cluster", default="kvemb", help="the cluster's name (default kvemb)")
     init.add_argument("--store", choices=tuple(KINDS), default="redis", help="storage kind (default redis)")
-    init.add_argument("--nodes", nargs="+", metavar="ADDR", help="host:port of each storage node (default: one on this machine)")
     init.add_argument(
-        "--shards", nargs="+", default=["127.0.0.1:7070"], metavar="ADDR", help="host:port of each shard (default 127.0.0.1:7070)"
+        "--nodes", nargs="+", action=AddressesThenFile, metavar="ADDR", help="host:port of each storage node (default: one on this machine)"
+    )
+    init.add_argument(
+        "--shards",
+        nargs="+",
+        action=AddressesThenFile,
+        default=["127.0.0.1:7070"],
+        metavar="ADDR",
+        help="host:port of each shard (default 127.0.0.1:7070)",
     )
     init.set_defaults(run=_init)
     doctor = verbs.add_parser("doctor", help="find what is wrong with nodes, shards, disks and files, and say how to mend it")
-    doctor.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    takes_config(doctor)
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     doctor.set_defaults(run=_doctor)
     acl = verbs.add_parser("acl", help="print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do")
-    acl.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    takes_config(acl)
     acl.add_argument("--check", choices=("trainer", "shard"), help="ask every node whether kvemb.yaml's user is as this role's should be")
     acl.set_defaults(run=_acl)
     repair = verbs.add_parser("repair", help="restore rows that storage nodes have lost, from the shards' journals")
-    repair.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+    takes_config(repair)
     repair.add_argument("--node", action="append", default=[], metavar="ADDR", help="compare this node row by row too; may be repeated")
     repair.add_argument("--all", action="store_true", help="compare every node row by row")
     repair.add_argument("--timeout", type=_count, default=3600, metavar="S", help="seconds to wait for the end (default 3600)")
     repair.set_defaults(run=_repair)
     drop = verbs.add_parser("drop", help="delete a table with all its rows")
+    takes_config(drop)
     drop.add_argument("table", help="its name")
-    drop.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
     drop.add_argument("--yes", action="store_true", help="do it; without, only say how many rows there are")
     drop.set_defaults(run=_drop)
     _add_checkpoint_verbs(verbs)
@@ -130,30 +149,32 @@ def _parser() -> argparse.ArgumentParser:
 def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     tables = verbs.add_parser("tables", help="list the tables: rows, steps, bytes")
     show = verbs.add_parser("show", help="show one row: values, version, where it is, and whether shard and storage agree")
-    show.add_argument("table", help="its table")
-    show.add_argument("id", type=int, help="its id")
     for verb, name in ((tables, "tables_command"), (show, "show_command")):
-        verb.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+        takes_config(verb)
         verb.add_argument("--json", action="store_true", help="for programs: one line of JSON")
         verb.set_defaults(run=_table_verb, command=name)
+    show.add_argument("table", help="its table")
+    show.add_argument("id", type=int, help="its id")
 
 
 def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from kvemb.commands.planning_options import positive
+
     nodes = verbs.add_parser("nodes", help="show the storage nodes; let some join, leave or take other shares while training goes on")
-    nodes.add_argument("words", nargs="*", metavar="WORD", help="[show | add | remove | replace | rebalance] kvemb.yaml [host:port ...]")
+    takes_words(nodes, ("show", "add", "remove", "replace", "rebalance"), "host:port")
     nodes.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of nodes; 1 of those that are not named")
-    nodes.add_argument("--max-mb-per-s", type=_count, default=0, metavar="N", help="copy no more than this, all shards together")
+    nodes.add_argument("--max-mb-per-s", type=positive, default=0.0, metavar="X", help="copy no more than this, all shards together")
     nodes.add_argument("--dry-run", action="store_true", help="only say what would move")
     nodes.add_argument("--yes", action="store_true", help="do not ask")
     shards = verbs.add_parser("shards", help="show the shards; let some join, leave or take other shares while training goes on")
-    shards.add_argument("words", nargs="*", metavar="WORD", help="[show | add | remove | rebalance] kvemb.yaml [host:port ...]")
+    takes_words(shards, ("show", "add", "remove", "rebalance"), "host:port")
     shards.add_argument("--weights", default="", metavar="ADDR=W,...", help="shares of shards; 1 of those that are not named")
     shards.add_argument("--dry-run", action="store_true", help="only say what would move")
     shards.add_argument("--yes", action="store_true", help="do not ask")
     moves = verbs.add_parser("moves", help="show the move of slots under way, take it back, or look on until it has ended")
-    moves.add_argument("words", nargs="*", metavar="WORD", help="[show | abort | resume] kvemb.yaml")
+    takes_words(moves, ("show", "abort", "resume"))
     now = verbs.add_parser("config", help="show where nodes and shards are now, as the cluster itself knows it")
-    now.add_argument("words", nargs="*", metavar="WORD", help="[show] kvemb.yaml")
+    takes_words(now, ("show",))
     for verb in (nodes, shards, moves, now):
         verb.set_defaults(run=_move_verb)
 
@@ -187,9 +208,9 @@ def _checkpoint_verb(
     verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str, url: str, *, config: bool = True
 ) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=text)
-    verb.add_argument("url", help=url)
     if config:
-        verb.add_argument("--config", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
+        takes_config(verb)
+    verb.add_argument("url", help=url)
     verb.set_defaults(run=_checkpoint)
     return verb
 

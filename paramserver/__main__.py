@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvemb.atomic_file import replace_atomically
+from kvemb.commands.config_option import takes_config
 from kvemb.commands.verb_examples import example_text
 from kvemb.config import Config, load
 from kvemb.connection.plaintext import require_encrypted
@@ -126,7 +127,7 @@ def _options() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=example_text("shard"),
     )
-    parser.add_argument("--config", required=True, help="kvemb.yaml")
+    takes_config(parser)
     parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
     parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
     parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")

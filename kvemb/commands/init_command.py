@@ -15,7 +15,7 @@ _TEMPLATE = """\
 cluster: {cluster}
 storage:
   kind: {kind}
-  nodes: {nodes}  # in order: the order decides which node holds which rows
+  nodes: {nodes}  # at the first start they get equal shares, and the cluster notes whose is which: the order is free from then on
   # timeout_s: 5.0  # of one exchange with all nodes
   # on_lost_node: wait  # or fail: what a pull does while a node is down or in repair
   # allow_row_loss: false  # true: also nodes whose settings may evict rows

@@ -3,6 +3,8 @@
 import argparse
 import math
 
+from kvemb.commands.config_option import takes_config
+
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop")
 
 
@@ -16,10 +18,10 @@ def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> ar
     )
     plan.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="without its options (default adam)")
     plan.add_argument("--step-ids", type=_large, default=100_000, metavar="N", help="distinct ids of a step, of all trainers (default 1e5)")
-    plan.add_argument("--steps-per-s", type=_positive, default=1.0, metavar="X", help="how many such steps a second (default 1)")
-    plan.add_argument("--node-gb", type=_positive, default=64.0, metavar="GB", help="memory limit of a storage node (default 64)")
-    plan.add_argument("--shard-gb", type=_positive, default=64.0, metavar="GB", help="memory of a shard's host (default 64)")
-    plan.add_argument("--cache-mb", type=_positive, default=256.0, metavar="MB", help="parameter_servers.cache_mb (default 256)")
+    plan.add_argument("--steps-per-s", type=positive, default=1.0, metavar="X", help="how many such steps a second (default 1)")
+    plan.add_argument("--node-gb", type=positive, default=64.0, metavar="GB", help="memory limit of a storage node (default 64)")
+    plan.add_argument("--shard-gb", type=positive, default=64.0, metavar="GB", help="memory of a shard's host (default 64)")
+    plan.add_argument("--cache-mb", type=positive, default=256.0, metavar="MB", help="parameter_servers.cache_mb (default 256)")
     plan.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     return plan
 
@@ -27,15 +29,16 @@ def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> ar
 def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
     """Add `kvemb bench`."""
     bench = verbs.add_parser("bench", help="how fast this cluster's rows are read, node by node; changes nothing, a reader may run it")
-    bench.add_argument("config", nargs="?", default="kvemb.yaml", help="kvemb.yaml of the cluster (default: ./kvemb.yaml)")
-    bench.add_argument("--seconds", type=_positive, default=30.0, metavar="S", help="how long to pull, in all (default 30)")
+    takes_config(bench)
+    bench.add_argument("--seconds", type=positive, default=30.0, metavar="S", help="how long to pull, in all (default 30)")
     bench.add_argument("--table", default="", help="whose rows (default: the table with the most)")
     bench.add_argument("--batch", type=_large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
     bench.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     return bench
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Read a number above 0, which need not be whole."""
     try:
         number = float(text)
     except ValueError:
@@ -46,7 +49,7 @@ def _positive(text: str) -> float:
 
 
 def _large(text: str) -> int:
-    number = _positive(text)
+    number = positive(text)
     if number != int(number) or number > 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1e18")
     return int(number)

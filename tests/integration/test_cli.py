@@ -16,8 +16,10 @@ import yaml
 
 import kvemb
 from kvemb import cli
+from kvemb.commands.config_option import words_of
 from kvemb.commands.verb_examples import EXAMPLES
 from kvemb.demo.trainer_process import TrainerError, Trainers
+from kvemb.errors import ConfigError
 from kvemb.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +134,56 @@ def test_an_example_is_a_line_that_its_verb_takes(example: str) -> None:
     assert program == "kvemb"
     if words[0] != "shard":  # its options are its own program's
         assert cli._parser().parse_args(words).verb == words[0]
+
+
+WORDS = {"save": ["s3://a"], "load": ["s3://a"], "verify": ["s3://a"], "show": ["user", "5"], "drop": ["user"]}
+ACTIONS = {"nodes": "add", "shards": "add", "moves": "abort", "config": "show"}
+
+
+@pytest.mark.parametrize("verb", ["status", "doctor", "acl", "repair", "init", "bench", "tables", "demo", *WORDS])
+def test_a_verb_takes_the_clusters_file_in_front_of_its_words_or_as_an_option(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, parse = WORDS.get(verb, []), cli._parse
+    assert parse([verb, *words]).config == ("" if verb == "demo" else "kvemb.yaml")
+    for given in (["my.yaml", *words], ["--config", "my.yaml", *words], [*words, "--config", "my.yaml"]):
+        args = parse([verb, *given])
+        assert args.config == "my.yaml"
+        assert getattr(args, "url", "s3://a") == "s3://a"
+        assert getattr(args, "table", "user") in ("user", "")
+    with pytest.raises(SystemExit):
+        parse([verb, "my.yaml", *words, "--config", "other.yaml"])
+    assert "the cluster's file is given twice: my.yaml and other.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ACTIONS)
+def test_a_verb_of_moves_takes_the_clusters_file_among_its_words_or_as_an_option(verb: str) -> None:
+    action, parse = ACTIONS[verb], cli._parse
+    actions, more = ("show", action), ["10.0.0.3:6379"] if action == "add" else []
+    for given, path in (
+        (["my.yaml", *more], "my.yaml"),
+        (["--config", "my.yaml", *more], "my.yaml"),
+        ([*more, "--config", "my.yaml"], "my.yaml"),
+        (more, "kvemb.yaml"),
+    ):
+        assert words_of(parse([verb, action, *given]), actions) == (action, path, more)
+    assert words_of(parse([verb, "--config", "my.yaml"]), actions) == ("show", "my.yaml", [])
+    with pytest.raises(ConfigError, match="given twice"):
+        words_of(parse(["nodes", "add", "other.yaml", *more, "--config", "my.yaml"]), ("show", "add"))
+
+
+def test_kvemb_init_takes_its_file_where_its_usage_shows_it(tmp_path: Path) -> None:
+    given = ["--nodes", "10.0.0.1:6379", "10.0.0.2:6379", "--shards", "127.0.0.1:7070"]
+    for words in ([str(tmp_path / "a.yaml"), *given], [*given, str(tmp_path / "b.yaml")]):
+        assert cli.main(["init", *words]) == 0
+    first, last = ((tmp_path / name).read_text() for name in ("a.yaml", "b.yaml"))
+    assert first == last
+
+
+def test_a_pace_of_moves_need_not_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._parse(["nodes", "rebalance", "--max-mb-per-s", "0.5"]).max_mb_per_s == 0.5
+    for wrong in ("0", "-1", "nan", "fast"):
+        with pytest.raises(SystemExit):
+            cli._parse(["nodes", "rebalance", f"--max-mb-per-s={wrong}"])
+        assert "is no number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

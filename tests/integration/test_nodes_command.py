@@ -75,7 +75,7 @@ def test_a_node_joins_and_is_replaced_when_dead_and_what_is_asked_for_is_said_be
     [
         (("nodes", "remove", "PATH", "127.0.0.1:1", "--yes"), "is none of the cluster's", 1),
         (("nodes", "add", "PATH", "NODE", "--yes"), "is one of the cluster's already", 1),
-        (("nodes", "add", "PATH"), "then host:port of the node", 2),
+        (("nodes", "add", "PATH"), "give host:port of the node", 2),
         (("nodes", "grow", "PATH"), "'grow' is none of show, add", 2),
         (("nodes", "rebalance", "PATH", "--weights", "NODE"), "give shares as ADDR=2", 2),
         (("moves", "abort", "PATH"), "no move is under way", 1),

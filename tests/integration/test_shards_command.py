@@ -49,7 +49,7 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, 
             refused("is none of the cluster's", "remove", path, "127.0.0.1:1", "--yes")
             refused("is one of the cluster's already", "add", path, second, "--yes")
             refused("is shard 0, which carries moves and stays", "remove", path, first, "--yes")
-            refused("then host:port of the shard", "add", path)
+            refused("give host:port of the shard", "add", path)
 
             local.start_shard(2, "--listen", address)
             dry = run("shards", "add", path, address, "--dry-run")

@@ -12,6 +12,7 @@ import yaml
 from kvemb.client.all_shards import AllShards
 from kvemb.client.resizing.node_moves import NodeMoves, NodePlan
 from kvemb.client.resizing.slot_moves import MoveState, SlotMoves
+from kvemb.commands.config_option import words_of
 from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.commands.resize_verbs.cluster_nodes_command import agreed, cluster_addresses, cluster_moves, cluster_nodes
 from kvemb.commands.text_table import text_table
@@ -32,7 +33,7 @@ _ASK_S = 5.0
 
 def nodes_command(args: argparse.Namespace) -> int:
     """Show the nodes, or move slots between them."""
-    action, source, words = words_of(args.words, NODE_ACTIONS)
+    action, source, words = words_of(args, NODE_ACTIONS)
     config = load(source, os.environ)
     if config.storage.kind == REDIS_CLUSTER:
         return cluster_nodes(config.storage, action, words, weights_of(args.weights), args)
@@ -48,7 +49,7 @@ def nodes_command(args: argparse.Namespace) -> int:
 
 def moves_command(args: argparse.Namespace) -> int:
     """Show the move under way, take it back, or look on until it has ended."""
-    action, source, words = words_of(args.words, MOVE_ACTIONS)
+    action, source, words = words_of(args, MOVE_ACTIONS)
     if words:
         raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
     config = load(source, os.environ)
@@ -83,7 +84,7 @@ def _of_shards(config: Config) -> str:
 
 def config_command(args: argparse.Namespace) -> int:
     """Show where nodes and shards are now, as the cluster itself knows it, in the form of a kvemb.yaml."""
-    _, source, _ = words_of(args.words, ("show",))
+    _, source, _ = words_of(args, ("show",))
     config = load(source, os.environ)
     with _moves(config) as moves:
         state = moves.state()
@@ -133,13 +134,13 @@ def _plan(moves: NodeMoves, action: str, words: Sequence[str], weights: Mapping[
             raise ConfigError(f"kvemb nodes rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
         return moves.rebalance(weights)
     if not words:
-        raise ConfigError(f"kvemb nodes {action}: give the path of kvemb.yaml, then host:port of the node")
+        raise ConfigError(f"kvemb nodes {action}: give host:port of the node")
     return (moves.add if action == "add" else moves.remove)(*words, weights=weights)
 
 
 def _replace(moves: NodeMoves, config: Config, words: Sequence[str], args: argparse.Namespace) -> int:
     if len(words) != 2:
-        raise ConfigError("kvemb nodes replace: give the path of kvemb.yaml, then host:port of the old node and of the new one")
+        raise ConfigError("kvemb nodes replace: give host:port of the old node and of the new one")
     old, new = words
     stats = {node.address: node for node in survey(config).nodes}
     if old in stats and not stats[old].error:
@@ -197,17 +198,6 @@ def nothing_to_do() -> int:
     """Say so."""
     print("nothing has to move")
     return 0
-
-
-def words_of(words: Sequence[str], actions: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows."""
-    named = bool(words) and words[0] in actions
-    action, rest = (words[0], words[1:]) if named else (actions[0], words)
-    if not named and len(rest) > 1:
-        raise ConfigError(f"{rest[0]!r} is none of {', '.join(actions)}, and more than the path of a kvemb.yaml was given")
-    if action == actions[0] and len(rest) > 1:
-        raise ConfigError(f"{' '.join(rest[1:])}: {action} takes nothing but the path of a kvemb.yaml")
-    return action, (rest[0] if rest else "kvemb.yaml"), list(rest[1:])
 
 
 def weights_of(text: str) -> dict[str, float] | None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan, ShardScaling
+from kvemb.commands.config_option import words_of
 from kvemb.commands.resize_verbs.cluster_nodes_command import agreed
 from kvemb.commands.resize_verbs.nodes_command import COMMANDS as MOVE_COMMANDS
-from kvemb.commands.resize_verbs.nodes_command import Command, describe, look_on, nothing_to_do, weights_of, words_of
+from kvemb.commands.resize_verbs.nodes_command import Command, describe, look_on, nothing_to_do, weights_of
 from kvemb.commands.text_table import text_table
 from kvemb.config import load
 from kvemb.errors import ConfigError
@@ -19,7 +20,7 @@ _MB = 1e6
 
 def shards_command(args: argparse.Namespace) -> int:
     """Show the shards, or move slots between them."""
-    action, source, words = words_of(args.words, SHARD_ACTIONS)
+    action, source, words = words_of(args, SHARD_ACTIONS)
     servers = AllShards.of(load(source, os.environ).servers)
     try:
         shards = ShardScaling(servers)
@@ -51,7 +52,7 @@ def _plan(shards: ShardScaling, action: str, words: Sequence[str], weights: Mapp
             raise ConfigError(f"kvemb shards rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
         return shards.rebalance(weights)
     if not words:
-        raise ConfigError(f"kvemb shards {action}: give the path of kvemb.yaml, then host:port of the shard")
+        raise ConfigError(f"kvemb shards {action}: give host:port of the shard")
     return (shards.add if action == "add" else shards.remove)(*words, weights=weights)
 
 
