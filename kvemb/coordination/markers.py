@@ -96,8 +96,9 @@ class Marker:
                 raise ValueError("another magic")
             if type(version) is int and version not in (_VERSION, _REPAIRED_VERSION):
                 raise WrongNodeError(
-                    f"node {node}: another release of kvemb has laid out its rows (marker of version {version}, expected {_VERSION}). Use "
-                    "that release; or save a checkpoint with it, empty the nodes, and load the checkpoint with this one."
+                    f"node {node}: another release of kvemb has laid out its rows (marker of version {version}, expected {_VERSION}). "
+                    "Nothing was changed. Use that release; or save a checkpoint with it, and load it with this one into a cluster on "
+                    "other, empty nodes."
                 )
             marker = Marker(*body)
             types = [bytes, int, bytes, int, int, str]
@@ -111,7 +112,7 @@ class Marker:
             raise DamagedMarkerError(
                 f"node {node}: the value under {MARKER_KEY.decode()} is not a marker (got {data[:40]!r}): another program wrote there, or "
                 "it is damaged. Shards that know the cluster compare the node's rows with what they know and renew the marker; a new "
-                "cluster wants empty nodes."
+                "cluster wants other nodes, which are empty."
             ) from error
         return marker
 

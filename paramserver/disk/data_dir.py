@@ -13,6 +13,11 @@ from .disk_errors import mend
 from .private_files import make_folder, opener, replace_privately
 
 
+def folder_of(root: Path, shard: int) -> Path:
+    """Return where a shard's folder is in the cluster's data_dir."""
+    return root / f"shard-{shard}"
+
+
 class DataDir:
     """The folder of one shard, locked as long as this process owns it.
 
@@ -26,7 +31,7 @@ class DataDir:
     """
 
     def __init__(self, root: Path, shard: int, *, take_over: bool = False) -> None:
-        self.path = root / f"shard-{shard}"
+        self.path = folder_of(root, shard)
         lock = self.path / "lock"
         try:
             make_folder(self.path)
@@ -42,7 +47,8 @@ class DataDir:
         except BlockingIOError as error:
             self._lock.close()
             raise ParameterServerError(
-                f"{self.path}: another process runs shard {shard} from this folder; stop it first, or give --take-over if it hangs"
+                f"{self.path}: another process runs shard {shard} from this folder. If it is another cluster's, correct "
+                "parameter_servers.data_dir; else stop that process first, or give --take-over if it hangs"
             ) from error
         except OSError as error:  # a network's file system without locks
             self._lock.close()

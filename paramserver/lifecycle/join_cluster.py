@@ -6,6 +6,7 @@ cluster; a folder that has seen one never provisions again.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgpack
 
 from kvemb.coordination.map_copies import decode_map
 from kvemb.coordination.markers import Identity
+from kvemb.coordination.shard_notes import newest_note, note_name, whose
 from kvemb.errors import (
     DeadlineExceededError,
     KvembError,
@@ -32,7 +34,9 @@ CLUSTER, INTENT = "cluster", "provision-intent"
 log = logging.getLogger("paramserver")
 
 
-def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, deadline: Deadline, timeout_s: float, wait: Wait) -> bytes:
+def join_cluster(
+    store: Store, data: DataDir, shard: int, n_shards: int, *, name: str, deadline: Deadline, timeout_s: float, wait: Wait
+) -> Identity:
     """Open the store, waiting for nodes that are not up yet; shard 0 provisions a new cluster.
 
     Nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole: they are repaired.
@@ -41,23 +45,24 @@ def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, dead
         store: not open yet.
         data: this shard's folder.
         shard, n_shards: which of how many.
+        name: of the cluster, by kvemb.yaml.
         deadline: of the whole start.
         timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
         wait: between tries.
 
     Returns:
-        The cluster's id, 16 bytes.
+        The cluster. The folder has not noted it yet: `keep_identity` does, once this shard may claim its number there.
 
     Raises:
         NodeLostError: a node has lost its marker, and this folder has never seen the cluster whole.
-        WrongNodeError: the nodes belong to another cluster than this data folder.
+        WrongNodeError: the nodes belong to another cluster than this data folder, or than kvemb.yaml names.
         StorageError: whatever a node has against us; for those that may come up, only once the deadline has passed.
     """
 
-    def step() -> bytes:
+    def step() -> Identity:
         nonlocal timeout_s
         try:
-            return _try_to_join(store, data, shard, n_shards, timeout_s)
+            return _try_to_join(store, data, shard, n_shards, name, timeout_s)
         except DeadlineExceededError:
             timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
             raise
@@ -65,9 +70,14 @@ def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, dead
     return StorageWait(deadline, wait)(step, (*ABSENT, NotProvisionedError, NodeLostError), lambda error: _may_pass(error, data))
 
 
-def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout_s: float) -> bytes:
+def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: str, timeout_s: float) -> Identity:
+    known, wrong = _identity(data), None
     try:
-        markers = store.open(Deadline.after(timeout_s), _identity(data))
+        markers = store.open(Deadline.after(timeout_s), known)
+    except WrongNodeError as error:
+        if known is None:
+            raise
+        markers, wrong = store.open(Deadline.after(timeout_s)), error  # whose are they? nothing is done with them
     except (NotProvisionedError, NodeLostError) as error:
         if shard != 0 or not _may_provision(error, data):
             raise
@@ -75,14 +85,29 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, timeout
         markers = store.open(Deadline.after(timeout_s))
     found = markers[0].cluster_id
     ours = _unpack(data.read(CLUSTER), "cluster_id") or (shard == 0 and _unpack(data.read(INTENT), "cluster_id"))
-    if ours and ours != found:
-        raise WrongNodeError(
-            f"the nodes belong to cluster {found.hex()}, the data folder {data.path} to cluster {ours.hex()}; check storage.nodes and "
-            "parameter_servers.data_dir"
-        )
-    if data.read(CLUSTER) != (packed := _packed(found, markers[0].generation, store.cluster_map)):
+    if ours != found:
+        note = newest_note(store.get_meta(note_name(0), Deadline.after(timeout_s)))
+        where = f"storage.nodes ({', '.join(store.addresses)}) hold the rows of {whose(found, 0, note, time.time())}"
+        if ours:
+            raise WrongNodeError(
+                f"{where}. The data folder {data.path} is of cluster {ours.hex()}. Nothing was changed. Correct storage.nodes, or "
+                "parameter_servers.data_dir, in kvemb.yaml."
+            )
+        if note is not None and note.cluster not in ("", name):
+            raise WrongNodeError(
+                f"{where}. This kvemb.yaml is of cluster {name!r}. Nothing was changed. Correct storage.nodes in it: a cluster has nodes "
+                "of its own. If it is meant to be that cluster, correct `cluster`."
+            )
+    if wrong is not None:
+        raise wrong
+    return Identity(found, markers[0].generation, store.cluster_map)
+
+
+def keep_identity(data: DataDir, identity: Identity) -> None:
+    """Note in the folder which cluster it is of."""
+    assert identity.cluster_map is not None
+    if data.read(CLUSTER) != (packed := _packed(identity.cluster_id, identity.generation, identity.cluster_map)):
         data.write(CLUSTER, [packed])
-    return found
 
 
 def keep_map(data: DataDir, cluster_map: ClusterMap, check: Callable[[], None]) -> None:

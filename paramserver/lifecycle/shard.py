@@ -1,6 +1,7 @@
 """One running shard: owns its parts' threads, and takes them down in order. No protocol, no maths; `start` beside it makes it."""
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.coordination.registry_format import META_NAME
+from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
 from kvemb.metrics.metrics_endpoint import MetricsEndpoint
@@ -153,7 +155,8 @@ class Shard:
             still_ours=still_ours,
             fenced=self._failed,
         )
-        self._progress = HighWaterMarkReporter(store, parts.shard, epoch=engine.epoch, k=lambda: engine.k, timeout_s=timeout_s)
+        about = ShardNote(engine.epoch, 0, parts.config.cluster, f"{platform.node()}:{data.path.resolve()}")
+        self._progress = HighWaterMarkReporter(store, parts.shard, about, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
         self.address = self._server.address
         self._metrics = self._make_metrics(observer)

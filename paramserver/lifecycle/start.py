@@ -4,6 +4,7 @@ Claiming fences older processes.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvemb.stores.store import Store
 from ..apply.committer import Handover
 from ..checkpoint.loader import LoadedError, Loader
 from ..checkpoint.save_observer import SaveObserver
-from ..disk.data_dir import DataDir
+from ..disk.data_dir import DataDir, folder_of
 from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
 from ..engine.engine_ports import EnginePorts
@@ -47,7 +48,7 @@ from ..recovery.state_image import image
 from ..repair.repairer import Repairer
 from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
-from .join_cluster import join_cluster
+from .join_cluster import join_cluster, keep_identity
 from .shard import RecoveredShard, Shard
 from .storage_wait import StorageWait
 
@@ -88,7 +89,9 @@ def start(
         ConfigError: no such shard, or a table of the file does not fit.
         KvembError: see `paramserver.lifecycle.join_cluster`, `paramserver.recovery.claim_shard`, `paramserver.recovery.replay`.
     """
-    data = DataDir(Path(config.servers.data_dir), shard, take_over=take_over)
+    root = Path(config.servers.data_dir)
+    _require_own_folder(config.cluster, root, shard)
+    data = DataDir(root, shard, take_over=take_over)
     store = started = None
     try:
         with named(f"shard {shard}: its data folder cannot be used", data.path):
@@ -124,6 +127,18 @@ def start(
     return running
 
 
+def _require_own_folder(cluster: str, root: Path, shard: int) -> None:
+    """Refuse the data folder of a cluster of another name before it is touched: `--take-over` would shut out a process of that one."""
+    folder = folder_of(root, shard)
+    with suppress(OSError):  # which opening it says
+        name = (folder / CLUSTER_NAME).read_text(encoding="utf-8", errors="replace")
+        if name != cluster:
+            raise ConfigError(
+                f"cluster: got {cluster!r}, but {folder} is of cluster {name!r}. Nothing was changed. Put that name back, by which "
+                "trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
+            )
+
+
 class _Start:
     """The steps of a start, in order."""
 
@@ -147,16 +162,25 @@ class _Start:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
         timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
         storage = StorageWait(Deadline.after(self._start_timeout_s), self._wait)
-        name = data.read(CLUSTER_NAME)
-        if name is not None and name != self._config.cluster.encode():
-            raise ConfigError(
-                f"cluster: got {self._config.cluster!r}, but {data.path} is of cluster {name.decode(errors='replace')!r}. Put that name "
-                "back, by which trainers and shards know the cluster; or give a new cluster a data_dir and nodes of its own."
-            )
-        n_shards, deadline = len(servers.shards), storage.deadline
-        cluster_id = join_cluster(self._store, data, shard, n_shards, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
-        registry = Registry(self._store, shard, timeout_s, data)
-        storage(registry.load)
+        name, n_shards, deadline = self._config.cluster, len(servers.shards), storage.deadline
+        identity = join_cluster(self._store, data, shard, n_shards, name=name, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
+        cluster_id, registry = identity.cluster_id, Registry(self._store, shard, timeout_s, data)
+
+        def check(state: ShardState) -> None:
+            """Look at what may refuse the shard; only then is this its cluster, and may anything be written to the nodes."""
+            self._require_reached(state)
+            keep_identity(data, identity)
+            registry.load()
+            there = {table.name: table for table in registry.tables}
+            for table in self._config.tables if shard == 0 else ():
+                if table.name in there:
+                    there[table.name].require_same(table.opened_as(there[table.name]))
+
+        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, again=storage)
+        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
+        self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
+        if data.read(CLUSTER_NAME) is None:
+            data.write(CLUSTER_NAME, [name.encode()])
         for table in self._config.tables if shard == 0 else ():
             if any(one.name == table.name for one in registry.dropping):  # this shard is needed to end that
                 log.warning("table %s of kvemb.yaml is being dropped, and created at the first start after that", table.name)
@@ -164,11 +188,6 @@ class _Start:
             storage(partial(registry.create, table, exist_ok=True))
         if shard == 0 and registry.tables:
             storage(lambda: settle_limits(self._store, self._store.addresses, registry.tables, timeout_s))
-        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=self._require_reached, again=storage)
-        claim = Claim(data, self._store, shard, state.epoch, timeout_s)
-        self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
-        if name is None:
-            data.write(CLUSTER_NAME, [self._config.cluster.encode()])
         journal = self._open_journal()
         still_ours = claim.require
         fenced_log = FencedLog(journal, still_ours)

@@ -15,7 +15,8 @@ from kvemb.schema.record import MAX_K, split_version
 from kvemb.schema.table_def import TableDef
 
 ORDERS = (
-    "No row was taken back, and no version in storage is lost. Put the files of that folder back as they were; or start the shard with "
+    "No row was taken back, and no version in storage is lost. If the shard's last folder is elsewhere, correct "
+    "parameter_servers.data_dir; else put the files of that folder back as they were. Where they are gone for good, start the shard with "
     "--roll-back: it goes on from where its journal ends, rows that are newer are set back, and the pushes behind it are lost (load a "
     "checkpoint then, where one is newer)."
 )

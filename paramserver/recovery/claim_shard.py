@@ -8,12 +8,14 @@ which holds the rest; it is replaced as a whole, never used up.
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvemb.coordination.replicated_values import DamagedCopyError
+from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name, whose
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import FencedError, LostRowError, ParameterServerError
 from kvemb.net.deadline import Deadline
@@ -71,13 +73,15 @@ def claim_shard(
 
     Raises:
         LostRowError: the last owner left no state in the folder.
-        ParameterServerError: the state is damaged or not the last owner's.
+        ParameterServerError: the state is damaged or not the last owner's, or the folder has never been this shard's.
     """
     kept, n_shards = read_epoch(data), store.cluster_map.n_shards
     stored = again(lambda: _owner(store, shard, timeout_s, kept))
     if kept > stored and again(lambda: store.lost_nodes(Deadline.after(timeout_s))):
         stored = kept  # the nodes that knew are to be repaired
-    state = _left_state(data, shard, n_shards, cluster_id, stored, kept)
+    note = again(lambda: newest_note(store.get_meta(note_name(shard), Deadline.after(timeout_s))))
+    found = _Traces(shard, cluster_id, stored, kept, note, ", ".join(store.addresses))
+    state = _left_state(data, n_shards, found)
     again(partial(check, state))
     epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
@@ -213,27 +217,55 @@ def _owner(store: Store, shard: int, timeout_s: float, kept: int) -> int:
     return 0 if owner is None else owner.epoch
 
 
-def _left_state(data: DataDir, shard: int, n_shards: int, cluster_id: bytes, stored: int, kept: int) -> ShardState:
+@dataclass(frozen=True)
+class _Traces:
+    """What folder and nodes say of a shard: its owner's epoch by each, and the shard's own note."""
+
+    shard: int
+    cluster_id: bytes
+    stored: int
+    kept: int
+    note: ShardNote | None
+    nodes: str
+
+    def refusal(self, fact: str) -> str:
+        """Say whose nodes these are before any advice: whoever reads it may have come to another cluster's."""
+        last = f", which was {self.note.place} at last" if self.note is not None and self.note.place else ""
+        return (
+            f"{fact}. The nodes ({self.nodes}) hold the rows of {whose(self.cluster_id, self.shard, self.note, time.time())}. Nothing "
+            "was changed. If this is to be another cluster, correct storage.nodes in kvemb.yaml. If it is that one, its shard "
+            f"{self.shard} goes on from its own data folder alone{last}: correct parameter_servers.data_dir, or put that folder back "
+            "(docs/guarantees.md says what can be done without it)."
+        )
+
+
+def _left_state(data: DataDir, n_shards: int, found: _Traces) -> ShardState:
     """What the last owner left, checked against the epochs of nodes and folder."""
-    raw = data.read(STATE)
+    raw, shard, stored, kept = data.read(STATE), found.shard, found.stored, found.kept
     if raw is None:
-        if stored or kept:
+        if kept:
             raise LostRowError(
-                f"shard {shard}: its last owner (epoch {max(stored, kept)}) ended without saving its index in {data.path}: rows that were "
-                "acknowledged but not applied may be lost, and lost rows could not be told from new ones. Bring back nodes and data "
-                "folders from one backup, or start a new cluster on emptied nodes with empty data folders."
+                found.refusal(f"shard {shard}: its last owner (epoch {max(stored, kept)}) ended without saving its index in {data.path}")
             )
-        return ShardState(cluster_id, shard, n_shards)
+        if stored:
+            raise ParameterServerError(
+                found.refusal(f"shard {shard}: it had an owner before (epoch {stored}), and {data.path} has never been its data folder")
+            )
+        return ShardState(found.cluster_id, shard, n_shards)
     state = decode_state(raw, str(data.path / STATE))
-    if (state.cluster_id, state.shard) != (cluster_id, shard):
+    if (state.cluster_id, state.shard) != (found.cluster_id, shard):
         raise ParameterServerError(
-            f"{data.path / STATE}: of shard {state.shard} in cluster {state.cluster_id.hex()}, expected shard {shard} in cluster "
-            f"{cluster_id.hex()}; check parameter_servers.data_dir"
+            found.refusal(
+                f"{data.path / STATE}: of shard {state.shard} in cluster {state.cluster_id.hex()}, expected shard {shard} in cluster "
+                f"{found.cluster_id.hex()}"
+            )
         )
     older = state.journal is None and state.epoch != stored  # a clean stop without a journal, which an earlier release could do
     if state.epoch > stored or stored > kept or older:
         raise ParameterServerError(
-            f"{data.path / STATE}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this folder: "
-            f"{kept}); use the data folder of the last owner, and nodes and folders from the same time"
+            found.refusal(
+                f"{data.path / STATE}: saved in epoch {state.epoch}, but the nodes say that epoch {stored} owned the shard last (this "
+                f"folder: {kept}): the folder is an older copy, or the nodes are of an earlier time"
+            )
         )
     return state

@@ -9,12 +9,12 @@ The note is no promise: the nodes' newest copy counts, and one that is lost, old
 (`paramserver.model.timeline`).
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import msgpack
-
+from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name
 from kvemb.errors import JournalBehindError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
@@ -23,34 +23,7 @@ from ..journal import Position, last_batch
 from ..model.timeline import ORDERS
 from .state_file import ShardState
 
-
-@dataclass(frozen=True)
-class Reached:
-    """The last batch that a shard had applied: (epoch, k)."""
-
-    epoch: int
-    k: int
-
-    def encode(self) -> bytes:
-        """The bytes stored under `reached_name`.
-
-        Example:
-            >>> newest_reached([None, b"junk", Reached(2, 40).encode(), Reached(1, 30).encode()])
-            Reached(epoch=2, k=40)
-        """
-        packed: bytes = msgpack.packb([self.epoch, self.k])
-        return packed
-
-
-def reached_name(shard: int) -> str:
-    """The name of the note, for `Store.get_meta`."""
-    return f"kvemb:reached:{shard}"
-
-
-def newest_reached(copies: Iterable[bytes | None]) -> Reached | None:
-    """The newest of the nodes' copies that can be read; None when there is none."""
-    found = [one for one in (_decode(copy) for copy in copies if copy is not None) if one is not None]
-    return max(found, key=lambda one: (one.epoch, one.k), default=None)
+_AGAIN_S = 10.0  # a shard without work says that it lives
 
 
 def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: float) -> None:
@@ -68,45 +41,42 @@ def require_reached(state: ShardState, store: Store, journal: Path, timeout_s: f
     """
     if state.journal is None:
         return
-    told = newest_reached(store.get_meta(reached_name(state.shard), Deadline.after(timeout_s)))
+    told = newest_note(store.get_meta(note_name(state.shard), Deadline.after(timeout_s)))
     k = max(state.k, last_batch(journal, Position(*state.journal)))
     if told is not None and told.k > k:
         raise JournalBehindError(
             f"shard {state.shard}: the journal in {journal} ends with batch {k}, but the shard had told the storage nodes that it has "
-            f"applied batch {told.k} (of epoch {told.epoch}): {told.k - k} acknowledged batches or more are missing. {ORDERS}"
+            f"applied batch {told.k} (of epoch {told.epoch}{', on ' + told.place if told.place else ''}): {told.k - k} acknowledged "
+            f"batches or more are missing. {ORDERS}"
         )
 
 
 class HighWaterMarkReporter:
-    """Tells the nodes how far a shard has come, when that has changed. One thread.
+    """Tells the nodes how far a shard has come, when that has changed, and now and then that it is there. One thread.
 
     Args:
         store: open.
         shard: number.
-        epoch: of this process.
+        about: what the note says besides.
         k: returns the last batch applied.
         timeout_s: of one call.
+        clock: Unix time.
     """
 
-    def __init__(self, store: Store, shard: int, *, epoch: int, k: Callable[[], int], timeout_s: float) -> None:
-        self._store, self._shard, self._epoch, self._k, self._timeout_s = store, shard, epoch, k, timeout_s
-        self._told: Reached | None = None
+    def __init__(
+        self, store: Store, shard: int, about: ShardNote, *, k: Callable[[], int], timeout_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._shard, self._about, self._k, self._timeout_s = store, shard, about, k, timeout_s
+        self._clock = clock
+        self._told: ShardNote | None = None
 
     def tell(self) -> None:
-        """Write the note if there is something new.
+        """Write the note if there is something new, or it is of some time ago.
 
         Raises:
             StorageError: not every node has it; call again.
         """
-        now = Reached(self._epoch, self._k())
-        if now != self._told:
-            self._store.put_meta(reached_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
+        now, told = replace(self._about, k=self._k(), at_s=int(self._clock())), self._told
+        if told is None or told.k != now.k or abs(now.at_s - told.at_s) >= _AGAIN_S:
+            self._store.put_meta(note_name(self._shard), now.encode(), Deadline.after(self._timeout_s))
             self._told = now
-
-
-def _decode(copy: bytes) -> Reached | None:
-    try:
-        epoch, k = msgpack.unpackb(copy, max_array_len=2, max_map_len=0, max_str_len=0, max_bin_len=0)
-    except (ValueError, TypeError, msgpack.UnpackException):
-        return None
-    return Reached(epoch, k) if type(epoch) is int and type(k) is int and 0 <= k < 1 << 48 else None

@@ -16,6 +16,7 @@ import kvemb
 import kvemb.init
 import kvemb.optim
 from kvemb.config import load
+from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name
 from kvemb.errors import FencedError, ShardFailedError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError
@@ -23,7 +24,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
 from paramserver.journal import segment_files
 from paramserver.journal.segment import entries, unpack_header
-from paramserver.recovery.high_water_mark import Reached, newest_reached, reached_name
 
 PATIENCE_S = 60.0
 IDS = np.arange(20)
@@ -81,12 +81,12 @@ class Lossy:
         if forget:
             with open_store(load(self.local.config_path, {}).storage, role="trainer") as store:
                 store.open(Deadline.after(PATIENCE_S))
-                store.put_meta(reached_name(0), Reached(1, 0).encode(), Deadline.after(PATIENCE_S))
+                store.put_meta(note_name(0), ShardNote(1, 0).encode(), Deadline.after(PATIENCE_S))
 
-    def told(self) -> Reached | None:
+    def told(self) -> ShardNote | None:
         with open_store(load(self.local.config_path, {}).storage, role="trainer") as store:
             store.open(Deadline.after(PATIENCE_S))
-            return newest_reached(store.get_meta(reached_name(0), Deadline.after(PATIENCE_S)))
+            return newest_note(store.get_meta(note_name(0), Deadline.after(PATIENCE_S)))
 
     def refused(self) -> str:
         """Start the shard, which must not come up; return its last words."""
@@ -213,7 +213,7 @@ def test_by_order_a_shard_goes_back_to_where_its_journal_ends_on_every_row(kind:
             with pytest.raises((ShardFailedError, FencedError)):
                 cluster.flush()
             until(lambda: bool((lossy.rows() == 92).all()))
-            until(lambda: lossy.told() == Reached(2, 92))
+            until(lambda: (note := lossy.told()) is not None and (note.epoch, note.k) == (2, 92))
         local.shards[0].kill()
         local.start_shard(0)  # and from here on as always
         with kvemb.connect(local.url) as again:

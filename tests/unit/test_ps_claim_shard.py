@@ -16,7 +16,7 @@ from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, Parame
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
-from paramserver.lifecycle.join_cluster import join_cluster
+from paramserver.lifecycle.join_cluster import join_cluster, keep_identity
 from paramserver.recovery.claim_shard import EPOCH, STATE, Claim, claim_shard, read_epoch, require_owner, save
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
@@ -51,7 +51,9 @@ def make_store(nodes: tuple[str, ...]) -> MemoryStore:
 
 def join(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> bytes:
     store = make_store(nodes)
-    return join_cluster(store, data, shard, 1, deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
+    found = join_cluster(store, data, shard, 1, name="test", deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
+    keep_identity(data, found)
+    return found.cluster_id
 
 
 def opened_store(nodes: tuple[str, ...]) -> MemoryStore:

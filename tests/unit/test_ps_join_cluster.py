@@ -29,7 +29,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
-from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, join_cluster
+from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, join_cluster, keep_identity
 from paramserver.model.table_registry import Registry
 
 _NUMBERS = count()
@@ -66,7 +66,11 @@ def join(
     def no_wait(pause_s: float) -> None:
         raise AssertionError("waited")
 
-    return join_cluster(make_store(nodes), data, shard, 1, deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait)
+    found = join_cluster(
+        make_store(nodes), data, shard, 1, name="test", deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait
+    )
+    keep_identity(data, found)
+    return found.cluster_id
 
 
 def test_shard_0_provisions_once_and_the_others_join(folder: Folder, tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_nodes_that_take_long_to_answer_get_more_time_from_try_to_try(folder: Fo
             return super().open(deadline, known)
 
     store = Slow(StorageConfig("memory", addresses()), role="shard:0")
-    join_cluster(store, folder(tmp_path, 0), 0, 1, deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
+    join_cluster(store, folder(tmp_path, 0), 0, 1, name="test", deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
     assert given[:3] == [8, 16, 32]
 
 
@@ -141,7 +145,7 @@ def test_the_nodes_of_another_cluster_are_refused(folder: Folder, tmp_path: Path
     join(addresses(), data)
     other = addresses()
     join(other, folder(tmp_path / "other", 0))
-    with pytest.raises(WrongNodeError, match=r"belongs to cluster .* expected"):
+    with pytest.raises(WrongNodeError, match=r"hold the rows of cluster .*The data folder .* is of cluster"):
         join(other, data)
 
 

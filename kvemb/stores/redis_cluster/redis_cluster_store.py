@@ -11,6 +11,7 @@ The store is put together from parts, each in a file of its own; what a part nee
     rounds, repairs       batches of rows; the repair of a primary
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import Identity, Marker, diagnose, first_identity
+from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.errors import InvalidInputError, NotProvisionedError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Link
@@ -114,9 +116,10 @@ class RedisClusterStore(Store):
         n_markers = sum(value is not None for value in values)
         n_keys -= sum(self._values.get(name, deadline) is not None for name in (MEMBERS, MAP_NAME))
         if n_keys != n_markers:
+            where, note = ", ".join(self.config.nodes), self._values.get(note_name(0), deadline)
             raise WrongNodeError(
-                f"the cluster at {', '.join(self.config.nodes)} holds {n_keys - n_markers} keys that are no markers. Provisioning writes "
-                "on empty nodes only; empty them yourself if their data is not needed."
+                f"{whose_keys(where, n_keys - n_markers, None, note, time.time())}. A new cluster begins on empty nodes: correct "
+                "storage.nodes in kvemb.yaml."
             )
         self._values.put(MEMBERS, encode_members(processes), deadline)
         self._values.put(MAP_NAME, ClusterMap.first(0, n_shards).encode(), deadline)  # before any marker: who finds one looks for it

@@ -1,15 +1,18 @@
 """What changes the cluster map on nodes: a copy on each, markers that name it, a node that joins. For shard 0, which carries moves."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
+from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.errors import ProtocolError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.standalone.node_links import NodeLinks, NodeServer
 from kvemb.stores.standalone.node_repair import put_map
+from kvemb.stores.standalone.seen_nodes import number_in
 
 _MAX_TRIES = 100
 
@@ -66,10 +69,7 @@ class MapPublisher:
         """See `Store.require_empty`."""
         n_keys = self._server.inspect(address, deadline)[1]
         if n_keys:
-            raise WrongNodeError(
-                f"node {address}: holds {n_keys} keys; nothing was changed. Empty it yourself if its data is not needed (FLUSHALL, "
-                "flush_all), or give another one."
-            )
+            raise self._not_empty(address, n_keys, deadline)
 
     def prepare_node(self, address: str, number: int, metas: Mapping[str, bytes], deadline: Deadline) -> None:
         """See `Store.prepare_node`."""
@@ -81,14 +81,29 @@ class MapPublisher:
         if value == wanted.encode():
             return  # an earlier try came so far
         if value is not None or n_keys > len(metas) + 1 or (n_keys and copy is None):
-            raise WrongNodeError(
-                f"node {address}: holds {n_keys} keys{' and a marker' if value is not None else ''}; nothing was changed. A node that "
-                "joins has to be empty: empty it yourself if its data is not needed (FLUSHALL, flush_all), or give another one."
-            )
+            raise self._not_empty(address, n_keys, deadline)
         for name, value_ in {MAP_NAME: view.map.encode(), **metas}.items():
             self._put(address, name.encode(), value_, run_id, deadline)
         if not self._server.swap(address, MARKER_KEY, None, wanted.encode(), run_id, deadline):
             raise WrongNodeError(f"node {address}: somebody else writes there; nothing was changed in the cluster. Look, and try again.")
+
+    def _not_empty(self, address: str, n_keys: int, deadline: Deadline) -> WrongNodeError:
+        """Say whose keys there are before any advice: the address may be another cluster's, or one of this one's under another name."""
+        value, note = self._links.first_look(address, [MARKER_KEY, note_name(0).encode()], deadline)
+        fact, view = whose_keys(address, n_keys, value, note, time.time()), self._links.view
+        ours = next(iter(view.markers.values())).cluster_id
+        number = number_in(address, value, ours)
+        if number is None:
+            return WrongNodeError(f"{fact}. A node that joins has to be empty: give the address of another one.")
+        place = view.places[number] if number < len(view.places) else ""
+        if place:
+            return WrongNodeError(
+                f"{fact}. Its marker says that it is node {number} of this cluster, which is at {place}: give another one."
+            )
+        return WrongNodeError(
+            f"{fact}. It was node {number} of this cluster and has left it, so that nobody reads these keys any more. A node that joins "
+            "has to be empty: empty this one (FLUSHALL, flush_all), and ask again."
+        )
 
     def _put(self, address: str, key: bytes, value: bytes, run_id: str, deadline: Deadline) -> None:
         for _ in range(_MAX_TRIES):

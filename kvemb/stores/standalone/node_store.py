@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.map_copies import MAP_NAME, newest_map
 from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, diagnose, why_lost
+from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.errors import (
     ConfigError,
     InvalidInputError,
@@ -105,8 +106,8 @@ class NodeStore(Store):
                 continue
             if value is None:  # lost, whatever else differs: other nodes do hold a marker
                 raise NodeLostError(
-                    f"node {address}: holds no marker while other nodes do: it was restarted empty, flushed or replaced. Its rows are lost "
-                    "there; nothing was re-initialised."
+                    f"node {address}: holds no marker while other nodes have that of cluster {expected.cluster_id.hex()}. It is none of "
+                    "that cluster's, or was restarted empty, flushed or replaced, and its rows are lost there. Nothing was re-initialised."
                 )
             view.markers[address] = accept(address, expected, value, run_id, view.placements)
         self._links.view = view
@@ -208,9 +209,10 @@ class NodeStore(Store):
         copies = self._links.blobs(MAP_NAME.encode(), deadline)
         for address, (_, n_keys), value, marker, maps in zip(nodes, inspected, raw, wanted, copies, strict=True):
             if value is None and n_keys > (maps is not None):
+                (note,) = self._links.first_look(address, [note_name(0).encode()], deadline)
                 raise WrongNodeError(
-                    f"node {address}: holds {n_keys} keys and no marker. Provisioning writes on empty nodes only; empty the node "
-                    "yourself if its data is not needed, or give another one."
+                    f"{whose_keys(address, n_keys, value, note, time.time())}. A new cluster begins on empty nodes: correct storage.nodes "
+                    "in kvemb.yaml."
                 )
             if value is not None and value != marker.encode():
                 raise diagnose(address, marker, value)

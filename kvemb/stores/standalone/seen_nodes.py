@@ -91,7 +91,7 @@ class SeenNodes:
 
     def _numbers(self, cluster_id: bytes) -> dict[str, int | None]:
         """Of every address that answered the number that its marker says; None where there is none of ours."""
-        return {address: _number(address, marker, cluster_id) for address, (marker, _) in self._values.items()}
+        return {address: number_in(address, marker, cluster_id) for address, (marker, _) in self._values.items()}
 
     def _identity(self) -> Identity:
         found = first_identity(list(self._values), [marker for marker, _ in self._values.values()])
@@ -108,7 +108,8 @@ def new_marker(identity: Identity, number: int, cluster_map: ClusterMap, run_id:
     return Marker(identity.cluster_id, number, identity.generation, cluster_map.digest, cluster_map.serial, run_id)
 
 
-def _number(address: str, value: bytes | None, cluster_id: bytes) -> int | None:
+def number_in(address: str, value: bytes | None, cluster_id: bytes) -> int | None:
+    """Return the number in a cluster that a node's marker says; None where it is none of that cluster's."""
     try:
         marker = None if value is None else Marker.decode(value, address)
     except WrongNodeError:

@@ -47,9 +47,16 @@ class NodeMembership:
         if not itself.is_primary:
             raise ConfigError(f"node {address}: is a replica; only a primary can be given slots")
         if not member and (len(told) > 1 or itself.slots.any()):
-            raise WrongNodeError(f"node {address}: belongs to another cluster, of {len(told)} nodes; CLUSTER RESET there ends that")
+            others = ", ".join(node.address for node in told if node is not itself) or "itself alone"
+            n_keys, n_slots = redis_admin.number_in(address, fields, "n_keys"), int(itself.slots.sum())
+            fact = f"node {address}: is in a Redis Cluster with {others}, with {n_slots} slots and {n_keys} keys. Nothing was changed."
+            raise WrongNodeError(
+                f"{fact} {'Give another server.' if n_slots or n_keys else 'CLUSTER RESET there takes it out of that one.'}"
+            )
         if not view.n_slots(itself.name) and redis_admin.number_in(address, fields, "n_keys"):
-            raise ConfigError(f"node {address}: holds {fields['n_keys']} keys; only an empty server can join")
+            raise ConfigError(
+                f"node {address}: holds {fields['n_keys']} keys. Nothing was changed. Only an empty server can join: give another"
+            )
 
     def name_at(self, address: str) -> str:
         """The name of the node at an address."""

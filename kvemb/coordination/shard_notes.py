@@ -1,0 +1,109 @@
+"""What a shard notes of itself on every node: how far it has come, of which cluster it is, where it runs, and when it last said so. Pure.
+
+The note is no promise: the newest copy counts, and one that is lost, old or damaged only says less. So it refuses starts whose journal has
+lost its end (`paramserver.recovery.high_water_mark`), and tells people whose nodes they have come to. Nothing else goes by it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgpack
+
+from kvemb.coordination.markers import Marker
+from kvemb.errors import WrongNodeError
+
+_LIVES_S = 60  # a shard that runs renews its note several times as often
+
+
+@dataclass(frozen=True)
+class ShardNote:
+    """One shard's note.
+
+    Args:
+        epoch, k: of the last batch that it had applied.
+        cluster: the name in its kvemb.yaml; "" where an older release wrote the note.
+        place: host and data folder.
+        at_s: Unix time.
+    """
+
+    epoch: int
+    k: int
+    cluster: str = ""
+    place: str = ""
+    at_s: int = 0
+
+    def encode(self) -> bytes:
+        """The bytes stored under `note_name`.
+
+        Example:
+            >>> newest_note([None, b"junk", ShardNote(2, 40, "demo").encode(), ShardNote(1, 30).encode()])
+            ShardNote(epoch=2, k=40, cluster='demo', place='', at_s=0)
+        """
+        packed: bytes = msgpack.packb([self.epoch, self.k, self.cluster, self.place, self.at_s])
+        return packed
+
+
+def note_name(shard: int) -> str:
+    """The name of a shard's note, for `Store.get_meta`."""
+    return f"kvemb:reached:{shard}"
+
+
+def newest_note(copies: Iterable[bytes | None]) -> ShardNote | None:
+    """The newest of the nodes' copies that can be read; None when there is none."""
+    found = [one for one in (_decode(copy) for copy in copies if copy is not None) if one is not None]
+    return max(found, key=lambda one: (one.epoch, one.k, one.at_s), default=None)
+
+
+def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -> str:
+    """Return in words which cluster has nodes, and whether it lives.
+
+    Args:
+        cluster_id: by their markers.
+        shard: whose note it is.
+        note: its newest one.
+        now_s: Unix time.
+
+    Example:
+        >>> whose(b"abcd", 0, ShardNote(1, 7, "prod", "web-7:/srv/shard-0", 1000), 1004)
+        "cluster 'prod' (61626364), which lives: shard 0 of it was at work 4 s ago on web-7:/srv/shard-0"
+        >>> whose(b"abcd", 0, None, 1004)
+        'cluster 61626364'
+    """
+    if note is None or not note.cluster:
+        return f"cluster {cluster_id.hex()}"
+    lives = abs(now_s - note.at_s) < _LIVES_S
+    when = f"{max(0.0, now_s - note.at_s):.0f} s ago" if lives else f"last at {datetime.fromtimestamp(note.at_s, UTC):%Y-%m-%d %H:%M} UTC"
+    named = f"cluster {note.cluster!r} ({cluster_id.hex()}){', which lives' if lives else ''}"
+    return f"{named}: shard {shard} of it was at work {when} on {note.place}"
+
+
+def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None, now_s: float) -> str:
+    """Return in words whose keys a node holds that ought to be empty, and that nothing was changed.
+
+    Args:
+        node: for people.
+        n_keys: how many.
+        marker: what stands in the place of its marker.
+        note: likewise of shard 0's note.
+        now_s: Unix time.
+    """
+    said = newest_note([note])
+    try:
+        what = "" if marker is None else f"the rows of {whose(Marker.decode(marker, node).cluster_id, 0, said, now_s)}"
+    except WrongNodeError as error:
+        what = str(error)
+    if not what and said is not None and said.cluster:
+        what = f"once of cluster {said.cluster!r}, whose marker is gone: shard 0 of it ran on {said.place}"
+    return f"node {node}: holds {n_keys} keys, {what or 'and no marker of kvemb: they are of another program'}. Nothing was changed"
+
+
+def _decode(copy: bytes) -> ShardNote | None:
+    try:
+        items = msgpack.unpackb(copy, max_array_len=5, max_map_len=0, max_str_len=8192, max_bin_len=0)
+        note = ShardNote(*items)
+    except Exception:  # msgpack raises ValueError, UnpackException, TypeError: all mean bad bytes
+        return None
+    types = [type(value) for value in (note.epoch, note.k, note.cluster, note.place, note.at_s)]
+    good = types == [int, int, str, str, int] and 0 <= note.k < 1 << 48 and 0 <= note.at_s < 1 << 36
+    return note if good else None
