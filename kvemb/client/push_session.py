@@ -62,11 +62,11 @@ class PushSession:
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
         self._streams: dict[int, PushSender] = {}
-        self._heard: dict[int, frozenset[int]] = {}  # by a map's serial: the shards that hear of every push of a sync job
+        self._heard: dict[int, frozenset[int]] = {}  # by a map's shards_serial: the shards that hear of every push of a sync job
         self._rerouting: threading.Thread | None = None
         self._rerouting_lock = threading.Lock()
         self._n_rerouted = 0
-        self._map_serial = 0  # of the map that the last push was routed by
+        self._map_serial = 0  # of the shards that the last push was routed by
         self._closed = threading.Event()
         self._incarnation = 0
         self._introduced = False
@@ -109,7 +109,7 @@ class PushSession:
                 self._stream(shard).wait_room(deadline)
             window_s = time.monotonic() - began_s
             self._step += 1
-            numbered = self._number(wanted, prefetched_of, self._step, cluster_map.serial)
+            numbered = self._number(wanted, prefetched_of, self._step, cluster_map.shards_serial)
             ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure)
             _send(numbered, ack)
             ack.window_s = window_s
@@ -215,7 +215,7 @@ class PushSession:
             stream = self._stream(shard)
             while (step := self._behind[shard]) <= self._step:
                 stream.wait_room(deadline)
-                serial = self._servers.cluster_map.serial
+                serial = self._servers.cluster_map.shards_serial
                 body, part = (
                     self._part(stream.next_sequence(), [], False, step, serial),
                     PartAck(stream.where, 0, partial(self._trouble, shard)),
@@ -303,19 +303,23 @@ class PushSession:
     # --- slots that moved ---------------------------------------------------------------------------------------------------------
 
     def _follow_map(self, deadline: Deadline) -> ClusterMap:
-        """Return the map to route by; what was sent by an older one is with its shards, or routed again, before anything by this one is."""
-        cluster_map = self._servers.cluster_map
-        if cluster_map.serial != self._map_serial or any(stream.moved for stream in self._streams.values()):
+        """Return the map to route by; what was sent by other shards' map is with them, or routed again, before anything by this one is.
+
+        The answers that this waits for come by themselves, whatever the others of a sync job do: before slots change their shard, all
+        shards have handed out the same steps, and each refuses the rest.
+        """
+        while True:
+            cluster_map = self._servers.cluster_map
+            if cluster_map.shards_serial == self._map_serial and not any(stream.moved for stream in self._streams.values()):
+                return cluster_map
             for stream in list(self._streams.values()):
                 stream.wait_answered(deadline)
-            self._route_again(deadline)
-            cluster_map = self._servers.cluster_map
-            self._map_serial = cluster_map.serial
-        self._heard[cluster_map.serial] = cluster_map.writing_shards
-        return cluster_map
+            cluster_map = self._route_again(deadline)
+            self._map_serial = cluster_map.shards_serial
+            self._heard[self._map_serial] = cluster_map.writing_shards
 
-    def _route_again(self, deadline: Deadline) -> None:
-        """Send what shards refused because slots have moved to those that have them now, under new sequences.
+    def _route_again(self, deadline: Deadline) -> ClusterMap:
+        """Send what shards refused because slots have moved to those that have them now, under new sequences; return the map to route by.
 
         Raises:
             ShardUnavailableError: the nodes have no newer map within the deadline; call again.
@@ -323,7 +327,7 @@ class PushSession:
         refused = {shard: stream.moved for shard, stream in self._streams.items()}
         pushes = put_together((shard, sent) for shard, parts in refused.items() for sent in parts)
         if not pushes:
-            return
+            return self._servers.cluster_map
         cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
         if self.row_cache is not None:
             self.row_cache.invalidate()
@@ -332,20 +336,21 @@ class PushSession:
             had = self._heard.get(push.serial, frozenset()) - push.shards
             wanted = self._shares(push.tables, cluster_map, cluster_map.writing_shards - had if self.sync else ())
             prefetched_of = route_prefetched(push.prefetched, cluster_map)
-            numbered = self._number(wanted, prefetched_of, push.step, cluster_map.serial)
+            numbered = self._number(wanted, prefetched_of, push.step, cluster_map.shards_serial)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])
             _send(numbered, push.ack)
         self._n_rerouted += 1
         for shard, parts in refused.items():
             self._streams[shard].resent(parts)
+        return cluster_map
 
     def _newer_map(self, serial: int, deadline: Deadline) -> ClusterMap:
-        if self._servers.cluster_map.serial > serial:
+        if self._servers.cluster_map.shards_serial > serial:
             return self._servers.cluster_map
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             with suppress(StorageError):
                 self._servers.refresh_map(deadline)
-            if (cluster_map := self._servers.cluster_map).serial > serial:
+            if (cluster_map := self._servers.cluster_map).shards_serial > serial:
                 return cluster_map
             if deadline.expired or self._closed.wait(pause_s):
                 break

@@ -64,7 +64,8 @@ class PushPart(Message):
         return_rows: whether the reply is to carry the updated rows.
         prefetched: sync mode only: ids of rows that the trainer has pulled for later steps (dim 0), with their versions. The reply says
             which of them changed with this step.
-        map_serial: of the cluster map by which all of it was routed; a shard takes parts of the one in force only.
+        map_serial: with which the shards' half of the cluster map came into force by which all of it was routed; a shard takes parts of the
+            one in force only.
     """
 
     trainer: str

@@ -22,8 +22,8 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS, from_runs, runs_of
 
-_MAGIC, FORMAT_VERSION = "kvemb-map", 2
-_FIELDS = 11
+_MAGIC, FORMAT_VERSION = "kvemb-map", 3
+_FIELDS = {2: 11, 3: 12}  # by format
 _MOST_OWNERS = N_SLOTS
 IN_FILE, BY_COMMAND, GONE = "file", "command", "gone"
 
@@ -55,6 +55,7 @@ class ClusterMap:
         places: where each node is; () while nobody has said it.
         shards: where each shard is; () while nobody has said it: where kvemb.yaml says.
         plan: a move under way.
+        n_node_moves: how many of the last serials changed nothing but nodes.
 
     Example:
         >>> cluster_map = ClusterMap.first(2, 4)
@@ -71,6 +72,7 @@ class ClusterMap:
     places: tuple[NodePlace, ...] = ()
     shards: tuple[NodePlace, ...] = ()
     plan: MovePlan | None = None
+    n_node_moves: int = 0
 
     @staticmethod
     def first(n_nodes: int, n_shards: int, nodes: tuple[str, ...] = ()) -> "ClusterMap":
@@ -129,6 +131,11 @@ class ClusterMap:
     def shard_numbers(self) -> tuple[int, ...]:
         """The shards that there are, ascending; with and without slots."""
         return tuple(number for number in range(self.n_shards) if not self.shards or self.shards[number].said_by != GONE)
+
+    @property
+    def shards_serial(self) -> int:
+        """The serial with which the shards' half came into force: rows that are to be written are routed by that half alone."""
+        return self.serial - self.n_node_moves
 
     @cached_property
     def writing_shards(self) -> frozenset[int]:
@@ -190,7 +197,8 @@ class ClusterMap:
         halves = [self.n_nodes, runs_of(self.slot_nodes), self.n_shards, runs_of(self.slot_shards)]
         places, shards = ([list(place) for place in some] for some in (self.places, self.shards))
         plan = self.plan and self.plan.to_list()
-        packed: bytes = msgpack.packb([_MAGIC, FORMAT_VERSION, self.version, self.serial, *halves, places, shards, plan])
+        ours = [self.version, self.serial, *halves, places, shards, plan, self.n_node_moves]
+        packed: bytes = msgpack.packb([_MAGIC, FORMAT_VERSION, *ours])
         return packed
 
     @staticmethod
@@ -209,21 +217,20 @@ class ClusterMap:
             raise ValueError(f"no msgpack: {error}") from error
         if not isinstance(items, list) or len(items) < 2 or items[0] != _MAGIC:
             raise ValueError("no cluster map")
-        if type(items[1]) is int and items[1] != FORMAT_VERSION:
+        if type(items[1]) is int and items[1] not in _FIELDS:
             raise OtherFormatError(items[1])
-        if len(items) != _FIELDS or type(items[1]) is not int:
+        if type(items[1]) is not int or len(items) != _FIELDS[items[1]]:
             raise ValueError("no cluster map of this release")
-        version, serial, n_nodes, nodes, n_shards, shards, places, addresses, plan = items[2:]
-        if [type(number) for number in (version, serial, n_nodes, n_shards)] != [int] * 4:
+        version, serial, n_nodes, nodes, n_shards, shards, places, addresses, plan, n_moves = [*items, 0][2:12]
+        if [type(number) for number in (version, serial, n_nodes, n_shards, n_moves)] != [int] * 5:
             raise ValueError("a field of another type")
-        in_range = 0 <= n_nodes <= _MOST_OWNERS and 1 <= n_shards <= _MOST_OWNERS
+        in_range = 0 <= n_nodes <= _MOST_OWNERS and 1 <= n_shards <= _MOST_OWNERS and 0 <= n_moves < serial
         if not (serial >= 1 and version >= 1 and in_range):
             raise ValueError("a number out of range")
         owners = from_runs(nodes, max(1, n_nodes)), from_runs(shards, n_shards)
         found = None if plan is None else MovePlan.from_list(plan, {NODES: max(1, n_nodes), SHARDS: n_shards})
-        return ClusterMap(
-            serial, n_nodes, owners[0], n_shards, owners[1], version, _places(places, n_nodes), _places(addresses, n_shards), found
-        )
+        where = _places(places, n_nodes), _places(addresses, n_shards)
+        return ClusterMap(serial, n_nodes, owners[0], n_shards, owners[1], version, *where, found, n_moves)
 
 
 class OtherFormatError(ValueError):

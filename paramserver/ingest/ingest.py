@@ -129,10 +129,10 @@ class Ingest:
         Args:
             work: its rows, which belong to this shard by a cluster map.
             deadline: of the wait.
-            map_serial: of that map.
+            map_serial: of that map's shards.
 
         Raises:
-            SlotsMovedError: another map is in force; nothing was taken.
+            SlotsMovedError: a map of other shards is in force; nothing was taken.
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:

@@ -1,8 +1,8 @@
-"""Which cluster map the rows that come in must be routed by: the one in force. Ingest locks.
+"""Which cluster map the rows that come in must be routed by: one whose shards are those in force. Ingest locks.
 
-Whatever came by an older map is refused as a whole, however late it is: its slots may have another writer by now. What comes by a newer one
-waits until this shard has seen that. While slots are handed over everything waits. docs/adr/0062 says why. What must not live here: what a
-hand-over consists of.
+Whatever came by other shards' map is refused as a whole, however late it is: its slots may have another writer by now. What comes by a
+newer one waits until this shard has seen that. While slots are handed over everything waits. Slots that move between nodes refuse nothing:
+rows keep their writer. docs/adr/0062 says why. What must not live here: what a hand-over consists of.
 """
 
 from collections.abc import Callable
@@ -40,20 +40,20 @@ class MapGate:
         return self._map()
 
     def holds(self, serial: int, *, of_step: bool = False) -> bool:
-        """Whether rows that were routed by this map are to wait; those of a sync job's step wait at the barrier until the flip."""
+        """Whether rows that were routed by the shards of this serial are to wait; those of a sync job's step wait at the barrier."""
         now = self._map()
         if now is not self._known:
             self._known, self._held = now, hands_over(now, self._shard)
         held = self._held and not (of_step and now.plan is not None and now.plan.phase in _AT_THE_BARRIER)
-        return serial > now.serial or (serial == now.serial and held)
+        return serial > now.shards_serial or (serial == now.shards_serial and held)
 
     def require(self, serial: int) -> None:
-        """Refuse rows that were routed by an older map.
+        """Refuse rows that were routed by an older map, of other shards.
 
         Raises:
             SlotsMovedError: naming both.
         """
-        now = self._map().serial
+        now = self._map().shards_serial
         if serial < now:
             raise SlotsMovedError(
                 f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "

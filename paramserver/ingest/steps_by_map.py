@@ -54,14 +54,14 @@ class StepsByMap:
     def _follow(self, now: ClusterMap) -> None:
         if self._barrier is None:
             return
-        if 0 < self._held_serial < now.serial:
-            self._refuse_waiting(now.serial)
+        if 0 < self._held_serial < now.shards_serial:
+            self._refuse_waiting(now.shards_serial)
         last = last_step(now)
         if last is None:
             self._barrier.go_on()
         else:
             self._barrier.hold(last)
-        self._held_serial = 0 if last is None else now.serial
+        self._held_serial = 0 if last is None else now.shards_serial
 
     def _refuse_waiting(self, serial: int) -> None:
         """Refuse the pushes that wait for the others of their step, or for their last part.

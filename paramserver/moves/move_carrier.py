@@ -194,7 +194,8 @@ class MoveCarrier:
             self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=after)))
 
     def _flip(self, now: ClusterMap, plan: MovePlan) -> None:
-        flipped = replace(now, version=now.version + 1, serial=now.serial + 1)
+        n_moves = now.n_node_moves + 1 if plan.kind == NODES else 0
+        flipped = replace(now, version=now.version + 1, serial=now.serial + 1, n_node_moves=n_moves)
         if plan.kind == NODES:
             self._follow(replace(flipped, slot_nodes=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_nodes)))
         else:

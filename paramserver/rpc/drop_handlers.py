@@ -101,8 +101,8 @@ class DropHandlers:
         if len(ids):
             nothing = np.empty((len(ids), 0), np.float32), np.empty(0, np.uint64)
             rows = CheckedRows(definition, ids, *nothing, definition.optimizer.check_hyper({}))
-            with suppress(SlotsMovedError):  # nodes changed in between: the client asks again
-                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.serial)
+            with suppress(SlotsMovedError):  # slots changed their shard in between: the client asks again
+                n_erased = self._ingest.submit_rows(RowsWork(ERASE, rows), deadline, self._maps.cluster_map.shards_serial)
         if not state.n_rows:
             self._tables.forget(definition)
         return EraseTableReply(n_erased, state.n_rows)

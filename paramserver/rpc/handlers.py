@@ -228,4 +228,4 @@ class Handlers:
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
         cluster_map = self._parts.maps.cluster_map
         rows = check_rows(request.rows, self._parts.registry.find, self._parts.shard, cluster_map, kind)
-        return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.serial)
+        return self._parts.ingest.submit_rows(RowsWork(kind, rows), deadline.within(request.timeout_s), cluster_map.shards_serial)

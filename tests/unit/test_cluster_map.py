@@ -22,14 +22,25 @@ def _runs(*pairs: tuple[int, int]) -> bytes:
     return np.array(pairs, dtype="<u2").tobytes()
 
 
-GOLDEN = bytes.fromhex("9ba96b76656d622d6d617002010102c408000000000020010001c404000000009292a3613a31a466696c6592a3623a32a466696c6590c0")
+SECOND = bytes.fromhex("9ba96b76656d622d6d617002010102c408000000000020010001c404000000009292a3613a31a466696c6592a3623a32a466696c6590c0")
+GOLDEN = bytes.fromhex("9ca96b76656d622d6d617003010102c408000000000020010001c404000000009292a3613a31a466696c6592a3623a32a466696c6590c000")
 
 
 def test_golden_bytes_of_a_map() -> None:
     # A map that nodes hold must be read by every later release.
     one = ClusterMap.first(2, 1, ("a:1", "b:2"))
     assert one.encode().hex() == GOLDEN.hex()
-    assert ClusterMap.decode(GOLDEN).digest == one.digest == 10454704785568419357
+    for data in (SECOND, GOLDEN):
+        assert ClusterMap.decode(data).digest == one.digest == 10454704785568419357
+        assert ClusterMap.decode(data).encode() == GOLDEN
+
+
+def test_the_shards_half_has_a_serial_of_its_own_which_moves_of_nodes_leave() -> None:
+    moved = replace(ClusterMap.first(2, 2), serial=5, n_node_moves=3)
+    again = ClusterMap.decode(moved.encode())
+    assert (again.serial, again.shards_serial) == (5, 2)
+    with pytest.raises(DamagedCopyError):
+        decode_map(replace(moved, n_node_moves=5).encode())
 
 
 @pytest.mark.parametrize(("n_nodes", "n_shards"), [(1, 1), (2, 3), (7, 4), (0, 5), (N_SLOTS, N_SLOTS)])

@@ -82,6 +82,16 @@ def test_a_part_of_an_older_map_is_refused_whole_and_leaves_its_sequence_free(ga
     assert gated.taken() == 2
 
 
+def test_a_part_of_before_a_move_of_nodes_is_taken_and_one_of_before_the_last_move_of_shards_is_not(gated: Gated) -> None:
+    gated.map = replace(gated.map, serial=4, n_node_moves=2)
+    with pytest.raises(SlotsMovedError, match="of serial 1 came in when that of serial 2"):
+        gated.push(1, 1)
+    gated.push(1, gated.map.shards_serial)
+    gated.map = replace(gated.map, serial=5, n_node_moves=3)
+    gated.push(2, 2)
+    assert gated.taken() == 2
+
+
 def test_a_part_that_was_taken_before_the_flip_is_answered_after_it(gated: Gated) -> None:
     first = gated.push(1, 1)
     gated.serial = 2
