@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +77,12 @@ def check(url: str, save_id: str, registry: Registry) -> Chain:
     return chain
 
 
+def note_carried_out(data: DataDir, decision: Decision | None, still_ours: Callable[[], None]) -> None:
+    """Note that a shard has nothing more to do for the newest decision, if there is one: it has no slots, or takes rows that are loaded."""
+    if decision is not None:
+        data.write(LOADED, [b"%d\n" % decision.serial], still_ours)
+
+
 class Loader:
     """Replaces one shard's rows by a checkpoint's, step by step, so that a crash at any step can be gone on from.
 
@@ -104,6 +110,10 @@ class Loader:
         """
         plan = self._plan()
         decision = self._decision()
+        if decision is not None and plan is None and self._parts.shard not in self._store.cluster_map.writing_shards:
+            note_carried_out(self._data, decision, self._still_ours)  # none of its rows is this shard's, and it may be gone by now
+            self._report(decision.load_id, "done")
+            return
         if decision is None and plan is None:
             return
         load_id = decision.load_id if decision is not None else plan.load_id if plan is not None else ""

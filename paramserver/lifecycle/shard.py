@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.checkpoint.load_decision import META_NAME as LOAD_NAME
+from kvemb.checkpoint.load_decision import newest_decision
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
@@ -24,6 +26,7 @@ from ..apply.applier import Applier
 from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
+from ..checkpoint.loader import note_carried_out
 from ..checkpoint.save_observer import SaveObserver
 from ..checkpoint.saver import Saver
 from ..disk.data_dir import DataDir
@@ -242,9 +245,14 @@ class Shard:
             write_dirty=engine.write_dirty,
             steps=parts.ingest.steps.follow if parts.config.servers.mode == "sync" else None,
             expect=parts.ingest.steps.expect,
+            loaded=self._note_loaded,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
         return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
+
+    def _note_loaded(self) -> None:
+        copies = self._store.get_meta(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
+        note_carried_out(self._data, newest_decision(copies, self._store.copies_on(LOAD_NAME)), self._parts.claim.require)
 
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""

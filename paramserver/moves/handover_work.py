@@ -44,6 +44,7 @@ class HandoverPorts:
         write_dirty: writes what write-behind holds back.
         steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
         expect: waits for these members of a sync job from now on.
+        loaded: notes durably that the rows which this shard takes, as its first, are those of the newest load.
     """
 
     rise: Callable[[int], None]
@@ -52,6 +53,7 @@ class HandoverPorts:
     write_dirty: Callable[[Pause], None]
     steps: Callable[[], HeldSteps] | None = None
     expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
+    loaded: Callable[[], None] = lambda: None
 
 
 class HandoverWork:
@@ -223,6 +225,7 @@ class HandoverWork:
             self._ports.rise(given.epoch)  # the giver may have started anew
             if self._shard not in cluster_map.writing_shards:
                 self._ports.expect(given.members)  # durable with what follows
+                self._ports.loaded()
             self._taker.take(given.entries, given.epoch)
 
     def _give(self, cluster_map: ClusterMap) -> Iterator[float]:

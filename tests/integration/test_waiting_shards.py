@@ -1,5 +1,6 @@
 """A shard whose number the cluster map does not have: it starts, says who it is, takes nothing, and nobody minds it."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +84,30 @@ def test_trainers_saves_and_status_know_the_shards_of_the_map(local: LocalCluste
         np.testing.assert_array_equal(table.pull(IDS), -1)
         assert [shard.shard for shard in cluster.status().shards] == [0, 1]
         assert cluster.save(str(tmp_path / "a")).manifest.n_shards == 2
+
+
+@pytest.mark.parametrize("started", ["before the load", "when the checkpoint is gone"])
+def test_it_joins_after_a_load_whose_checkpoint_is_gone_and_keeps_its_rows_at_a_new_start(
+    local: LocalCluster, tmp_path: Path, started: str
+) -> None:
+    address, moves = f"127.0.0.1:{free_ports(1)[0]}", ShardMoves(local.url)
+    with kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        if started == "before the load":
+            local.start_shard(2, "--listen", address)
+        cluster.load(cluster.save(str(tmp_path / "gone")).url)
+        shutil.rmtree(tmp_path / "gone")
+        if started != "before the load":
+            local.start_shard(2, "--listen", address)
+        moves.begin(np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2)), join_shards=[address])
+        assert moves.wait().shard_numbers == (0, 1, 2)
+        moves.close()
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        local.shards[2].stop(PATIENCE_S)
+        local.start_shard(2, "--listen", address)
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        np.testing.assert_array_equal(table.pull(IDS), -3)
 
 
 def test_it_joins_and_another_one_leaves_while_rows_are_pushed(local: LocalCluster, waiting: ShardChannel) -> None:
