@@ -23,7 +23,7 @@ def table_over_tls(stack: ExitStack, target: Filled) -> Table:
     Raises:
         KvembError: the servers cannot be given a port while they run, or are built without TLS.
     """
-    from tests.certificates import Authority
+    from kvemb.net.certificate_authority import Authority
 
     if target.opened.config.storage.kind != "redis":
         raise KvembError("--tls: only Redis servers take a TLS port while they run, and the Valkey wheel is built without TLS")

@@ -75,7 +75,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvemb.commands.planning_options import add_bench, add_plan
+    from kvemb.commands.planning_options import add_bench, add_plan, positive
     from kvemb.commands.verb_examples import example_text
 
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
@@ -119,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     takes_config(doctor)
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     doctor.set_defaults(run=_doctor)
+    certificates = verbs.add_parser(
+        "certificates", help="make an authority and certificates for a trial of TLS: shards, trainers, admin, storage"
+    )
+    takes_config(certificates)
+    certificates.add_argument("--out", default="tls", metavar="FOLDER", help="where to, from the cluster's file on (default tls)")
+    certificates.add_argument("--days", type=positive, default=30.0, metavar="N", help="how long they are good for (default 30)")
+    certificates.set_defaults(run=_certificates)
     acl = verbs.add_parser("acl", help="print users for Redis and Valkey nodes: trainers that only read, shards that only do what they do")
     takes_config(acl)
     acl.add_argument("--check", choices=("trainer", "shard"), help="ask every node whether kvemb.yaml's user is as this role's should be")
@@ -286,6 +293,12 @@ def _completion(args: argparse.Namespace) -> int:
     from kvemb.commands.completion_command import completion_command
 
     return completion_command(_parser(), args.shell)
+
+
+def _certificates(args: argparse.Namespace) -> int:
+    from kvemb.commands.certificates_command import certificates_command
+
+    return certificates_command(args)
 
 
 def _acl(args: argparse.Namespace) -> int:

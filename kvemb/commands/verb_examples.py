@@ -10,6 +10,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "show": ("kvemb show user 42", "kvemb show user -5 --json"),
     "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
     "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
+    "certificates": ("kvemb certificates kvemb.yaml", "kvemb certificates --days 7 --out trial"),
     "acl": ("kvemb acl > users.acl", "kvemb acl --check trainer"),
     "repair": ("kvemb repair --node 10.0.0.1:6379", "kvemb repair --all --timeout 7200"),
     "nodes": (

@@ -8,7 +8,7 @@ from unittest import mock
 
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
-from tests.certificates import Authority, Issued
+from kvemb.net.certificate_authority import Authority, Issued
 from tests.integration.tls_storage import TlsServer, start_tls_servers
 
 KINDS_WITH_TLS = ("redis", "memcached")

@@ -16,9 +16,9 @@ from kvemb.config import Config, StorageConfig, load
 from kvemb.doctor.certificate_findings import judge_certificates
 from kvemb.doctor.examination import examine
 from kvemb.doctor.finding import Finding
+from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.protocol.installed_version import installed_version
 from kvemb.tls_config import TlsConfig
-from tests.certificates import Authority, Issued
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers
 
@@ -88,17 +88,17 @@ def test_what_ends_within_fourteen_days_is_named_on_every_side(secured: TlsClust
 
 
 def test_a_certificate_that_has_ended_is_named_on_every_side(secured: TlsCluster, tmp_path: Path) -> None:
-    ended = found(config_of(secured, secured.issue("reader/oncall", name="ended", expired=True)))
+    ended = found(config_of(secured, secured.issue("reader/oncall", name="ended", days=-1)))
     assert ended.keys() == {"certificate-expired"}
     assert ended["certificate-expired"].where.endswith("ended.crt")
     config = config_of(secured)
-    with serving(secured.authority.issue("old-shard", "kvemb://ads/shard/0", purposes=("server",), expired=True)) as address:
+    with serving(secured.authority.issue("old-shard", "kvemb://ads/shard/0", purposes=("server",), days=-1)) as address:
         of_shard = found(replace(config, servers=replace(config.servers, shards=(address,))))
     assert of_shard["certificate-expired"].where == f"shard 0 ({address})"
     assert "shard-unreachable" not in of_shard
     assert "shard-refuses" not in of_shard
     nodes: Authority = secured.nodes  # type: ignore[attr-defined]
-    with serving(nodes.issue("old-node", purposes=("server",), expired=True)) as address:
+    with serving(nodes.issue("old-node", purposes=("server",), days=-1)) as address:
         of_node = found(replace(config, storage=replace(config.storage, nodes=(address,))))
     assert of_node["certificate-expired"].where == f"node {address}"
     assert "node-unreachable" not in of_node

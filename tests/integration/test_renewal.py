@@ -15,9 +15,9 @@ import pytest
 import kvemb
 from kvemb.errors import ConfigError, KvembError, StorageError
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
+from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.testing.real_servers import memcached_client, redis_client
-from tests.certificates import Authority, Issued
 from tests.fuzz.honest import Honest
 from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running

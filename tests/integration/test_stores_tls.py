@@ -9,12 +9,12 @@ import pytest
 from kvemb.config import StorageConfig
 from kvemb.errors import ConfigError, StorageError
 from kvemb.local_cluster.processes import LocalProcessError
+from kvemb.net.certificate_authority import Authority
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.repair_contract import RepairContract
 from kvemb.testing.store_contract import CLUSTER, GENERATION, Nodes, StoreContract, records_of, require_rows, within, write
 from kvemb.tls_config import TlsConfig
-from tests.certificates import Authority
 from tests.integration.tls_storage import TlsNodes
 
 
@@ -52,7 +52,7 @@ class _OverTls(StoreContract):
     @pytest.mark.parametrize("who", ["no certificate", "another authority's", "expired", "no trust in the node's", "plain text"])
     def test_a_stranger_is_refused_by_name(self, running: TlsNodes, nodes: Nodes, who: str) -> None:
         wrong = Authority(running.authority.folder / "wrong", "wrong")
-        foreign, old = wrong.issue("foreign", purposes=("client",)), running.authority.issue("old", purposes=("client",), expired=True)
+        foreign, old = wrong.issue("foreign", purposes=("client",)), running.authority.issue("old", purposes=("client",), days=-1)
         ca = str(running.authority.ca)
         tls = {
             "no certificate": TlsConfig(ca),

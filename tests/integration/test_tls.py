@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 import kvemb
+from kvemb import cli
 from kvemb.client.all_shards import AllShards
 from kvemb.config import load
 from kvemb.errors import AccessDeniedError, ConfigError, ShardUnavailableError
+from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import ByeRequest, Empty, HelloReply, HelloRequest, PushPart, PushReply, digest_tables
-from tests.certificates import Authority
-from tests.integration.shard_processes import PATIENCE_S
+from tests.integration.shard_processes import PATIENCE_S, until
 from tests.integration.tls_clusters import NAME, TlsCluster, running
+from tests.integration.tls_storage import start_tls_servers
 
 OPTIONS = {"dim": 4, "optimizer": kvemb.optim.sgd(1.0), "initializer": kvemb.init.zeros()}
 
@@ -112,7 +114,7 @@ def test_a_certificate_of_another_cluster_or_of_a_shard_is_nobodys(secured: TlsC
     [
         (lambda secured: None, "needs a certificate and its key"),
         (lambda secured: Authority(secured.folder / "wrong", "wrong").issue("stranger", purposes=("client",)), "issuer"),
-        (lambda secured: secured.issue("trainer/t", name="old", expired=True), "expired"),
+        (lambda secured: secured.issue("trainer/t", name="old", days=-1), "expired"),
         (lambda secured: secured.authority.issue("serves", f"kvemb://{NAME}/trainer/t", purposes=("server",)), "purpose"),
     ],
     ids=["none", "of another authority", "expired", "for servers"],
@@ -132,7 +134,7 @@ def test_a_shard_refuses_by_itself_whom_no_client_of_ours_would_let_through(secu
     strangers = {
         "none": None,
         "of another authority": wrong.issue("stranger", purposes=("client",)),
-        "expired": secured.issue("trainer/t", name="old", expired=True),
+        "expired": secured.issue("trainer/t", name="old", days=-1),
         "for servers": secured.authority.issue("serves", f"kvemb://{NAME}/trainer/t", purposes=("server",)),
         "good": secured.issue("trainer/t", name="t"),
     }
@@ -163,7 +165,7 @@ def test_a_shard_does_not_start_with_a_certificate_that_is_not_a_shards(secured:
     for issued, why in (
         (secured.issue("trainer/t", name="t"), "purpose"),
         (secured.authority.issue("t-serves", f"kvemb://{NAME}/trainer/t"), "not of a shard"),
-        (secured.authority.issue("shard-old", f"kvemb://{NAME}/shard/0", expired=True), "expired"),
+        (secured.authority.issue("shard-old", f"kvemb://{NAME}/shard/0", days=-1), "expired"),
     ):
         process = secured.launch(0, issued)
         assert process.wait() == 2
@@ -246,3 +248,49 @@ def test_plain_text_beyond_this_machine_takes_a_word_in_the_file(tmp_path: Path,
     with pytest.raises(ShardUnavailableError):
         kvemb.connect({**plain, "parameter_servers": {"shards": ["ps-0.invalid:7070"], "insecure": True}})
     assert "INSECURE: parameter_servers.insecure is true" in caplog.text
+
+
+def test_the_certificates_of_a_trial_serve_every_process_of_the_cluster(
+    tmp_path: Path, require_server: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require_server("redis-server")
+    trial = tmp_path / "trial"
+    assert cli.main(["init", str(tmp_path / "kvemb.yaml"), "--cluster", NAME]) == 0
+    assert cli.main(["certificates", str(tmp_path / "kvemb.yaml"), "--out", "trial"]) == 0
+    authority = Authority(trial)  # the same again
+    (node,) = start_tls_servers("redis", 1, tmp_path, 64, authority=authority, issued=Issued(trial, "storage"))
+    section = {"ca": "trial/ca.pem", "cert_env": "TLS_CERT", "key_env": "TLS_KEY"}
+    storage = {"kind": "redis", "nodes": [node.tls_address], "tls": section}  # type: ignore[attr-defined]
+    made = TlsCluster(tmp_path, tls={"ca": "trial/ca.pem"}, storage=storage)
+
+    def own(name: str) -> None:
+        monkeypatch.setenv("TLS_CERT", f"trial/{name}.crt")
+        monkeypatch.setenv("TLS_KEY", f"trial/{name}.key")
+
+    try:
+        own("admin")
+        assert cli.main(["certificates", "--config", str(made.path), "--out", "trial", "--days", "3"]) == 0  # renews, by the same authority
+        shown = capsys.readouterr().out
+        assert f"KVEMB_TLS_CERT=trial/shard-0.crt KVEMB_TLS_KEY=trial/shard-0.key   # kvemb shard --config {made.path} --shard 0" in shown
+        assert (trial / "ca.key").stat().st_mode & 0o777 == 0o600
+        made.shards.append(made.launch(0, Issued(trial, "shard-0")))
+        until((tmp_path / "ready-0").exists, made.shards[0])
+        own("trainer")
+        push_one(str(made.path), "t", "any-name")
+        with kvemb.connect(str(made.path)) as cluster, pytest.raises(AccessDeniedError, match="role admin"):
+            cluster.drop_table("t")
+        own("admin")
+        assert cli.main(["drop", "t", "--config", str(made.path), "--yes"]) == 0
+        assert cli.main(["doctor", str(made.path)]) == 0
+    finally:
+        made.close()
+        node.process.kill()
+
+
+def test_an_authority_whose_key_is_not_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", str(tmp_path / "kvemb.yaml")]) == 0
+    (tmp_path / "tls").mkdir()
+    (tmp_path / "tls/ca.pem").write_text("somebody's")
+    assert cli.main(["certificates", str(tmp_path / "kvemb.yaml")]) == 2
+    assert "Nothing was changed" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "tls").iterdir()] == ["ca.pem"]

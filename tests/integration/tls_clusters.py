@@ -10,7 +10,7 @@ import yaml
 
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import StorageServer, start_servers
-from tests.certificates import Authority, Issued
+from kvemb.net.certificate_authority import Authority, Issued
 from tests.integration.shard_processes import Process, until
 
 NAME = "ads"

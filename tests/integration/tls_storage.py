@@ -6,10 +6,10 @@ from pathlib import Path
 from kvemb.config import StorageConfig
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, create_redis_cluster
+from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.net.deadline import Deadline
 from kvemb.testing.real_servers import ServerNodes
 from kvemb.tls_config import TlsConfig
-from tests.certificates import Authority, Issued
 
 
 class TlsServer(StorageServer):
