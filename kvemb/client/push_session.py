@@ -70,7 +70,7 @@ class PushSession:
         self._closed = threading.Event()
         self._incarnation = 0
         self._introduced = False
-        self._step = 0
+        self._step = self._inherited = 0  # the latter: the last step that our predecessor took part in somewhere
         self._behind: dict[int, int] = {}  # shards that await an earlier step than the others, which our predecessor took part in elsewhere
         self._failed: list[Ack] = []
         self._last_failed: Ack | None = None
@@ -206,8 +206,10 @@ class PushSession:
         self._introduced = True
         for shard in replies:
             self._stream(shard, introduced=True)
-        self._step = max(0, *(reply.first_step - 1 for reply in replies.values()))
-        self._behind = {shard: reply.first_step for shard, reply in replies.items() if 0 < reply.first_step <= self._step}
+        self._step = self._inherited = max(0, *(reply.first_step - 1 for reply in replies.values()))
+        writing = self._servers.cluster_map.writing_shards  # nobody pushes to the others: they stay where they are
+        firsts = {shard: reply.first_step for shard, reply in replies.items() if shard in writing}
+        self._behind = {shard: first for shard, first in firsts.items() if 0 < first <= self._step}
 
     def _catch_up(self, deadline: Deadline) -> None:
         """Take part with nothing in the steps that only some shards have had of our predecessor: from the next step on all are level."""
@@ -329,12 +331,13 @@ class PushSession:
         if not pushes:
             return self._servers.cluster_map
         cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
+        writing = cluster_map.writing_shards
         if self.row_cache is not None:
             self.row_cache.invalidate()
         for push in pushes:
             # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
-            had = self._heard.get(push.serial, frozenset()) - push.shards
-            wanted = self._shares(push.tables, cluster_map, cluster_map.writing_shards - had if self.sync else ())
+            missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
+            wanted = self._shares(push.tables, cluster_map, writing & missed if self.sync else ())
             prefetched_of = route_prefetched(push.prefetched, cluster_map)
             numbered = self._number(wanted, prefetched_of, push.step, cluster_map.shards_serial)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 from matrix import one_of
 from moving_load import MovingLoad
-from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
+from shard_moves import DIM, IDS, N_IDS, PATIENCE_S, HastyTrainer, ShardMoves
 
 import kvemb
+import kvemb.init
+import kvemb.optim
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import equal_runs
@@ -71,6 +74,28 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
             counts = [trainer.stop(flush=trainer is trainers[-1]) for trainer in trainers]
         with kvemb.connect(local.url, read_only=True) as reader:
             np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
+
+
+def test_a_trainer_of_a_sync_job_starts_anew_while_a_shard_has_no_slots(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    ones = np.ones((N_IDS, DIM), np.float32)
+    with LocalCluster("redis", 1, shards=2, mode="sync", trainers=2, memory_mb=64) as local, ExitStack() as stack:
+        trainers = [stack.enter_context(kvemb.connect(local.url, trainer=name)) for name in ("a", "b")]
+        table = trainers[0].create_table("t", dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        moves = stack.enter_context(closing(ShardMoves(local.url)))
+
+        def steps(n: int) -> None:
+            for ack in [trainer.table("t").push(IDS, ones) for _ in range(n) for trainer in trainers]:
+                ack.wait_applied(PATIENCE_S)
+
+        steps(2)
+        for owners in (np.ones(N_SLOTS), equal_runs(2)):
+            moves.begin(owners)
+            moves.wait()
+            steps(2)
+            trainers[1] = stack.enter_context(kvemb.connect(local.url, trainer="b"))
+            steps(2)
+        np.testing.assert_array_equal(table.pull(IDS)[:, 0], -20.0)
 
 
 @pytest.mark.timeout(600)

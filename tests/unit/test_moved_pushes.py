@@ -185,6 +185,26 @@ def test_slots_that_move_between_nodes_make_no_push_wait_for_those_before_it(
     assert taken(shards) == each_once(3)
 
 
+def test_a_restarted_sync_trainer_takes_no_part_in_steps_of_a_shard_without_slots(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    shards[0].first_step, shards[1].first_step = 3, 9  # shard 0 has had no step since its slots went
+    maps.now = maps.cluster_map = replace(FIRST, serial=2, slot_shards=np.ones_like(FIRST.slot_shards))
+    session = connect(sync=True)
+    session.push(rows_of(*IDS), soon()).wait_applied(20)
+    assert [[part.step for part in shard.taken] for shard in shards] == [[], [9]]
+
+
+def test_steps_that_a_restarted_sync_trainer_makes_up_for_go_to_no_other_shard_when_slots_have_moved(
+    shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]
+) -> None:
+    shards[0].first_step, shards[1].first_step = 9, 7
+    maps.now = MOVED
+    session = connect(sync=True)
+    session.push(rows_of(*IDS), soon()).wait_applied(20)
+    assert [[part.step for part in shard.taken] for shard in shards] == [[9], [7, 8, 9]]
+
+
 def test_a_flush_waits_for_what_is_sent_again(shards: list[OwningShard], maps: Maps, connect: Callable[..., PushSession]) -> None:
     session = connect()
     session.push(rows_of(*IDS), soon()).wait_applied()
