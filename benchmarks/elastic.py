@@ -9,7 +9,7 @@ from benchmarks.measure import Spread
 from benchmarks.options import positive, whole
 from benchmarks.report import Line, Report, Section
 
-STORES = ("redis", "valkey", "memcached")
+STORES = ("redis", "valkey", "memcached", "redis-cluster")
 NODES, SHARDS, LOSSES = PARTS = ("nodes", "shards", "losses")
 LONGEST_WAIT_MS, LEAST_THROUGHPUT, MOST_ROWS, LEAST_SPEED = 1000, 0.7, 1.05, 0.5
 Figures = dict[str, Spread | float | str]
@@ -68,18 +68,18 @@ def _rounds_of_nodes(it: ElasticCluster, repeats: int) -> list[Line]:
     joins, leaves, moves, repairs = [], [], [], []
     for _ in range(repeats):
         with it.further_node() as third, it.load() as trainers:
-            joins.append(it.under_load(trainers, it.opened.nodes.add(third)))
-            leaves.append(it.under_load(trainers, it.opened.nodes.remove(third)))
+            joins.append(it.under_load(trainers, it.node_joins(third)))
+            leaves.append(it.under_load(trainers, it.node_leaves(third)))
         with it.further_node() as third:
-            moves.append(it.alone(it.opened.nodes.add(third)))
-            it.alone(it.opened.nodes.remove(third))
+            moves.append(it.alone(it.node_joins(third)))
+            it.alone(it.node_leaves(third))
         repairs.append(it.repair())
         it.check()
     ratio = Spread.of([move.rows_per_s / repair for move, repair in zip(moves, repairs, strict=True)])
     speeds: Figures = {"k rows/s": _speed(moves), "/ repair": ratio, "target": f"/ repair >= {LEAST_SPEED}"}
     return [
-        Line("2 -> 3 nodes", _under_load(joins)),
-        Line("3 -> 2 nodes", _under_load(leaves)),
+        Line(f"{it.n_nodes} -> {it.n_nodes + 1} nodes", _under_load(joins)),
+        Line(f"{it.n_nodes + 1} -> {it.n_nodes} nodes", _under_load(leaves)),
         Line("a node joins, no load", speeds),
         Line("a node is repaired, no load", {"k rows/s": Spread.of([one / 1e3 for one in repairs])}),
     ]

@@ -15,15 +15,18 @@ from benchmarks.recovery_steps import watch_repair
 from kvemb.client.resizing.node_moves import NodePlan
 from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan
 from kvemb.local_cluster import LocalCluster
-from kvemb.local_cluster.processes import free_ports
-from kvemb.local_cluster.storage_servers import StorageServer, start_servers
+from kvemb.local_cluster.processes import accepts, free_ports
+from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
+from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
+from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan
 from kvemb.stores.storage_kinds import open_store
 
 N_NODES, N_SHARDS = 2, 2
 TABLE = "elastic"
 _OPEN_S = 20.0
-Plan = NodePlan | ShardMovePlan
+_CLUSTER = "redis-cluster"
+Plan = NodePlan | ShardMovePlan | ScalingPlan
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Change:
     Args:
         before, meanwhile: windows of the same length at least, the second from the command until the move is done.
         move: what it was.
-        rows_ratio: rows that it moved / the third of all rows that a third node or shard is to have.
+        rows_ratio: rows that it moved / the part of all rows that one node or shard more is to have.
     """
 
     before: Window
@@ -81,16 +84,20 @@ class Change:
 
 
 class ElasticCluster:
-    """Two nodes, two shards and a table of which every row is the number of pushes that it got; a context manager."""
+    """Two nodes (three of a Redis Cluster), two shards, a table whose rows are the numbers of their pushes; a context manager."""
 
     def __init__(self, store: str, options: argparse.Namespace) -> None:
         self._store, self._options = store, options
+        self.n_nodes = N_NODES + (store == _CLUSTER)  # two of three can call the third failed
         self._counts = np.ones(options.rows, np.int64)
+        self._scaling: NodeScaling | None = None
 
     def __enter__(self) -> "ElasticCluster":
         with ExitStack() as stack:
-            self.cluster = stack.enter_context(LocalCluster(self._store, N_NODES, shards=N_SHARDS))
+            self.cluster = stack.enter_context(LocalCluster(self._store, self.n_nodes, shards=N_SHARDS))
             self.opened = stack.enter_context(kvemb.connect(self.cluster.url))
+            if self._store == _CLUSTER:  # which places its slots itself
+                self._scaling = stack.enter_context(NodeScaling(self.opened.config.storage))
             self.table = fill(self.opened, TABLE, self._options.rows, self._options.dim)
             self._stack = stack.pop_all()
         return self
@@ -111,17 +118,31 @@ class ElasticCluster:
         """Refuse a table whose rows are not the number of pushes that they got."""
         check_counts(self.table, self._counts)
 
+    def node_joins(self, address: str) -> Plan:
+        """A plan that a server joins."""
+        return self.opened.nodes.add(address) if self._scaling is None else self._scaling.plans.add(address)
+
+    def node_leaves(self, address: str) -> Plan:
+        """A plan that a node leaves."""
+        return self.opened.nodes.remove(address) if self._scaling is None else self._scaling.plans.remove(address)
+
     def under_load(self, trainers: Trainers, plan: Plan) -> Change:
         """Let trainers train, and then the plan happen meanwhile."""
         with trainers.window() as before:
             time.sleep(self._options.seconds)
         with trainers.window() as meanwhile:
             move = self.alone(plan)
-        return Change(before[0], meanwhile[0], move, plan.n_rows / (self._options.rows / (N_NODES + 1)))
+        n_after = 1 + (N_SHARDS if isinstance(plan, ShardMovePlan) else self.n_nodes)
+        return Change(before[0], meanwhile[0], move, move.n_rows * n_after / self._options.rows)
 
     def alone(self, plan: Plan) -> Move:
         """Let the plan happen."""
         start_s = time.perf_counter()
+        if isinstance(plan, ScalingPlan):
+            assert self._scaling is not None
+            self._scaling.carry_out(plan)
+            n_rows = round(self._options.rows * plan.n_bytes / float(plan.loads.sum()))
+            return Move(n_rows, time.perf_counter() - start_s)
         if isinstance(plan, NodePlan):
             self.opened.nodes.begin(plan)
         else:
@@ -146,12 +167,17 @@ class ElasticCluster:
 
     def repair(self) -> float:
         """Restart a node empty; rows per second of its repair."""
-        state, sizes = self.opened.nodes.state(), self.opened.nodes.sizes()
-        n_rows = int(sizes.rows[state.map.slot_nodes == 0].sum())
+        if self._scaling is None:
+            state, sizes = self.opened.nodes.state(), self.opened.nodes.sizes()
+            n_rows = int(sizes.rows[state.map.slot_nodes == 0].sum())
+        else:
+            figures = self._scaling.plans.show()
+            part = [node.row_bytes for node in figures if node.address == self.cluster.servers[0].address]
+            n_rows = round(self._options.rows * sum(part) / sum(node.row_bytes for node in figures))
         store = open_store(self.opened.config.storage, role="shard:bench")
         try:
             store.open(Deadline.after(_OPEN_S))
-            self.cluster.servers[0].restart()
+            self.cluster.servers[0].restart(member=self._scaling is not None)
             seconds, _ = watch_repair(store, Deadline.after(TIMEOUT_S))
         finally:
             store.close()
@@ -160,8 +186,9 @@ class ElasticCluster:
 
 def further_node(stack: ExitStack, cluster: LocalCluster) -> StorageServer:
     """A server that is none of the cluster's yet."""
-    (server,) = start_servers(cluster.store, 1, cluster.folder, 1024)
+    server = StorageServer(cluster.store, free_ports(1)[0], cluster.folder, 1024)
     stack.callback(lambda: server.process.kill())
+    server.process.wait_until(lambda: accepts(server.port), Deadline.after(START_TIMEOUT_S))
     return server
 
 

@@ -148,6 +148,27 @@ def test_after_a_move_reads_writes_erases_and_meta_follow(store: Store, running:
         assert len(late.open(within())) == N_SLOTS
 
 
+def test_a_batch_follows_slots_that_have_moved_without_asking_for_the_whole_map(
+    store: Store, mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = SLOT + 9
+    keys, name, source = rows_in(slot), marker_keys()[slot].decode(), mover.owner(slot)
+    write(store, keys, records_of(keys))
+    asked: list[object] = []
+
+    def fetch(candidates: Iterable[str], access: RedisAccess, deadline: Deadline) -> SlotMap:
+        asked.append(candidates)
+        return fetch_slot_map(candidates, access, deadline)
+
+    monkeypatch.setattr("kvemb.stores.redis_cluster.cluster_topology.fetch_slot_map", fetch)
+    for to in ((source + 1) % 3, source):
+        mover.move(slot, to)
+        require_rows(store, keys, records_of(keys))
+        assert store.get_meta(name, within()) != [None]
+        assert store.node_of(keys) == f"127.0.0.1:{mover.ports[to]}"
+    assert not asked
+
+
 def test_a_node_that_has_not_heard_of_a_move_sends_nobody_in_circles(store: Store, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = SLOT + 7  # other tests begin with that one and its neighbour on the same node
     keys, name = rows_in(slot), marker_keys()[slot].decode()

@@ -47,12 +47,12 @@ class NodeShare:
 
 @dataclass
 class Redirects:
-    """What a round's redirections ask for: a new slot map, or a pause."""
+    """What a round's redirections say: slots that have moved, and to whom; that a new slot map is needed, or a pause."""
 
-    changed_map: bool = False
+    unclear: bool = False
     wait: bool = False
     last: bytes = b""
-    holders: set[str] = field(default_factory=set)  # who was said to hold a slot that has moved
+    moved: dict[int, str] = field(default_factory=dict)
 
     def error(self, deadline: Deadline) -> StorageError:
         """The error when the deadline passes before the rows have settled."""
@@ -139,7 +139,6 @@ class ClusterBatch(ABC):
             good = np.full(size, share.address not in moved)
             if share.address in moved:
                 part.left.append(positions)
-                redirects.changed_map = True
                 redirects.last = b"marker moved"
             else:
                 self._redirect(part, share, positions, good, redirects)
@@ -193,10 +192,9 @@ class ClusterBatch(ABC):
                 part.ask.setdefault(redirect_target(line, share.address), []).append(int(positions[row]))
                 continue
             if kind == b"-MOVED":
-                redirects.changed_map = True
-                redirects.holders.add(redirect_target(line, share.address))
+                redirects.moved[int(part.slots[positions[row]])] = redirect_target(line, share.address)
             elif kind in NOT_NOW:
-                redirects.changed_map = redirects.wait = True
+                redirects.unclear = redirects.wait = True
             else:
                 raise server_error(share.address, line, share.steps.keys, row)
             again.append(positions[row])

@@ -218,9 +218,9 @@ class ClusterRepair:
         return PrimaryState(address, process, slots, values, empty, nonces)
 
     def _judge(self, slot: int, value: bytes | None, process: str, address: str) -> tuple[str, str | None] | None:
-        expected = self._markers.expected(slot)
-        if value == expected.encode():
+        if value == self._markers.encoded(slot):
             return None
+        expected = self._markers.expected(slot)
         name = f"{address} (slot {slot})"
         try:
             repairing = value is not None and Marker.decode(value, name).repairing

@@ -8,7 +8,7 @@ from kvemb.coordination.markers import diagnose
 from kvemb.errors import DeadlineExceededError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import LinkPool
-from kvemb.stores.redirects import redirect_target
+from kvemb.stores.redirects import NOT_NOW, redirect_target
 from kvemb.stores.redis_cluster.cluster_batch import ClusterBatch, NodeShare, Redirects
 from kvemb.stores.redis_cluster.cluster_members import run_id_in
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
@@ -48,8 +48,10 @@ class ClusterRounds:
             except (NodeUnavailableError, DeadlineExceededError):
                 self._topology.forget()  # a failover may have moved the node's slots: the next batch asks
                 raise
-            if redirected.changed_map:
-                self._topology.refreshed(deadline, *redirected.holders)
+            if redirected.unclear:
+                self._topology.refreshed(deadline, *redirected.moved.values())
+            elif redirected.moved:
+                self._topology.follow(redirected.moved, deadline)
             if redirected.wait:
                 time.sleep(min(_PAUSE_S, deadline.remaining_s()))
             if batch.pending and deadline.expired:
@@ -75,8 +77,12 @@ class ClusterRounds:
         here = [check for check in checks if not (check.leaving and (check.reply.error or b"").startswith(b"-ASK "))]
         moved = {check.address for check in here if not self._markers.stays(check.slot, check.reply)}
         redirected = batch.settle(shares, moved, frozenset((check.address, check.slot) for check in checks if check.not_yet))
-        lines = [(check.reply.error or b"", check.address) for check in here]
-        redirected.holders.update(redirect_target(line, address) for line, address in lines if line.startswith(b"-MOVED "))
+        for check in here:
+            line = check.reply.error or b""
+            redirected.unclear |= line.startswith(NOT_NOW)
+            redirected.wait |= line.startswith(b"-ASK ") and self._markers.any_settled_slot(check.address, slot_map) is None
+            if line.startswith(b"-MOVED "):
+                redirected.moved[check.slot] = redirect_target(line, check.address)
         return redirected
 
     def _checks(self, batch: ClusterBatch, shares: list[NodeShare], slot_map: SlotMap, repair: Begun | None) -> list[Check]:

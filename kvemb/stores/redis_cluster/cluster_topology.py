@@ -1,6 +1,7 @@
 """Who holds which slots of a Redis Cluster, as far as is known: its slot map, asked for anew when the cluster says that it changed."""
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,8 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS, text_slot
 from kvemb.stores.redis_cluster.slot_map import SlotMap, fetch_slot_map
 from kvemb.stores.redis_server.redis_commands import RedisAccess
+
+_MANY = 64  # slots that one batch found elsewhere
 
 
 class ClusterTopology:
@@ -56,6 +59,22 @@ class ClusterTopology:
         self._answered = (after.source,)
         self.on_the_way = {slot for slot in self.on_the_way if before and before.address_of(slot) == after.address_of(slot)}
         return after
+
+    def follow(self, moved: Mapping[int, str], deadline: Deadline) -> None:
+        """Take over what answers said: while slots move, every batch hears of a few, and to ask for the whole map takes long.
+
+        Args:
+            moved: by slot, who holds it; where they are many, there may be many more, and the map is asked for.
+            deadline: of its answer.
+        """
+        known = self.known
+        if known is None or len(moved) > _MANY:
+            self.refreshed(deadline, *dict.fromkeys(moved.values()))
+        else:
+            slots = list(moved)
+            self.known = known.with_moved(moved)
+            self.vouched[slots] = -1
+            self.on_the_way.difference_update(slots)
 
     def forget(self) -> None:
         """Let the next batch ask for the map."""

@@ -95,14 +95,17 @@ class ClusterValues:
         line = reply.error if isinstance(reply, BlobReply) else reply.errors[0][1] if reply.errors else None
         if line is not None and line.startswith(b"-ASK ") and not deadline.expired:
             return redirect_target(line, address), False
-        return None, not self._try_again(line, address, deadline)
+        return None, not self._try_again(key, line, address, deadline)
 
-    def _try_again(self, line: bytes | None, address: str, deadline: Deadline) -> bool:
-        """Whether a single command was redirected or refused for now; the map has been asked for anew then."""
+    def _try_again(self, key: bytes, line: bytes | None, address: str, deadline: Deadline) -> bool:
+        """Whether a single command was redirected or refused for now; what the map says has been put right then."""
         if line is None:
             return False
         if not line.startswith(REDIRECTS) or deadline.expired:
             raise server_error(address, line)
         time.sleep(min(_PAUSE_S, deadline.remaining_s()))
-        self._topology.refreshed(deadline, *([redirect_target(line, address)] if line.startswith(b"-MOVED ") else []))
+        if line.startswith(b"-MOVED "):
+            self._topology.follow({text_slot(key): redirect_target(line, address)}, deadline)
+        else:
+            self._topology.refreshed(deadline)
         return True

@@ -1,6 +1,6 @@
 """Redis Cluster's slot map, and the keys of the per-slot markers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,6 +39,19 @@ class SlotMap:
         """Return which slots a node holds: bool [16384]; none of a node that is no primary here, as one that another has replaced."""
         mine: NDArray[np.bool_] = self.nodes == (self.addresses.index(address) if address in self.addresses else -1)
         return mine
+
+    def with_moved(self, moved: Mapping[int, str]) -> "SlotMap":
+        """Return the map after slots have moved; primaries without any are in none.
+
+        Example:
+            >>> SlotMap(("a:1", "b:1"), np.where(np.arange(N_SLOTS) > 0, 1, 0), "a:1").with_moved({0: "c:1"}).addresses
+            ('b:1', 'c:1')
+        """
+        addresses = tuple(sorted({*self.addresses, *moved.values()}))
+        nodes = np.array([addresses.index(address) for address in self.addresses])[self.nodes]
+        nodes[list(moved)] = [addresses.index(address) for address in moved.values()]
+        used, ranks = np.unique(nodes, return_inverse=True)
+        return SlotMap(tuple(addresses[node] for node in used.tolist()), ranks.astype(np.int64), self.source)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -20,7 +20,8 @@ from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.primary_links import exchange
 from kvemb.stores.redis_cluster.slot_map import SlotMap, marker_keys
-from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, Step
+from kvemb.wire.buffer_scan import Bytes
+from kvemb.wire.replies import BlobReply, CodeReply, LineReply, RepliesInOrder, ReplyReader, Step
 from kvemb.wire.request_arrays import chunks
 from kvemb.wire.resp.resp_codec import RespCodec, command
 
@@ -103,12 +104,21 @@ class SlotMarkers:
         self._codec = RespCodec()
         self.origin: Identity | None = None
         self.repairs: dict[int, str] = {}
+        self._encoded: dict[int, tuple[str, bytes]] = {}  # by slot, for which repair
         self.changed: set[str] = set()
 
     def expected(self, slot: int) -> Marker:
         """Return the marker that a slot should have."""
         assert self.origin is not None, "open() comes first"
         return slot_marker(self.origin.cluster_id, slot, self.origin.generation, self.repairs.get(slot, ""))
+
+    def encoded(self, slot: int) -> bytes:
+        """The bytes of the marker that a slot should have; kept, because a look at all slots compares thousands."""
+        nonce = self.repairs.get(slot, "")
+        kept = self._encoded.get(slot)
+        if kept is None or kept[0] != nonce:
+            kept = self._encoded[slot] = nonce, self.expected(slot).encode()
+        return kept[1]
 
     def in_repair(self, slot: int, begun: Begun) -> Marker:
         """Return the marker of a slot while that repair goes on."""
@@ -123,12 +133,12 @@ class SlotMarkers:
             owners: the numbers of the primaries that were asked, see `ClusterTopology.owners`; taken over.
             may_be_lost: whether a slot may be without a good marker: it is vouched for by nobody then.
         """
-        self.origin, self.repairs = origin, {}
+        self.origin, self.repairs, self._encoded = origin, {}, {}
         lost = []
         for slot, value in enumerate(values):
-            expected, name = self.expected(slot), self._topology.slot_name(slot)
-            if value == expected.encode():
+            if value == self.encoded(slot):
                 continue
+            expected, name = self.expected(slot), self._topology.slot_name(slot)
             if may_be_lost and why_lost(name, expected, value, ""):
                 lost.append(slot)
                 continue
@@ -184,21 +194,24 @@ class SlotMarkers:
         """Return a slot of a primary whose marker is not on its way; None where there is none."""
         mine = np.flatnonzero(slot_map.slots_of(address))
         settled = mine[~np.isin(mine, list(self._topology.on_the_way))]
-        return int(settled[0]) if len(settled) else None
+        return int(settled[-1]) if len(settled) else None  # moves go from the first slot to the last
 
     # --- of many slots ----------------------------------------------------------------------------------------------------------
 
     def at(self, address: str, slots: NDArray[np.int64], deadline: Deadline) -> list[bytes | bool | None]:
         """Return what stands in the place of a primary's markers: None for nothing, False where the slot is on its way or elsewhere."""
-        requests, replies = _marker_requests(), [BlobReply(miss=b"$-1") for _ in range(len(slots))]
-        steps = [Step(requests[slot], reply) for slot, reply in zip(slots.tolist(), replies, strict=True)]
-        if steps:
-            exchange(self._pool, {address: merged_steps(steps)}, [], deadline)
+        requests, wanted = _marker_requests(), [self.encoded(slot) for slot in slots.tolist()]
+        groups = [slots[rows].tolist() for rows in chunks(len(slots), _SLOTS_PER_STEP)]
+        replies = [_Markers([wanted[at] for at in range(rows.start, rows.stop)]) for rows in chunks(len(slots), _SLOTS_PER_STEP)]
+        sources = [memoryview(b"".join(requests[slot] for slot in group)) for group in groups]
+        if sources:
+            exchange(self._pool, {address: [Step(*step) for step in zip(sources, replies, strict=True)]}, [], deadline)
         found: list[bytes | bool | None] = []
-        for reply in replies:
-            if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
-                raise server_error(address, reply.error)
-            found.append(reply.value if reply.error is None else False)
+        for one in replies:
+            for reply in one.others:
+                if reply.error is not None and not reply.error.startswith((b"-MOVED ", b"-ASK ")):
+                    raise server_error(address, reply.error)
+            found += one.wanted if one.good else [reply.value if reply.error is None else False for reply in one.others]
         return found
 
     def all(self, deadline: Deadline) -> list[bytes | None]:
@@ -235,6 +248,38 @@ class SlotMarkers:
         for line in lines:
             if line is not None:
                 raise StorageError(f"the cluster is changing its slots ({line.decode('ascii', 'replace')}); try again when it has settled")
+
+
+@dataclass(eq=False)
+class _Markers(ReplyReader):
+    """The markers of some slots: compared as one piece, and one by one only where they are others.
+
+    Args:
+        wanted: what should stand there.
+        others: the answers, where they are not that.
+    """
+
+    wanted: Sequence[bytes]
+    others: list[BlobReply] = field(default_factory=list)
+    good: bool = False
+    _rest: RepliesInOrder | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.good or (self._rest is not None and self._rest.done)
+
+    def take(self, data: Bytes) -> int:
+        if self._rest is None:
+            whole = b"".join([b"$%d\r\n%s\r\n" % (len(marker), marker) for marker in self.wanted])
+            here = data[: len(whole)].tobytes()
+            if here == whole:
+                self.good = True
+                return len(whole)
+            if whole.startswith(here):
+                return 0
+            self.others = [BlobReply(miss=b"$-1") for _ in self.wanted]
+            self._rest = RepliesInOrder(self.others)
+        return self._rest.take(data)
 
 
 @cache

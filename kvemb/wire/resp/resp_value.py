@@ -17,6 +17,9 @@ MAX_BULK_BYTES = 32 << 20
 _MAX_DEPTH = 8
 _MAX_DIGITS = 19
 _SHORT_BYTES = 64
+_MAX_LINE = 4096
+_READ_AT_ONCE = 1 << 16
+_OF_ONE_LINE = frozenset({b"+", b"-", b":", b"$"})
 
 
 @dataclass(frozen=True)
@@ -48,30 +51,46 @@ class ValueReply(ReplyReader):
     _n_items: int = 0
 
     def take(self, data: Bytes) -> int:
-        return self._take_run(data) or self._take_one(data)
+        if taken := self._take_run(data):
+            return taken
+        raw, at = data[:_READ_AT_ONCE].tobytes(), 0  # bytes: a map of slots has a hundred thousand small values
+        while not self.done and (taken := self._take_one(raw, at)):
+            at += taken
+        return at or self._take_large(data)
 
-    def _take_one(self, data: Bytes) -> int:
+    def _take_one(self, raw: bytes, at: int) -> int:
+        """Take the value or the beginning of an array that lies there whole; return how many bytes it was, 0 for none."""
+        end = raw.find(EOL, at, at + _MAX_LINE)
+        if end < 0:
+            return 0  # `_take_large` says what that means
+        line, after = raw[at:end], end + len(EOL)
+        kind = line[:1]
+        if kind == b"*":
+            self._begin(_number(line))
+        elif kind == b"$" and line != b"$-1":
+            stop = after + _size(line)
+            if raw[stop : stop + len(EOL)] != EOL:
+                return 0
+            self._put(raw[after:stop])
+            return stop + len(EOL) - at
+        elif kind in _OF_ONE_LINE:
+            self._put(_of_line(kind, line))
+        else:
+            raise ProtocolError(f"reply {line[:40]!r}, expected one of the Redis protocol (RESP2)")
+        return after - at
+
+    def _take_large(self, data: Bytes) -> int:
+        """Take a string that is longer than what is read at once; nothing else is left over once its line is whole."""
         line = take_line(data, 0)
         if line is None:
             return 0
-        kind, text, taken = line[:1], line[1:], len(line) + len(EOL)
-        if kind == b"*":
-            self._begin(_number(line))
-            return taken
-        if kind == b"$" and text != b"-1":
-            size = _number(line)
-            if not 0 <= size <= MAX_BULK_BYTES:
-                raise ProtocolError(f"reply {line[:40]!r}, expected at most {MAX_BULK_BYTES} bytes")
-            if len(data) < taken + size + len(EOL):
-                return 0
-            if data[taken + size : taken + size + len(EOL)].tobytes() != EOL:
-                raise ProtocolError(f"a value of {size} bytes is not followed by a line end")
-            self._put(data[taken : taken + size].tobytes())
-            return taken + size + len(EOL)
-        if kind not in (b"+", b"-", b":", b"$"):
-            raise ProtocolError(f"reply {line[:40]!r}, expected one of the Redis protocol (RESP2)")
-        self._put(_of_line(kind, line))
-        return taken
+        begin, stop = len(line) + len(EOL), len(line) + len(EOL) + _size(line)
+        if len(data) < stop + len(EOL):
+            return 0
+        if data[stop : stop + len(EOL)].tobytes() != EOL:
+            raise ProtocolError(f"a value of {stop - begin} bytes is not followed by a line end")
+        self._put(data[begin:stop].tobytes())
+        return stop + len(EOL)
 
     def _take_run(self, data: Bytes) -> int:
         """Take short strings of one size, one after another, at once: the keys of a listing."""
@@ -119,6 +138,13 @@ def _of_line(kind: bytes, line: bytes) -> Value:
     if kind == b":":
         return _number(line)
     return ErrorLine(line) if kind == b"-" else None
+
+
+def _size(line: bytes) -> int:
+    size = _number(line)
+    if not 0 <= size <= MAX_BULK_BYTES:
+        raise ProtocolError(f"reply {line[:40]!r}, expected at most {MAX_BULK_BYTES} bytes")
+    return size
 
 
 def _number(line: bytes) -> int:

@@ -36,14 +36,15 @@ from kvemb.stores.redis_cluster.scaling.node_change import CHANGE_NAME, NodeChan
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
 from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner, new_holder, owners_among
-from kvemb.stores.redis_cluster.scaling.slot_loads import slot_loads
+from kvemb.stores.redis_cluster.scaling.slot_loads import LEAST_LOAD, slot_loads
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server.redis_commands import RedisAccess
 
 _ROLE = "nodes"
 _PATIENCE_S = 30.0  # of a person, while the cluster has other things to do
 _LEAST_TIMEOUT_S = 10.0  # of one answer: a batch of training gives a busy node up sooner than a command need
-_AT_ONCE = 16  # slots that stand open together
+_AT_ONCE = 16  # slots with rows that stand open together
+_EMPTY_AT_ONCE = 256  # others: nobody asks for more than their marker, and each group waits for servers' disks
 Progress = Callable[[str, int, int], None]
 """Told what is going on, and how many bytes of how many have moved, about."""
 
@@ -160,7 +161,7 @@ class NodeScaling:
             # Without its last slot it would follow who got that, and copy all of its rows, a moment before it leaves.
             self._links.run(leaver.address, [("CONFIG", "SET", "cluster-allow-replica-migration", "no")], self._config.timeout_s)
         done, what = 0.0, "moving back" if change.aborting else "moving"
-        for group in self._groups(going, change, view):
+        for group in self._groups(going, change, view, loads):
             self._require_ours(change)
             self._bring_home(group, change, view)
             done += float(loads[group].sum())
@@ -168,20 +169,21 @@ class NodeScaling:
                 progress(what, int(done), int(total))
         return self._end(change, going)
 
-    def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView) -> Iterator[list[int]]:
+    def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView, loads: NDArray[np.float64]) -> Iterator[list[int]]:
         """Slots that can be moved at once: a few, from one node to another. Those that stand open come first, each alone."""
-        standing = [state.slot for state in view.open_slots]
+        standing = {state.slot for state in view.open_slots}
         yield from ([slot] for slot in going.tolist() if slot in standing)
-        by_pair: dict[tuple[str, str], list[int]] = {}
+        alike: dict[tuple[str, str, int], list[int]] = {}
         for slot in going.tolist():
             if slot not in standing:
-                by_pair.setdefault((view.owners[slot], change.names[int(change.goal[slot])]), []).append(slot)
-        while by_pair:  # in turns, so that no node's clients have all of it at once
-            for pair, slots in list(by_pair.items()):
-                yield slots[:_AT_ONCE]
-                by_pair[pair] = slots[_AT_ONCE:]
-                if not by_pair[pair]:
-                    del by_pair[pair]
+                at_once = _AT_ONCE if loads[slot] > LEAST_LOAD else _EMPTY_AT_ONCE
+                alike.setdefault((view.owners[slot], change.names[int(change.goal[slot])], at_once), []).append(slot)
+        while alike:  # in turns, so that no node's clients have all of it at once
+            for kind, slots in list(alike.items()):
+                yield slots[: kind[2]]
+                alike[kind] = slots[kind[2] :]
+                if not alike[kind]:
+                    del alike[kind]
 
     def _bring_home(self, slots: list[int], change: NodeChange, view: ClusterView) -> None:
         """Let slots be where the change wants them, however far they have come."""
