@@ -396,25 +396,13 @@ class PushSession:
             self._last_failed = ack
 
     def _say_bye(self) -> None:
-        """Leave politely; a shard that is down or has fenced us forgets us without it."""
+        """Leave politely every shard that there is: whose stream was ended while nothing was sent awaits us as well, and whoever has joined
+        since our last push was told of us by the others.
+        """
         if self._introduced:
             self._introduced = False
-            request = ByeRequest(self._trainer, self._incarnation)
-            there = self._servers.numbers
-            requests = {shard: request for shard, stream in self._streams.items() if shard in there and not stream.trouble()}
             with suppress(KvembError):
-                self._servers.try_each("Bye", requests, Empty, Deadline.after(BYE_TIMEOUT_S))
-            if self.sync:
-                self._say_bye_to_joined(request)
-
-    def _say_bye_to_joined(self, request: ByeRequest) -> None:
-        """Leave shards that have joined since our last push, too: they were told of us by the others, and await us."""
-        with suppress(KvembError):
-            deadline = Deadline.after(BYE_TIMEOUT_S)
-            self._servers.refresh_map(deadline)
-            joined = [shard for shard in self._servers.numbers if shard not in self._streams]
-            self._servers.try_each("Hello", dict.fromkeys(joined, self._hello_request()), HelloReply, deadline)
-            self._servers.try_each("Bye", dict.fromkeys(joined, request), Empty, deadline)
+                self._servers.try_each("Bye", ByeRequest(self._trainer, self._incarnation), Empty, Deadline.after(BYE_TIMEOUT_S))
 
 
 def _send(numbered: Sequence[_Numbered], ack: Ack) -> None:

@@ -5,10 +5,10 @@ Each of these is durable before it has an effect.
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
-from kvemb.errors import JournalFullError, ShardUnavailableError, to_wire
+from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, to_wire
 
 from .barrier import Barrier
 from .ingest_state import POLL_S, IngestState
@@ -71,13 +71,19 @@ class Attendance:
             return 0 if self._barrier is None else self._barrier.first_step(trainer)
 
     def bye(self, trainer: str, incarnation: int) -> None:
-        """Let a trainer go; durable first, since a sync step without it may follow at once (or not, when the disk is full)."""
+        """Let a trainer go; durable first, since a sync step without it may follow at once (or not, when the disk is full).
+
+        It may be one that has not come back since the shard's restart, or that was here before the shard joined.
+        """
         with self._state.changed:
-            self._sessions.find(trainer, incarnation)
+            unseen = self._barrier is not None and self._barrier.awaits(trainer, incarnation)
+            if not unseen:
+                self._sessions.find_any(trainer, incarnation)
         with suppress(JournalFullError):
             self._record(trainer, 0)
         with self._state.changed:
-            self._sessions.bye(trainer, incarnation)
+            with suppress(PushRejectedError) if unseen else nullcontext():
+                self._sessions.bye(trainer, incarnation)
             if self._barrier is not None:
                 self._barrier.leave(trainer)
             self._state.changed.notify_all()

@@ -99,6 +99,12 @@ class Barrier:
         if trainer in self._leases:
             self._leases[trainer].leave()
             self._tidy()
+        else:
+            self._await_no_more(trainer)
+
+    def awaits(self, trainer: str, incarnation: int) -> bool:
+        """Whether a member has not come back since the shard's restart, or not yet come to a shard that has joined."""
+        return (trainer, incarnation) in self._awaited and trainer not in self._leases
 
     def add(self, push: Push) -> None:
         """Take a member's push for its next step."""
@@ -182,8 +188,7 @@ class Barrier:
         """Go on without a member of whom nothing waits; it may join again."""
         self._forget(trainer)
         self._leases.pop(trainer, None)
-        self._awaited = {member for member in self._awaited if member[0] != trainer}
-        self._complete = self._complete or not self._awaited
+        self._await_no_more(trainer)
 
     def check_overdue(self, now_s: float) -> None:
         """Raise when a step has waited too long for somebody who can be neither waited for nor dropped.
@@ -222,6 +227,12 @@ class Barrier:
         self.membership.bye(trainer)
         if not self.membership.complete:
             self._hold.forget_job()
+
+    def _await_no_more(self, trainer: str) -> None:
+        awaited = {member for member in self._awaited if member[0] != trainer}
+        self._complete = bool(self._leases) and (self._complete or bool(self._awaited and not awaited))
+        self._awaited = awaited
+        self._members_before.discard(trainer)
 
     def _heads(self) -> dict[str, int | None]:
         """The job's number of the oldest push that waits, by member."""

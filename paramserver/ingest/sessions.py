@@ -238,10 +238,16 @@ class Sessions:
             PushRejectedError: it never said hello, or said goodbye.
             ShardUnavailableError: it said hello before the shard's restart: then it says it again, and sends its parts again.
         """
-        session = self._sessions.get(trainer)
-        if session is not None and incarnation == session.incarnation and session.restored:
+        session = self.find_any(trainer, incarnation)
+        if session.restored:
             raise ShardUnavailableError(f"trainer {trainer!r}: this shard was restarted; say hello again")
-        if session is None or incarnation > session.incarnation or (incarnation == session.incarnation and not session.live):
+        return session
+
+    def find_any(self, trainer: str, incarnation: int) -> Session:
+        """Return the session in force of a trainer, also one that said hello before the shard's restart; raises as `find` does."""
+        session = self._sessions.get(trainer)
+        here = session is not None and (session.live or session.restored)
+        if session is None or incarnation > session.incarnation or (incarnation == session.incarnation and not here):
             raise PushRejectedError(f"trainer {trainer!r}, incarnation {incarnation}: not known here; say hello first")
         if incarnation < session.incarnation:
             raise _fenced(incarnation, session)
@@ -249,7 +255,7 @@ class Sessions:
 
     def bye(self, trainer: str, incarnation: int) -> None:
         """End a session; what it completed is still applied, an incomplete push is given up."""
-        session = self.find(trainer, incarnation)
+        session = self.find_any(trainer, incarnation)
         # The numbers of the given-up parts are free again: nothing of them was applied, so the same trainer may come back and send them.
         session.give_up_incomplete(
             {"type": "PushRejectedError", "message": f"trainer {trainer!r} said goodbye before the push was complete"}

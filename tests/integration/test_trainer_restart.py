@@ -127,6 +127,18 @@ def test_a_fenced_trainer_of_a_sync_job_hears_of_it_at_an_empty_push(cluster: Lo
             old.push({}).wait_applied(60)
 
 
+def test_a_trainer_that_was_idle_while_a_shard_started_anew_leaves_the_sync_job_in_order() -> None:
+    with LocalCluster("valkey", 1, shards=1, mode="sync", trainers=2) as cluster, kvemb.connect(cluster.url, trainer="stays") as stays:
+        with kvemb.connect(cluster.url, trainer="leaves") as leaves:
+            leaves.create_table("count", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+            for ack in [one.table("count").push(IDS, np.tile(NEW, (len(IDS), 1))) for one in (stays, leaves)]:
+                ack.wait_applied(60)
+            cluster.shards[0].kill()
+            cluster.start_shard(0)
+        push_new(stays, 3)
+        assert (counts(stays)[:, 1] == 5).all()
+
+
 def test_a_killed_trainer_comes_back_to_its_place_with_any_step_half_sent(tmp_path: Path) -> None:
     """Killed at any moment of a step, whatever the shards have of it: the successor's steps are whole on both."""
     with LocalCluster("valkey", 1, shards=2, mode="sync", trainers=1) as cluster:

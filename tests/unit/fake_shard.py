@@ -52,6 +52,7 @@ class FakeShard:
         self.hellos: list[HelloRequest] = []
         self.byes: list[ByeRequest] = []
         self.hello_error: KvembError | None = None
+        self.ends_streams = False  # after what it has answered, as one that was idle for long
         self.first_step = 0  # as a shard of a sync job tells it
         self.port = 0
         self.start()
@@ -87,6 +88,8 @@ class FakeShard:
             self.parts.append(PushPart.decode(data))
             for reply in self.script(self, self.parts[-1]):
                 yield reply.encode()
+            if self.ends_streams:
+                return
 
 
 def refuse_once(sequence: int, error: KvembError) -> Script:

@@ -166,6 +166,25 @@ def test_one_newcomer_does_not_complete_a_job_whose_first_member_died() -> None:
     assert it.next_step() == []
 
 
+def test_a_member_that_says_goodbye_before_it_has_come_back_is_not_waited_for() -> None:
+    it = Barrier(2, 10.0, Membership(2, [("a", 1), ("b", 1)], complete=True))
+    it.join("a", 1)
+    it.add(push("a", 1))
+    assert it.next_step() == []
+    assert (it.awaits("b", 1), it.awaits("b", 2), it.awaits("a", 1)) == (True, False, False)
+    it.leave("b")
+    assert names(it.next_step()) == ["a"]
+
+
+def test_when_all_say_goodbye_and_none_has_come_back_the_next_job_waits_for_all_its_trainers() -> None:
+    it = Barrier(2, 10.0, Membership(2, [("a", 1), ("b", 1)], complete=True))
+    it.leave("a")
+    it.leave("b")
+    it.join("c", 1)
+    it.add(push("c", 1))
+    assert it.next_step() == []
+
+
 def test_when_all_have_left_nobody_is_awaited() -> None:
     before = barrier("a", "b", n_trainers=2)
     before.leave("a")

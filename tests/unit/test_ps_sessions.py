@@ -128,6 +128,15 @@ def test_a_part_of_a_refused_step_stays_refused_over_a_restart() -> None:
     assert [reply.state for reply in heard] == ["accepted", "applied", "accepted", "failed"]
 
 
+def test_a_trainer_that_was_idle_since_the_shards_restart_says_goodbye_as_it_is() -> None:
+    sessions = Sessions(issues=True, restored=[("a", 3, 7)])
+    with pytest.raises(FencedError):
+        sessions.bye("a", 2)
+    sessions.bye("a", 3)
+    with pytest.raises(PushRejectedError, match="say hello first"):
+        sessions.find("a", 3)
+
+
 def test_goodbye_gives_up_an_incomplete_push_and_frees_its_numbers() -> None:
     sessions = Sessions(issues=True)
     session = sessions.hello("a", 0)

@@ -137,6 +137,17 @@ def test_closing_says_goodbye_to_every_shard(shards: list[FakeShard], connect: C
     assert [[(bye.trainer, bye.incarnation) for bye in shard.byes] for shard in shards] == [[("trainer-a", 41)]] * 2
 
 
+def test_closing_says_goodbye_to_a_shard_that_ended_the_idle_stream(shards: list[FakeShard], connect: Connections) -> None:
+    shards[1].ends_streams = True
+    session = connect(2)
+    session.push(rows_of(*owned(0, 1), *owned(1, 1)), soon()).wait_applied()
+    deadline = soon()
+    while session._streams[1]._trouble != "the shard ended the stream":
+        assert not deadline.expired
+    session.close(soon())
+    assert [len(shard.byes) for shard in shards] == [1, 1]
+
+
 def test_pushes_of_many_threads_reach_every_shard_in_the_same_order(shards: list[FakeShard], connect: Connections) -> None:
     session = connect(2, sync=True)
     with ThreadPoolExecutor(4) as pool:
