@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.chart.rendered import (
     OLDEST,
     ROOT,
     container,
+    helm,
     kvemb_yaml,
     named,
     of_kind,
@@ -213,6 +215,91 @@ def test_storage_is_restarted_by_hand_and_shards_one_after_the_other() -> None:
     assert volumes["checksum/config"] != again["checksum/config"]  # shards read kvemb.yaml at their start
 
 
+def test_a_release_of_the_chart_alone_restarts_no_shard_and_changes_no_job(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "kvemb")
+    release = tmp_path / "kvemb/Chart.yaml"
+    release.write_text(
+        release.read_text().replace("\nversion: 0.1.0", "\nversion: 9.9.9").replace("appVersion: 0.1.0.dev0", "appVersion: 9.9.9")
+    )
+    values = ("-f", str(ROOT / "deploy/helm/examples/valkey-tls.yaml"), "--set", "image.tag=pinned")
+    rendered = [helm("template", "prod", str(chart), "--kube-version", OLDEST, *values).stdout for chart in (CHART, tmp_path / "kvemb")]
+    before, after = ([one for one in yaml.safe_load_all(text) if one] for text in rendered)
+    assert pods(before) == pods(after)
+    assert len(pods(before)) == 5
+    assert named(after, "StatefulSet", "prod-kvemb-shard")["metadata"]["labels"]["helm.sh/chart"] == "kvemb-9.9.9"
+
+
+def test_a_backup_to_an_object_store_goes_where_a_policy_or_its_absence_lets_it() -> None:
+    for example, *values in (
+        ("memcached", "networkPolicy.enabled=false"),
+        ("memcached", 'networkPolicy.egress=[{"ports":[{"port":443}]}]'),
+        ("redis-cluster",),
+    ):
+        assert named(resources(example, "backup.url=s3://bucket/a", *values), "CronJob", "prod-kvemb-backup")
+
+
+def test_pods_run_as_a_service_account_that_the_cloud_knows() -> None:
+    of = 'serviceAccount.annotations={"eks.amazonaws.com/role-arn":"arn:aws:iam::1:role/kvemb"}'
+    account = named(resources("valkey-tls", of), "ServiceAccount", "prod-kvemb")
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/kvemb"}
+    own = resources("valkey-tls", "serviceAccount.name=ours")
+    assert not of_kind(own, "ServiceAccount")
+    assert {pod["spec"]["serviceAccountName"] for pod in pods(own).values()} == {"ours"}
+
+
+@pytest.mark.parametrize("component", ["shard", "storage"])
+def test_pods_are_spread_over_zones_by_their_own_labels(component: str) -> None:
+    of = "shards" if component == "shard" else "storage"
+    spread = '{"maxSkew":1,"topologyKey":"topology.kubernetes.io/zone","whenUnsatisfiable":"DoNotSchedule"}'
+    found = pods(resources("memcached", f"{of}.topologySpreadConstraints=[{spread}]"))
+    (one,) = found[component]["spec"]["topologySpreadConstraints"]
+    assert one["topologyKey"] == "topology.kubernetes.io/zone"
+    assert one["labelSelector"]["matchLabels"].items() <= found[component]["metadata"]["labels"].items()
+    assert one["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+    given = f'[{spread[:-1]},"labelSelector":{{"matchLabels":{{"a":"b"}}}}}}]'
+    (one,) = pods(resources("memcached", f"{of}.topologySpreadConstraints={given}"))[component]["spec"]["topologySpreadConstraints"]
+    assert one["labelSelector"]["matchLabels"]["a"] == "b"
+
+
+@pytest.mark.parametrize(("component", "of"), [("shard", "shards"), ("backup", "backup"), ("toolbox", "toolbox")])
+def test_further_volumes_reach_the_pods_that_speak_to_the_object_store(component: str, of: str) -> None:
+    values = f'{of}.volumes=[{{"name":"ca","secret":{{"secretName":"s3"}}}}]', f'{of}.volumeMounts=[{{"name":"ca","mountPath":"/ca"}}]'
+    pod = pods(resources("valkey-tls", *values))[component]
+    assert {"name": "ca", "secret": {"secretName": "s3"}} in pod["spec"]["volumes"]
+    assert {"name": "ca", "mountPath": "/ca"} in container(pod)["volumeMounts"]
+
+
+def test_an_image_is_named_by_its_digest_where_there_is_one() -> None:
+    digest = f"sha256:{'0' * 64}"
+    assert container(pods(resources("memcached", f"image.digest={digest}"))["shard"])["image"] == f"kvemb@{digest}"
+
+
+@pytest.mark.parametrize(
+    ("component", "of", "name"), [("shard", "shards", "prod-kvemb-shard"), ("storage", "storage", "prod-kvemb-memcached")]
+)
+def test_budgets_and_probes_are_as_given(component: str, of: str, name: str) -> None:
+    found = resources("memcached", f"{of}.podDisruptionBudget.maxUnavailable=25%", f"{of}.probes.liveness.failureThreshold=30")
+    assert named(found, "PodDisruptionBudget", name)["spec"]["maxUnavailable"] == "25%"
+    probe = container(pods(found)[component])["livenessProbe"]
+    assert (probe["failureThreshold"], probe["periodSeconds"], probe["timeoutSeconds"]) == (30, 20, 10)
+
+
+def test_a_start_may_last_as_long_as_was_said() -> None:
+    def probe(*values: str) -> tuple[int, int]:
+        found = container(pods(resources("memcached", *values))["shard"])["startupProbe"]
+        return found["periodSeconds"], found["failureThreshold"]
+
+    assert probe() == (5, 4200 // 5)
+    assert probe("shards.probes.startup.periodSeconds=10") == (10, 4200 // 10)
+    assert probe("shards.probes.startup.failureThreshold=7") == (5, 7)
+
+
+def test_shards_may_share_a_claim_that_exists() -> None:
+    shards = named(resources("memcached", "shards.volume.existingClaim=journals"), "StatefulSet", "prod-kvemb-shard")["spec"]
+    assert "volumeClaimTemplates" not in shards
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "journals"}} in shards["template"]["spec"]["volumes"]
+
+
 def test_a_memcached_node_is_started_as_docker_compose_starts_it() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["memcached-0"]["command"]
     command = container(pods(resources("memcached", "storage.memoryMB=512"))["storage"])["command"]
@@ -245,6 +332,11 @@ def test_monitoring_gets_the_rules_and_the_dashboard_of_this_repository() -> Non
         ("existing-redis", ["tls.adminSecret=s"], "or the token"),
         ("large", ["tls.adminSecret="], "tls.adminSecret: missing"),
         ("memcached", ["backup.url=/checkpoints/a"], "checkpoints.claim: missing"),
+        ("memcached", ["backup.url=s3://bucket/a"], "networkPolicy.egress: missing"),
+        ("existing-redis", ["networkPolicy.egress=[]"], "networkPolicy.egress: missing"),
+        ("memcached", ["image.digest=latest"], "/image/digest"),
+        ("memcached", ["shards.podDisruptionBudget.maxUnavailable=-1"], "/shards/podDisruptionBudget/maxUnavailable"),
+        ("memcached", ["shards.probes.liveness.period=5"], "'period'"),
         ("memcached", ["shards.replicas=0"], "/shards/replicas"),
         ("memcached", ["shards.replica=3"], "additional properties 'replica' not allowed"),
         ("memcached", ["shards.options.cache_gb=3"], "cache_gb"),

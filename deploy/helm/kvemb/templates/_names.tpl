@@ -14,14 +14,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
-{{/* What pods are found by; goes with a component. It never changes, as a StatefulSet's selector may not. */}}
+{{/* What pods are found by; goes with a component. It never changes, as a StatefulSet's selector may not. Templates of pods have these labels alone: with those
+     of a release of the chart in them, every release would restart shards, and be refused for a Job. */}}
 {{- define "kvemb.selector" -}}
 app.kubernetes.io/name: kvemb
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "kvemb.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{/* NAME-0.NAME.NAMESPACE.svc.DOMAIN:PORT of every pod of a StatefulSet and its headless service of the same name: what replicas says, as a list.
@@ -89,5 +90,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- if and .Values.backup.url (hasPrefix "/checkpoints" .Values.backup.url) (not .Values.checkpoints.claim) }}
 {{- fail "checkpoints.claim: missing: backup.url is on the volume /checkpoints, which is this claim's" }}
+{{- end }}
+{{- $elsewhere := and (contains "://" .Values.backup.url) (not (hasPrefix "file://" .Values.backup.url)) }}
+{{- if and $elsewhere .Values.networkPolicy.enabled (not .Values.networkPolicy.egress) (ne $storage.kind "redis-cluster") }}{{/* whose policy lets everything out */}}
+{{- fail (printf "networkPolicy.egress: missing: shards and backups may reach storage, shards and DNS alone, and no backup would get to %s. Allow the way there (docs/kubernetes.md), say networkPolicy.egress[0].ports[0].port=443" .Values.backup.url) }}
 {{- end }}
 {{- end }}

@@ -15,7 +15,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- define "kvemb.pod" -}}
-serviceAccountName: {{ include "kvemb.name" . }}
+serviceAccountName: {{ .Values.serviceAccount.name | default (include "kvemb.name" .) }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
@@ -36,6 +36,13 @@ tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- with .of.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- if .of.topologySpreadConstraints }}
+{{- $pods := dict "labelSelector" (dict "matchLabels" (merge (include "kvemb.selector" .root | fromYaml) (dict "app.kubernetes.io/component" .component))) }}
+topologySpreadConstraints:
+  {{- range .of.topologySpreadConstraints }}
+  - {{ toYaml (merge (deepCopy .) $pods) | nindent 4 | trim }}
+  {{- end }}
 {{- end }}
 affinity:
 {{- if .of.affinity }}
