@@ -131,6 +131,10 @@ class ShardUnavailableError(ParameterServerError, ConnectionError):
     """A shard did not answer within the deadline. An unacknowledged push may or may not have been accepted. Retryable."""
 
 
+class ShardStartingError(ShardUnavailableError):
+    """A shard is starting: it waits for storage, or replays its journal. Nothing was taken; ask again. The message says how far it is."""
+
+
 class ShardFailedError(ParameterServerError):
     """A shard stopped applying after an error it may not go on from; the message holds the cause. Restart it once that is mended."""
 

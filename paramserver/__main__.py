@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kvemb.atomic_file import replace_atomically
@@ -26,15 +25,12 @@ from kvemb.interrupts.stop_flag import StopFlag
 from .disk.disk_errors import named
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
+from .lifecycle.storage_wait import StoppedError
 from .log_lines import LEVELS, LogLines
 from .rpc.access_control import AccessControl
 
 _CONFIG, _START, _NOT_DRAINED, _FENCED = 2, 3, 4, 5
 _POLL_S = 0.1
-
-
-class _StoppedError(Exception):
-    """The process was told to stop while it was starting."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         return _run(args, load(args.config, os.environ), stop, lines)
-    except _StoppedError:
+    except StoppedError:
         return 0
     except ConfigError as error:
         return _say(lines, error, _CONFIG)
@@ -70,19 +66,9 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
 
-    try:
-        return _serve(args, config, stop, lines)
-    except _StoppedError:
-        raise
-    except Exception as error:
-        _keep(config, args.shard, f"{type(error).__name__}: {error}")
-        raise
-
-
-def _serve(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
     def wait(pause_s: float) -> None:
         if stop.wait(pause_s):
-            raise _StoppedError
+            raise StoppedError
 
     listen, take_over, roll_back = args.listen or config.servers.shards[args.shard], args.take_over, args.roll_back
     while True:
@@ -100,7 +86,6 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogL
             on_claimed=lines.claimed,
         )
         listen, take_over, roll_back = shard.address, False, False
-        _keep(config, args.shard, "")
         if args.ready_file:
             _tell_ready(shard, Path(args.ready_file), args.drain_timeout)
         while not stop.wait(_POLL_S) and not again.is_set():
@@ -115,7 +100,6 @@ def _serve(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogL
         logging.getLogger("paramserver").info("starting anew, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
     if trouble:
         lines.say(f"not drained: {_one_line(trouble)} The state was not saved.")
-        _keep(config, args.shard, f"not drained: {trouble}")
         return _NOT_DRAINED
     return 0
 
@@ -156,16 +140,6 @@ def _tell_ready(shard: Shard, path: Path, drain_timeout_s: float) -> None:
     except ParameterServerError:
         shard.stop(drain_timeout_s)
         raise
-
-
-def _keep(config: Config, shard: int, words: str) -> None:
-    """Leave last words for trainers of this machine, which get no answer any more; none while the shard serves."""
-    path = config.servers.last_words(shard)
-    with suppress(OSError):  # the same is on standard error
-        path.unlink(missing_ok=True)
-        if words:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(_one_line(words))
 
 
 def _say(lines: LogLines, error: KvembError, code: int) -> int:

@@ -387,7 +387,8 @@ class PushSession:
         """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is up."""
         told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
-            told.append(self._servers.call(shard, "Status", Empty(), StatusReply, Deadline.after(_STATUS_TIMEOUT_S)).failure)
+            reply = self._servers.call(shard, "Status", Empty(), StatusReply, Deadline.after(_STATUS_TIMEOUT_S))
+            told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
         return "; ".join(filter(None, told))
 
     def _note_failure(self, ack: Ack) -> None:

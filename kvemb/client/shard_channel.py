@@ -14,12 +14,20 @@ from typing import Any, TypeVar
 import grpc
 
 from kvemb.client.shard_credentials import open_channel
-from kvemb.errors import AccessDeniedError, ConfigError, MessageError, ParameterServerError, ShardUnavailableError, from_wire
+from kvemb.errors import (
+    AccessDeniedError,
+    ConfigError,
+    MessageError,
+    ParameterServerError,
+    ShardStartingError,
+    ShardUnavailableError,
+    from_wire,
+)
 from kvemb.interrupts import exit_delivery, off_main_thread
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import Stamp, TlsFiles
-from kvemb.net.tls_probe import why_refused
+from kvemb.net.tls_probe import FOREIGN, NOBODY, SILENT, SPEAKS_TLS, look_at_port, why_refused
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
 
@@ -43,6 +51,8 @@ _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect anew"
 _PROBE_S = 2.0
+_GREETING_S = 0.5  # a server that lives greets at once
+HANGS = "A process has the port and says nothing"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -67,6 +77,9 @@ class PendingCall:
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
                 return reply_type.decode(self._answer())
+            except ShardStartingError:  # nothing was taken, whatever it is
+                if self._deadline.remaining_s() <= pause_s:
+                    raise
             except ShardUnavailableError:
                 if self._method not in _REPEATABLE or self._closed or self._deadline.remaining_s() <= pause_s:
                     raise
@@ -162,17 +175,34 @@ class ShardChannel:
 
     def unavailable(self, method: str, why: str) -> ShardUnavailableError:
         """Return the error of a shard that cannot be reached."""
-        words = ""
-        if self._last_words is not None:
-            with suppress(OSError):  # it runs, or elsewhere
-                words = self._last_words.read_bytes()[:_LONGEST_WORDS].decode(errors="replace")
-        if words:
-            return ShardUnavailableError(f"{self}: {method}: {why}. It has ended; its last words: {words}")
+        return ShardUnavailableError(f"{self}: {method}: {why}. {self._why_silent()}")
+
+    def _why_silent(self) -> str:
+        """Say what is at the address, as far as a connection of our own shows, and the next step."""
         if self._tls is not None:
             refused = why_refused(self.address, self._tls.config, self._tls.at, Deadline.after(_PROBE_S))
             if refused:
-                return ShardUnavailableError(f"{self}: {method}: {why}. {refused}")
-        return ShardUnavailableError(f"{self}: {method}: {why}. Is the parameter server running, and is this its address in kvemb.yaml?")
+                return refused
+        heard = look_at_port(self.address, Deadline.after(_GREETING_S))
+        if heard == SILENT:
+            return (
+                f"{HANGS}: look at it (stopped? swapping? its disk?). If it does not come back, `kvemb shard --shard {self.shard} "
+                "--take-over` runs the shard in its place."
+            )
+        if heard == SPEAKS_TLS and self._tls is None:
+            return "It speaks TLS there, and this kvemb.yaml does not say so: parameter_servers.tls."
+        if heard == NOBODY:
+            return f"Nobody listens there{self._words_of_the_dead()}"
+        if heard == FOREIGN:
+            return "What answers there is no shard: put its address right in kvemb.yaml."
+        return "A process answers there, but not this in time: is it busy, and is this the shard's address in kvemb.yaml?"
+
+    def _words_of_the_dead(self) -> str:
+        if self._last_words is not None:
+            with suppress(OSError):  # it ran elsewhere, or was killed
+                words = self._last_words.read_bytes()[:_LONGEST_WORDS].decode(errors="replace")
+                return f". It has ended; its last words, at {_clock_time(self._last_words)}: {words}"
+        return ": start the shard (kvemb shard), or put its address right in kvemb.yaml."
 
     def abandon(self) -> None:
         """Leave it to the end of the process: gRPC could not start a thread, and closing the channel would wait for that for ever."""
@@ -199,3 +229,7 @@ class ShardChannel:
 
     def __str__(self) -> str:
         return f"shard {self.shard} ({self.address})"
+
+
+def _clock_time(path: Path) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))

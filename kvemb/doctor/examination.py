@@ -26,6 +26,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
 from kvemb.schema.table_def import TableDef
+from kvemb.status.cluster_status import ask_all
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
@@ -62,16 +63,14 @@ def examine(config: Config, our_version: str) -> list[Finding]:
         else:
             stack.callback(servers.close)
             timeout_s = config.storage.timeout_s
-            try:
-                servers.ask_map(Deadline.after(timeout_s))
-            except ConfigError as problem:
-                found.append(
-                    error("shard-count", "parameter_servers.shards", str(problem), "Use the kvemb.yaml that the shards were started with.")
-                )
-            except KvembError:
-                pass  # shard 0 is looked at below
-            described = servers.try_each("Describe", Empty(), DescribeReply, Deadline.after(timeout_s))
-            found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, described, config, our_version)]
+            statuses, unknown = ask_all(servers, timeout_s)
+            if unknown:
+                mend = "Use the kvemb.yaml that the shards were started with."
+                found.append(error("shard-count", "parameter_servers.shards", unknown, mend))
+            # The others would be waited for once more with every question.
+            serving = {shard: Empty() for shard, reply in statuses.items() if isinstance(reply, StatusReply) and not reply.starting}
+            described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
+            found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, statuses, described, config, our_version)]
     # Of those whose certificate is not good it is known why they cannot be reached.
     return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
 
@@ -119,19 +118,25 @@ def _hash_limits(
                     yield from judge_limits(address, [TableDef.from_dict(table) for table in tables], limits)
 
 
-def _shards(servers: AllShards, described: Mapping[int, DescribeReply | Exception], config: Config, our_version: str) -> Iterator[Finding]:
-    timeout_s = config.storage.timeout_s
-    # The others would be waited for twice more.
-    there = {shard: Empty() for shard, answer in described.items() if not isinstance(answer, Exception)}
-    statuses = servers.try_each("Status", there, StatusReply, Deadline.after(timeout_s))
+def _shards(
+    servers: AllShards,
+    statuses: Mapping[int, StatusReply | Exception],
+    described: Mapping[int, DescribeReply | Exception],
+    config: Config,
+    our_version: str,
+) -> Iterator[Finding]:
     asked_s = time.time()
-    examined = servers.try_each("Examine", there, ExamineReply, Deadline.after(timeout_s))
-    for shard, describe in described.items():
-        address = servers.channels[shard].address
-        if isinstance(describe, Exception):
-            facts = ShardFacts(shard, address, error=str(describe))
+    examined = servers.try_each("Examine", dict.fromkeys(described, Empty()), ExamineReply, Deadline.after(config.storage.timeout_s))
+    for shard, status in statuses.items():
+        facts = ShardFacts(shard, servers.channels[shard].address, asked_s=asked_s)
+        if isinstance(status, Exception):
+            facts = replace(facts, error=str(status))
+        elif shard not in described:
+            facts = replace(facts, status=status)
+        elif isinstance(describe := described[shard], Exception):
+            facts = replace(facts, error=str(describe))
         else:
-            facts = ShardFacts(shard, address, "", describe, _answer(statuses[shard]), _answer(examined[shard]), asked_s)
+            facts = replace(facts, describe=describe, status=status, examine=_answer(examined[shard]))
         yield from judge_shard(facts, config, our_version)
 
 

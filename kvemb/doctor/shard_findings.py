@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvemb.client.shard_channel import HANGS
 from kvemb.config import Config
 from kvemb.doctor.finding import Finding, error, warning
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
@@ -47,6 +48,10 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
         mend = "Give this process a certificate of its authority for this cluster and role, or the token (docs/security.md)."
         yield error("shard-refuses", facts.where, facts.error, mend)
         return
+    if HANGS in facts.error:
+        mend = f"See why. If it does not come back: kvemb shard --shard {facts.shard} --take-over, here or on another host with its folder."
+        yield error("shard-hangs", facts.where, facts.error, mend)
+        return
     if facts.error:
         mend = "Start it: kvemb shard. Trainers' pushes for its rows wait for it; its journal has what was accepted."
         yield error("shard-unreachable", facts.where, facts.error, mend)
@@ -82,6 +87,9 @@ def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config)
 
 
 def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
+    if status.starting:
+        mend = "Nothing, as long as it gets further: trainers wait for it. What it waits for is to be mended."
+        yield warning("shard-starting", where, status.starting, mend)
     if status.failure.startswith(_STOPPED):
         yield error("shard-failed", where, status.failure, "Mend the cause, then restart the shard; its journal has what was accepted.")
     elif status.failure:

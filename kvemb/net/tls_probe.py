@@ -1,4 +1,5 @@
-"""Looks at certificates with the standard library alone: who this process is by its own, what others show, why a connection is refused.
+"""Looks at certificates and ports with the standard library alone: who this process is by its own, what others show, why a connection is
+refused or silent.
 
 gRPC tells neither. Nothing here is on a data path.
 """
@@ -75,6 +76,35 @@ def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertific
         return _faulty(error, "no tls")
     except (OSError, NodeUnavailableError) as error:
         return SeenCertificate("nobody", str(error))
+
+
+NOBODY, SILENT, SPEAKS_TLS, GREETS, FOREIGN = "nobody", "silent", "tls", "greets", "foreign"
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and settings, none of them
+_SETTINGS, _ALERT = 4, 21  # the types of HTTP/2's frame and of TLS's record
+
+
+def look_at_port(address: str, deadline: Deadline) -> str:
+    """Return what is heard at a shard's port by who greets as gRPC does, without TLS.
+
+    Returns:
+        NOBODY: no connection. SILENT: one, and not a word, as of a process that was stopped, or hangs. GREETS: as gRPC does. SPEAKS_TLS: it
+        does not know our greeting, and says so, or hangs up. FOREIGN: it says something else.
+    """
+    try:
+        with socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain:
+            try:
+                plain.sendall(_HTTP2_PREFACE)
+                plain.settimeout(max(0.001, deadline.remaining_s()))
+                said = plain.recv(5)
+            except TimeoutError:
+                return SILENT
+            except OSError:
+                return SPEAKS_TLS
+    except (OSError, NodeUnavailableError):
+        return NOBODY
+    if said[3:4] == bytes([_SETTINGS]):
+        return GREETS
+    return SPEAKS_TLS if not said or said[0] == _ALERT else FOREIGN
 
 
 def look_at_own(config: TlsConfig) -> SeenCertificate:

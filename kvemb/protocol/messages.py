@@ -242,7 +242,10 @@ class IdsReply(Message):
 
 @dataclass(frozen=True, eq=False)
 class StatusReply(Message):
-    """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start."""
+    """One shard as operators see it; the cache's figures count rows since the shard started, the recovery's are of its start.
+
+    `starting` says how far its start is; "" once it serves. Until then the other fields say nothing.
+    """
 
     shard: int
     epoch: int
@@ -262,6 +265,7 @@ class StatusReply(Message):
     dirty_rows: int = 0
     repair: str = ""
     compared: str = ""
+    starting: str = ""
 
 
 @dataclass(frozen=True, eq=False)

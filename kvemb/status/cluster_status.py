@@ -52,29 +52,47 @@ def survey(config: Config) -> ClusterStatus:
     from kvemb.client.all_shards import AllShards
 
     store = open_store(replace(config.storage, on_lost_node="fail"), role="trainer")
-    servers, unknown = AllShards.of(config.servers), ""
+    servers = AllShards.of(config.servers)
     try:
-        try:
-            servers.ask_map(Deadline.after(config.storage.timeout_s))
-        except ConfigError as error:
-            unknown = str(error)
-        except KvembError:
-            pass  # whoever does not answer is shown below
-        channels = servers.channels
-        replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(config.storage.timeout_s))
-        shards = tuple(_shard(shard, channels[shard].address, reply) for shard, reply in replies.items())
+        replies, unknown = ask_all(servers, config.storage.timeout_s)
+        shards = tuple(_shard(shard, servers.channels[shard].address, reply) for shard, reply in replies.items())
         try:
             store.find_nodes(Deadline.after(config.storage.timeout_s))
             nodes = tuple(store.stats(Deadline.after(config.storage.timeout_s)))
         except StorageError as error:
             return ClusterStatus(shards, (), str(error), unknown)
-        all_answer = not any(node.error for node in nodes) and not any(isinstance(reply, Exception) for reply in replies.values())
+        serve = all(isinstance(reply, StatusReply) and not reply.starting for reply in replies.values())
+        all_answer = serve and not any(node.error for node in nodes)
         strangers = unknown or (_strangers(config, store, servers) if all_answer else "")
         held = _held(store, config.storage.timeout_s) if all_answer and not strangers else ()
         return ClusterStatus(shards, nodes, strangers=strangers, held=held)
     finally:
         servers.close()
         store.close()
+
+
+def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusReply | Exception], str]:
+    """Ask every shard how it is: those of kvemb.yaml, and where shard 0 serves, those that it knows of.
+
+    Args:
+        servers: of a kvemb.yaml, without storage.
+        timeout_s: of every round.
+
+    Returns:
+        What each said, or why it did not; and what is wrong with kvemb.yaml's shards, "" for nothing.
+    """
+    replies = servers.try_each("Status", Empty(), StatusReply, Deadline.after(timeout_s))
+    first, unknown = replies.get(0), ""
+    if isinstance(first, StatusReply) and not first.starting:
+        try:
+            servers.ask_map(Deadline.after(timeout_s))
+        except ConfigError as error:
+            unknown = str(error)
+        except KvembError:
+            pass  # it was there a moment ago
+        joined = {shard: Empty() for shard in servers.numbers if shard not in replies}
+        replies |= servers.try_each("Status", joined, StatusReply, Deadline.after(timeout_s))
+    return {shard: replies[shard] for shard in servers.numbers}, unknown
 
 
 def _strangers(config: Config, store: Store, servers: "AllShards") -> str:

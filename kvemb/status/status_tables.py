@@ -72,9 +72,9 @@ def _rate(n_rows: int, seconds: float) -> str:
 
 
 def healthy(status: ClusterStatus) -> bool:
-    """Whether every node and every shard answered, is one of this cluster, and none has failed."""
+    """Whether every node and every shard answered, is one of this cluster, and none has failed or still starts."""
     nodes_well = not status.nodes_error and not status.strangers and not any(node.error for node in status.nodes)
-    return nodes_well and all(s.reply is not None and not s.reply.failure for s in status.shards)
+    return nodes_well and all(s.reply is not None and not s.reply.failure and not s.reply.starting for s in status.shards)
 
 
 def _node_row(node: NodeStats) -> tuple[str, ...]:
@@ -89,7 +89,9 @@ def _node_row(node: NodeStats) -> tuple[str, ...]:
 def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
     reply = shard.reply
     if reply is None:
-        return (str(shard.shard), shard.address, "-", "-", "-", "-", "-", "-", "-", "no answer")
+        return (str(shard.shard), shard.address, *["-"] * 7, "no answer")
+    if reply.starting:
+        return (str(shard.shard), shard.address, *["-"] * 7, "starting")
     state = "ok" if not reply.failure else "failed" if reply.failure.startswith(_STOPPED) else "retrying"
     counts = (f"{reply.n_rows:,}", f"{reply.k:,}", f"{reply.rows_applied:,}", f"{reply.pending_parts:,}")
     hits = f"{100 * reply.cache_hits / reply.cache_lookups:.0f} %" if reply.cache_lookups else "-"
@@ -97,7 +99,7 @@ def _shard_row(shard: ShardStatus) -> tuple[str, ...]:
 
 
 def _trouble(shard: ShardStatus) -> str:
-    return " ".join((shard.error if shard.reply is None else shard.reply.failure).split())
+    return " ".join((shard.error if shard.reply is None else shard.reply.starting or shard.reply.failure).split())
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -101,6 +101,10 @@ class Loader:
         self._reported = 0.0
         self._done = self._rows = 0
 
+    def how_far(self) -> tuple[int, int]:
+        """Rows done, and of about how many. Any thread."""
+        return self._done, self._rows
+
     def run(self) -> None:
         """Carry out the newest decision, if this shard has not yet.
 

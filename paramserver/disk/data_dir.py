@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -81,6 +82,15 @@ class DataDir:
         """Remove a file durably; fine when there is none."""
         (self.path / name).unlink(missing_ok=True)
         sync_folder(self.path)
+
+    def leave_words(self, words: str) -> None:
+        """Leave last words beside the folder for trainers of this machine, which get no answer any more; none while the shard runs."""
+        path = self.path.with_name(f"{self.path.name}.last-words")
+        with suppress(OSError):  # the same is on standard error
+            path.unlink(missing_ok=True)
+            if words:
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                    file.write("; ".join(line.strip() for line in words.splitlines() if line.strip()))
 
     def close(self) -> None:
         """Let another process have the folder."""

@@ -10,17 +10,44 @@ from typing import TYPE_CHECKING
 
 from kvemb.errors import NodeRefusesError
 from kvemb.metrics.metric_families import MetricFamilies
-from kvemb.schema.move_plan import PHASES, MovePlan
+from kvemb.schema.move_plan import PHASES as MOVE_PHASES
+from kvemb.schema.move_plan import MovePlan
 
 from ..apply.apply_figures import ApplyFigures
 from ..checkpoint.save_job import SaveFigures
 from ..moves.slot_mover import MoveFigures
 from ..recovery.shard_parts import ShardParts
+from ..recovery.start_report import PHASES, StartReport
 from ..repair.node_watch import NodesSeen
 from .node_metrics import add_nodes
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+_READY = "Whether the shard takes pushes."
+_FAILED = "Whether the shard has stopped applying until it is restarted."
+_RETRYING = "Whether storage or the journal's disk makes the shard wait."
+
+
+@dataclass(frozen=True, eq=False)
+class StartMetrics:
+    """The collector of a shard that starts. Any thread."""
+
+    cluster: str
+    shard: int
+    report: StartReport
+
+    def collect(self) -> "Iterable[Metric]":
+        """Return every family as it is now."""
+        families = MetricFamilies({"cluster": self.cluster, "shard": str(self.shard)})
+        families.gauge("kvemb_shard_ready", _READY, False)
+        families.gauge("kvemb_shard_failed", _FAILED, False)
+        families.gauge("kvemb_shard_retrying", _RETRYING, bool(self.report.waits_for))
+        _add_start(families, self.report.phase)
+        share = self.report.share
+        text = "How much of that phase of the start is done, 0 to 1; missing where that is not known."
+        families.gauge("kvemb_shard_start_progress", text, [] if share is None else [({}, share)])
+        return families
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +84,11 @@ class ShardMetrics:
 
     def _add_state(self, to: MetricFamilies) -> None:
         ingest = self.parts.ingest
-        to.gauge("kvemb_shard_ready", "Whether the shard takes pushes.", ingest.state.takes_pushes)
-        to.gauge("kvemb_shard_failed", "Whether the shard has stopped applying until it is restarted.", bool(ingest.state.why_failed))
+        to.gauge("kvemb_shard_ready", _READY, ingest.state.takes_pushes)
+        to.gauge("kvemb_shard_failed", _FAILED, bool(ingest.state.why_failed))
         waits = bool(str(ingest.state.trouble)) and not ingest.state.why_failed
-        to.gauge("kvemb_shard_retrying", "Whether storage or the journal's disk makes the shard wait.", waits)
+        to.gauge("kvemb_shard_retrying", _RETRYING, waits)
+        _add_start(to, "")
         refused = ingest.state.trouble.storage.startswith(NodeRefusesError.__name__)
         to.gauge("kvemb_shard_refused", "Whether it waits because a node does not take its user, password or command.", waits and refused)
         to.gauge("kvemb_shard_step_wait_seconds", "How long a sync step has waited for trainers.", ingest.state.step_wait_s)
@@ -109,7 +137,7 @@ class ShardMetrics:
         to.counter("kvemb_shard_moved_bytes_total", "Bytes of the records copied.", moves.copied_bytes)
         to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
         text = "Whether slots move, as this shard knows; by phase."
-        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in PHASES])
+        to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in MOVE_PHASES])
 
     def _add_history(self, to: MetricFamilies) -> None:
         repairs, saves, recovered = self.parts.repairer.figures, self.saves, self.parts.recovered
@@ -124,6 +152,10 @@ class ShardMetrics:
         to.gauge("kvemb_shard_created_timestamp_seconds", "When the shard's data folder was made, as of the first start.", saves.created_s)
         to.gauge("kvemb_shard_recovered_rows", "Rows that the shard replayed from its journal when it started.", recovered.rows)
         to.gauge("kvemb_shard_recovery_seconds", "How long that took.", recovered.seconds)
+
+
+def _add_start(to: MetricFamilies, now: str) -> None:
+    to.gauge("kvemb_shard_starting", "1 for the phase of its start that the shard is in.", [({"phase": of}, of == now) for of in PHASES])
 
 
 def _is(plan: MovePlan | None, phase: str) -> float:

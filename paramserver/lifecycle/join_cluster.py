@@ -28,15 +28,13 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
-from .storage_wait import ABSENT, StorageWait, Wait
+from .storage_wait import ABSENT, StorageWait
 
 CLUSTER, INTENT = "cluster", "provision-intent"
 log = logging.getLogger("paramserver")
 
 
-def join_cluster(
-    store: Store, data: DataDir, shard: int, n_shards: int, *, name: str, deadline: Deadline, timeout_s: float, wait: Wait
-) -> Identity:
+def join_cluster(store: Store, data: DataDir, shard: int, n_shards: int, *, name: str, timeout_s: float, again: StorageWait) -> Identity:
     """Open the store, waiting for nodes that are not up yet; shard 0 provisions a new cluster.
 
     Nodes that have lost their rows are no obstacle to a shard that has seen the cluster whole: they are repaired.
@@ -46,9 +44,8 @@ def join_cluster(
         data: this shard's folder.
         shard, n_shards: which of how many.
         name: of the cluster, by kvemb.yaml.
-        deadline: of the whole start.
         timeout_s: of one storage call; more is given from try to try, since a Redis Cluster has thousands of markers to read.
-        wait: between tries.
+        again: tries again until the time for the start is up.
 
     Returns:
         The cluster. The folder has not noted it yet: `keep_identity` does, once this shard may claim its number there.
@@ -64,10 +61,10 @@ def join_cluster(
         try:
             return _try_to_join(store, data, shard, n_shards, name, timeout_s)
         except DeadlineExceededError:
-            timeout_s = max(timeout_s, min(2 * timeout_s, deadline.remaining_s()))
+            timeout_s = max(timeout_s, min(2 * timeout_s, again.deadline.remaining_s()))
             raise
 
-    return StorageWait(deadline, wait)(step, (*ABSENT, NotProvisionedError, NodeLostError), lambda error: _may_pass(error, data))
+    return again(step, (*ABSENT, NotProvisionedError, NodeLostError), lambda error: _may_pass(error, data))
 
 
 def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: str, timeout_s: float) -> Identity:

@@ -15,7 +15,6 @@ from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import FencedError, KvembError, NodeLostError, StorageError, UnsafeNodeError
-from kvemb.metrics.metrics_endpoint import MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
@@ -55,14 +54,13 @@ from ..recovery.state_changes import slots_gone
 from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
-from ..rpc.access_control import AccessControl
 from ..rpc.checkpoint_handlers import CheckpointHandlers
 from ..rpc.handlers import Handlers
 from ..rpc.move_handlers import MoveHandlers
-from ..rpc.service import Server
 from ..snapshot import Snapshotter
 from ..snapshot.snapshot_schedule import LocalSnapshots
 from ..snapshot.snapshotter import from_storage
+from .front import Front
 from .join_cluster import keep_map
 
 _JOIN_S = 5.0
@@ -90,8 +88,7 @@ class Shard:
 
     Args:
         recovered: what it is made of.
-        store, data: what it has open.
-        listen: "host:port" to serve on.
+        store, data, front: what it has open.
         on_fenced: called once when another process has taken the shard over; the caller then calls `stop`.
         on_load: called when the shard is told to load a checkpoint; the caller then calls `stop`, and `start` again. None: it refuses.
     """
@@ -101,7 +98,7 @@ class Shard:
         recovered: RecoveredShard,
         store: Store,
         data: DataDir,
-        listen: str,
+        front: Front,
         *,
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
@@ -127,7 +124,7 @@ class Shard:
         versions = {"epoch": engine.epoch, "k": engine.k}
         self._committer = Committer(parts.ingest, parts.tables, parts.fenced_log, handover, sync=sync, **versions, failed=self._failed)
         self._saver = self._make_saver(observer, self._committer)
-        checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
+        self._checkpoints = CheckpointHandlers(self._saver, parts.registry, store, on_load)
         still_ours = parts.claim.require
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
@@ -136,7 +133,7 @@ class Shard:
         left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
         carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, timeout_s=timeout_s) if first else None
         moves = MoveHandlers(parts, store, carrier, offers)
-        self._server = Server(Handlers(parts, self._background, moves), checkpoints, listen, AccessControl.of(parts.config))
+        self._front, self._handlers = front, Handlers(parts, self._background, moves)
         self._follower = MapFollower(
             store,
             parts.shard,
@@ -161,21 +158,22 @@ class Shard:
         about = ShardNote(engine.epoch, 0, parts.config.cluster, f"{platform.node()}:{data.path.resolve()}")
         self._progress = HighWaterMarkReporter(store, parts.shard, about, k=lambda: engine.k, timeout_s=timeout_s)
         self._rolling_back = self._background.ask_repair(parts.repairer.addresses) if parts.timeline.roll_back else None
-        self.address = self._server.address
-        self._metrics = self._make_metrics(observer)
+        self._figures = self._make_metrics(observer)
+        self.address = front.address
 
     def serve(self) -> None:
         """Start the threads; returns at once."""
         self._applier.thread.start()
         self._committer.thread.start()
-        self._server.start()
+        self._front.serve(self._handlers, self._checkpoints, self._figures)
         self._watch.look_for_lost_nodes()
         self._watch.start()
         self._follower.thread.start()
+        _log_serving(self._parts, self.address)
 
     def stop(self, drain_timeout_s: float) -> str:
         """Drain, save the state, end every thread; return "" or what could not be applied (the state is not saved then)."""
-        self._server.set_serving(False)
+        self._front.stop_serving()
         self._watch.thread.stop(_JOIN_S)
         self._follower.thread.stop(_JOIN_S)
         self._saver.stop(_JOIN_S)
@@ -184,22 +182,17 @@ class Shard:
         trouble = "" if drained and all(ended) else self._trouble()
         if not trouble:
             trouble = self._save()
-        self._server.stop(_GRACE_S)
-        if self._metrics is not None:
-            self._metrics.close()
+        if trouble and not self.fenced:
+            self._data.leave_words(f"not drained: {trouble}")
+        self._front.close(_GRACE_S)
         self._store.close()
         self._parts.fenced_log.journal.close()
         self._parts.runs.close()
         self._data.close()
         return trouble
 
-    def _make_metrics(self, observer: SaveObserver) -> MetricsEndpoint | None:
-        """Open the port that Prometheus scrapes, on the host that the shard listens on."""
-        host = self.address.rpartition(":")[0]
-        port = self._parts.config.servers.metrics_port_of(self._parts.shard, host)
-        if not port:
-            return None
-        figures = ShardMetrics(
+    def _make_metrics(self, observer: SaveObserver) -> ShardMetrics:
+        return ShardMetrics(
             self._parts,
             self._applier.figures,
             self._saver.figures,
@@ -207,7 +200,6 @@ class Shard:
             nodes=lambda: self._watch.seen,
             moves=self._mover.figures,
         )
-        return MetricsEndpoint(figures, host, port, "Is another process there? See docs/operations.md.")
 
     def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
         parts = self._parts
@@ -347,7 +339,16 @@ class Shard:
     def _failed(self, error: BaseException) -> None:
         log.error("failed because %s: %s", type(error).__name__, error, exc_info=not isinstance(error, KvembError))
         self._parts.ingest.outcomes.fail(error)
-        self._server.set_serving(False)
+        self._front.stop_serving()
         if isinstance(error, FencedError):
             self.fenced = True
             self._on_fenced()
+
+
+def _log_serving(parts: ShardParts, address: str) -> None:
+    shard, cluster_map = parts.shard, parts.maps.cluster_map
+    log.info("serving on %s: %d shards, epoch %d, k %d", address, len(cluster_map.shard_numbers), parts.engine.epoch, parts.engine.k)
+    if shard >= cluster_map.n_shards:
+        log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")
+    elif shard not in cluster_map.shard_numbers:
+        log.info("this shard has left the cluster: it answers for what it took, and may be stopped when no trainer waits for it")

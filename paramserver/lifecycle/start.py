@@ -16,7 +16,6 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import Store
 
 from ..apply.committer import Handover
 from ..checkpoint.loader import LoadedError, Loader
@@ -42,15 +41,17 @@ from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
 from ..recovery.shard_parts import ShardParts
+from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
 from ..recovery.state_changes import with_changes
 from ..recovery.state_file import ShardState, TableImage
 from ..recovery.state_image import image
 from ..repair.repairer import Repairer
 from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
+from .front import Front
 from .join_cluster import join_cluster, keep_identity
 from .shard import RecoveredShard, Shard
-from .storage_wait import StorageWait
+from .storage_wait import StoppedError, StorageWait
 
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20
@@ -79,7 +80,7 @@ def start(
         shard: number.
         listen: "host:port" to serve on.
         start_timeout_s: how long to wait for storage nodes.
-        wait: between tries; raises when the process is told to stop.
+        wait: between tries; raises StoppedError when the process is told to stop.
         take_over: although another process may run the shard: that one is fenced.
         roll_back: although the journal lacks batches that were acknowledged: rows go back to where it ends.
         on_fenced, on_load: see `Shard`.
@@ -92,38 +93,26 @@ def start(
     root = Path(config.servers.data_dir)
     _require_own_folder(config.cluster, root, shard)
     data = DataDir(root, shard, take_over=take_over)
-    store = started = None
+    front = None
     try:
-        with named(f"shard {shard}: its data folder cannot be used", data.path):
-            store = open_store(config.storage, role=f"shard:{shard}")
-            started = _Start(config, shard, store, data, start_timeout_s, wait, roll_back=roll_back, on_claimed=on_claimed).recovered()
-            running = Shard(started, store, data, listen, on_fenced=on_fenced, on_load=on_load)
+        data.leave_words("")
+        report = StartReport()
+        front = Front(config, shard, listen, report, take_over=take_over)
+        while True:
+            step = _Start(config, shard, data, start_timeout_s, wait, report, roll_back=roll_back, on_claimed=on_claimed)
+            try:
+                running = step.shard(front, on_fenced, on_load)
+                break
+            except LoadedError:  # everything is done again, with the state that was loaded
+                roll_back = False
+        running.serve()
     except BaseException as error:
-        if started is not None:
-            started.parts.fenced_log.journal.close()
-        if store is not None:
-            store.close()
+        if isinstance(error, Exception) and not isinstance(error, StoppedError):
+            data.leave_words(f"{type(error).__name__}: {error}")
+        if front is not None:
+            front.close()
         data.close()
-        if isinstance(error, LoadedError):  # everything above is done again, with the state that was loaded
-            return start(
-                config,
-                shard,
-                listen=listen,
-                start_timeout_s=start_timeout_s,
-                wait=wait,
-                on_fenced=on_fenced,
-                on_load=on_load,
-                on_claimed=on_claimed,
-            )
         raise
-    running.serve()
-    parts = started.parts
-    n_shards = len(store.cluster_map.shard_numbers)
-    log.info("serving on %s: %d shards, epoch %d, k %d", running.address, n_shards, parts.engine.epoch, parts.engine.k)
-    if shard >= store.cluster_map.n_shards:
-        log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")
-    elif shard not in store.cluster_map.shard_numbers:
-        log.info("this shard has left the cluster: it answers for what it took, and may be stopped when no trainer waits for it")
     return running
 
 
@@ -140,30 +129,59 @@ def _require_own_folder(cluster: str, root: Path, shard: int) -> None:
 
 
 class _Start:
-    """The steps of a start, in order."""
+    """The steps of a start, in order.
+
+    Args:
+        config, shard, wait, start_timeout_s, roll_back, on_claimed: see `start`.
+        data: the shard's folder.
+        report: told what is done, and how far it is.
+    """
 
     def __init__(
         self,
         config: Config,
         shard: int,
-        store: Store,
         data: DataDir,
         start_timeout_s: float,
         wait: Callable[[float], None],
+        report: StartReport,
         *,
         roll_back: bool = False,
         on_claimed: OnClaimed = lambda epoch, now: None,
     ) -> None:
         self._on_claimed = on_claimed
-        self._config, self._shard, self._store, self._data, self._roll_back = config, shard, store, data, roll_back
-        self._start_timeout_s, self._wait = start_timeout_s, wait
+        self._config, self._shard, self._data, self._roll_back = config, shard, data, roll_back
+        self._start_timeout_s, self._wait, self._report = start_timeout_s, wait, report
+        self._store = open_store(config.storage, role=f"shard:{shard}")
+
+    def shard(self, front: Front, on_fenced: Callable[[], None], on_load: Callable[[], None] | None) -> Shard:
+        """Return a shard that can serve.
+
+        Raises:
+            LoadedError: another state was loaded, to be started with.
+            KvembError: see `start`.
+        """
+        started = None
+        try:
+            with named(f"shard {self._shard}: its data folder cannot be used", self._data.path):
+                started = self.recovered()
+                front.open()
+                return Shard(started, self._store, self._data, front, on_fenced=on_fenced, on_load=on_load)
+        except BaseException:
+            if started is not None:
+                started.parts.fenced_log.journal.close()
+            self._store.close()
+            raise
 
     def recovered(self) -> RecoveredShard:
         """Return the parts of a shard whose tables, sessions and rows are those of the journal's end."""
         timeout_s, servers, shard, data = self._config.storage.timeout_s, self._config.servers, self._shard, self._data
-        storage = StorageWait(Deadline.after(self._start_timeout_s), self._wait)
-        name, n_shards, deadline = self._config.cluster, len(servers.shards), storage.deadline
-        identity = join_cluster(self._store, data, shard, n_shards, name=name, deadline=deadline, timeout_s=timeout_s, wait=self._wait)
+        report = self._report
+        report.enter(JOINING)
+        storage = StorageWait(Deadline.after(self._start_timeout_s), self._wait, report)
+        name = self._config.cluster
+        identity = join_cluster(self._store, data, shard, len(servers.shards), name=name, timeout_s=timeout_s, again=storage)
+        report.enter(CLAIMING)
         cluster_id, registry = identity.cluster_id, Registry(self._store, shard, timeout_s, data)
 
         def check(state: ShardState) -> None:
@@ -198,7 +216,9 @@ class _Start:
             sessions = Sessions(shard == 0, state.next_incarnation + self._skipped_incarnations, list(state.sessions))
             members = Membership(servers.trainers, state.members, state.complete)
             assert state.journal is not None
-            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key).scan()
+            recovery = Recovery(journal, Position(*state.journal), state.k, registry.find_key)
+            report.enter(READING, recovery.looked_through)
+            recovery.scan()
             timeline = Timeline(state.epoch, recovery.k, self._where, roll_back=self._roll_back)
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
@@ -208,7 +228,8 @@ class _Start:
             ports = EnginePorts(repairer, observer, behind)
             engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, ports=ports, rows_applied=state.rows_applied)
             due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
-            recovered = recovery.run(engine, tables, sessions, members, _retry_until(self._start_timeout_s, self._wait))
+            report.enter(REPLAYING, recovery.applied)
+            recovered = recovery.run(engine, tables, sessions, members, self._retry_until())
             for table in registry.gone:  # the replay may have needed them
                 tables.forget(table)
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
@@ -233,7 +254,9 @@ class _Start:
                 due,
             )
             self._settle(parts, changed=state is not saved)
-            Loader(parts, self._store, self._data, _retry_until(self._start_timeout_s, self._wait)).run()
+            loader = Loader(parts, self._store, self._data, self._retry_until())
+            report.enter(LOADING, loader.how_far)
+            loader.run()
             return RecoveredShard(parts, handover, observer)
         except JournalBehindError:
             journal.give_up()
@@ -296,23 +319,23 @@ class _Start:
         except OSError as error:
             raise ParameterServerError(f"the state cannot be saved in {self._data.path}: {error.strerror}; {mend(error)}") from error
 
+    def _retry_until(self) -> Pause:
+        """Wait between tries of a batch; give up when storage has not answered for as long as a start may wait."""
+        waited_s = last_s = 0.0
+        said = ""
 
-def _retry_until(longest_s: float, wait: Callable[[float], None]) -> Pause:
-    """Wait between tries of a batch; give up when storage has not answered for so long."""
-    waited_s = last_s = 0.0
-    said = ""
+        def pause(error: StorageError, pause_s: float) -> None:
+            nonlocal waited_s, last_s, said
+            waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin anew with every batch
+            last_s = pause_s
+            self._report.waits(str(error))
+            if said != (said := str(error)):
+                log.info("recovery waits for storage: %s", error)
+            if waited_s > self._start_timeout_s:
+                raise error
+            self._wait(pause_s)
 
-    def pause(error: StorageError, pause_s: float) -> None:
-        nonlocal waited_s, last_s, said
-        waited_s = pause_s + (0.0 if pause_s < last_s else waited_s)  # pauses grow, and begin anew with every batch
-        last_s = pause_s
-        if said != (said := str(error)):
-            log.info("recovery waits for storage: %s", error)
-        if waited_s > longest_s:
-            raise error
-        wait(pause_s)
-
-    return pause
+        return pause
 
 
 def _table(registry: Registry, image: TableImage, budget: CacheBudget) -> TableState:

@@ -8,13 +8,19 @@ from kvemb.errors import DeadlineExceededError, NodeRefusesError, NodeUnavailabl
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
+from ..recovery.start_report import StartReport
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 ABSENT = (NodeUnavailableError, DeadlineExceededError)
 T = TypeVar("T")
 log = logging.getLogger("paramserver")
 
 Wait = Callable[[float], None]
-"""Waits so many seconds, or raises when the process is told to stop."""
+"""Waits so many seconds, or raises StoppedError."""
+
+
+class StoppedError(Exception):
+    """The process was told to stop while it was starting."""
 
 
 class StorageWait:
@@ -23,10 +29,11 @@ class StorageWait:
     Args:
         deadline: of the whole start.
         wait: between tries.
+        report: of the start.
     """
 
-    def __init__(self, deadline: Deadline, wait: Wait) -> None:
-        self.deadline, self._wait = deadline, wait
+    def __init__(self, deadline: Deadline, wait: Wait, report: StartReport) -> None:
+        self.deadline, self._wait, self._report = deadline, wait, report
         self._said = ""
 
     def __call__(
@@ -55,4 +62,5 @@ class StorageWait:
                 if self._said != (said := str(error)):
                     log.info("waiting for storage: %s", error)
                 self._said = said
+                self._report.waits(said)
             self._wait(min(next(waits), self.deadline.remaining_s()))

@@ -67,7 +67,16 @@ class Recovery:
         self.k = k  # of the last batch, once the first pass was made
         self._begun_s = time.monotonic()
         self._n_entries = self._n_rows = 0
+        self._n_applied: Callable[[], int] = lambda: 0
         self._rules = Replay(0)
+
+    def looked_through(self) -> tuple[int, int]:
+        """How far the first pass is: rows, of nobody knows how many. Any thread."""
+        return self._n_rows, 0
+
+    def applied(self) -> tuple[int, int]:
+        """How far the second pass is: rows, of all that are in the journal. Any thread."""
+        return self._n_applied(), self._n_rows
 
     def scan(self) -> "Recovery":
         """Make the first pass.
@@ -110,7 +119,8 @@ class Recovery:
             StorageError: `pause` raised.
         """
         rows_before, n_batches = engine.rows_applied, 0
-        say = self._teller(lambda: f"{engine.rows_applied - rows_before} of the journal's {self._n_rows} rows are applied")
+        self._n_applied = lambda: engine.rows_applied - rows_before
+        say = self._teller(lambda: f"{self._n_applied()} of the journal's {self._n_rows} rows are applied")
         for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
             if isinstance(entry, SessionEntry):
                 _restore(entry, sessions, members)

@@ -5,15 +5,15 @@ Unary replies are always a `Reply`: errors travel in it with their type. No prot
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvemb.errors import AccessDeniedError, KvembError, ParameterServerError, ShardUnavailableError, to_wire
+from kvemb.errors import AccessDeniedError, KvembError, ParameterServerError, ShardStartingError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import (
@@ -35,6 +35,7 @@ from kvemb.protocol.messages import (
     SaveRequest,
     SaveStatusRequest,
     ShowRowRequest,
+    StatusReply,
     TableRequest,
 )
 from kvemb.protocol.move_messages import (
@@ -46,9 +47,11 @@ from kvemb.protocol.move_messages import (
     WatermarksRequest,
 )
 
+from ..recovery.start_report import StartReport
 from .access_control import AccessControl
 from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
+from .push_parts import PushReceiver
 from .stream_limits import MAX_STREAMS, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
@@ -65,22 +68,34 @@ _OPTIONS = (
 )
 log = logging.getLogger("paramserver")
 
+OpenStream = Callable[[Iterator[bytes], Callable[[str], None]], PushReceiver]
 
-class Server:
-    """A gRPC server around a shard's handlers.
+
+class _Verb(NamedTuple):
+    """A verb, and whether it may hold its thread for long: only so many of those may run at once."""
+
+    request_type: type[Message]
+    call: Callable[[Any, Deadline], Message]
+    waits: bool = False
+
+
+class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
+    """A gRPC server around a shard's handlers. It listens as soon as it is made, and until it is opened says how far the start is.
 
     Args:
-        handlers, checkpoints: what to call.
         listen: "host:port"; port 0 takes a free one.
         access: who may call.
+        shard: number.
+        report: of the shard's start.
 
     Raises:
         ParameterServerError: the address cannot be had.
     """
 
-    def __init__(self, handlers: Handlers, checkpoints: CheckpointHandlers, listen: str, access: AccessControl) -> None:
-        self._access = access
-        self._handlers, self._checkpoints = handlers, checkpoints
+    def __init__(self, listen: str, access: AccessControl, shard: int, report: StartReport) -> None:
+        self._access, self._shard, self._report = access, shard, report
+        self._open_stream: OpenStream | None = None
+        self._verbs: Mapping[str, _Verb] = {}
         self._streams = Streams()
         self._waiting = threading.BoundedSemaphore(MAX_WAITING_CALLS)
         n_threads = MAX_STREAMS + MAX_WAITING_CALLS + _SPARE_THREADS
@@ -88,16 +103,19 @@ class Server:
         self._server = grpc.server(self._threads, options=(*_OPTIONS, *connection_options(), *access.options))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._rpc_methods()),))
+        self._server.add_generic_rpc_handlers((self,))
         try:
             port = access.listen(self._server, listen)
         except RuntimeError as error:
             raise ParameterServerError(f"cannot listen on {listen}: is another process there, or is it no address of this host?") from error
         self.address = f"{listen.rpartition(':')[0]}:{port}"
-
-    def start(self) -> None:
-        """Serve."""
         self._server.start()
+        self.set_serving(False)
+
+    def open(self, handlers: Handlers, checkpoints: CheckpointHandlers) -> None:
+        """Serve."""
+        self._open_stream = handlers.open_stream
+        self._verbs = _verbs(handlers, checkpoints)
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
@@ -114,56 +132,22 @@ class Server:
         self._server.stop(grace_s).wait()
         self._threads.shutdown(wait=True)
 
-    def _rpc_methods(self) -> dict[str, Any]:
-        handlers, checkpoints = self._handlers, self._checkpoints
-        unary = {
-            "Hello": self._unary(HelloRequest, handlers.hello),
-            "Describe": self._unary(Empty, handlers.describe),
-            "CreateTable": self._unary(CreateTableRequest, handlers.create_table, waits=True),
-            "DropTable": self._unary(TableRequest, handlers.drop.begin, waits=True),
-            "EraseTable": self._unary(EraseTableRequest, handlers.drop.erase, waits=True),
-            "EndDrop": self._unary(TableRequest, handlers.drop.end, waits=True),
-            "GetTable": self._unary(TableRequest, handlers.get_table),
-            "Assign": self._unary(RowsRequest, handlers.assign, waits=True),
-            "Erase": self._unary(RowsRequest, handlers.erase, waits=True),
-            "Flush": self._unary(FlushRequest, handlers.flush, waits=True),
-            "Count": self._unary(TableRequest, handlers.count),
-            "Step": self._unary(TableRequest, handlers.step),
-            "Ids": self._unary(IdsRequest, handlers.ids),
-            "Status": self._unary(Empty, handlers.status),
-            "Progress": self._unary(Empty, handlers.progress),
-            "Bye": self._unary(ByeRequest, handlers.bye),
-            "Save": self._unary(SaveRequest, checkpoints.save, waits=True),
-            "SaveStatus": self._unary(SaveStatusRequest, checkpoints.status),
-            "Load": self._unary(LoadRequest, checkpoints.load, waits=True),
-            "Compare": self._unary(CompareRequest, handlers.compare, waits=True),
-            "Repair": self._unary(RepairRequest, handlers.repair, waits=True),
-            "ShowRow": self._unary(ShowRowRequest, handlers.inspection.show_row, waits=True),
-            "SampleIds": self._unary(SampleIdsRequest, handlers.inspection.sample_ids),
-            "Examine": self._unary(Empty, handlers.inspection.examine, waits=True),
-            "MoveSlots": self._unary(MoveRequest, handlers.moves.begin, waits=True),
-            "ReplaceNode": self._unary(ReplaceNodeRequest, handlers.moves.replace_node, waits=True),
-            "AbortMove": self._unary(AbortMoveRequest, handlers.moves.abort, waits=True),
-            "MoveStatus": self._unary(Empty, handlers.moves.status, waits=True),
-            "SlotSizes": self._unary(Empty, handlers.moves.slot_sizes, waits=True),
-            "Watermarks": self._unary(WatermarksRequest, handlers.moves.watermarks),
-            "LeftSession": self._unary(LeftSessionRequest, handlers.moves.left_session),
-            "SlotEntries": self._unary(SlotEntriesRequest, handlers.moves.slot_entries, waits=True),
-        }
-        methods: dict[str, Any] = {name: grpc.unary_unary_rpc_method_handler(handler(name)) for name, handler in unary.items()}
-        return {**methods, "Push": grpc.stream_stream_rpc_method_handler(self._push)}
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """Return what answers a call; gRPC asks for each. None: there is no such method."""
+        service, _, name = handler_call_details.method.removeprefix("/").partition("/")
+        if service != SERVICE:
+            return None
+        if name == "Push":
+            return grpc.stream_stream_rpc_method_handler(self._push)
+        return grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) if name in self._verbs or not self._verbs else None
 
-    def _unary(self, request_type: type[Message], verb: Callable[[Any, Deadline], Message], *, waits: bool = False) -> Callable[[str], Any]:
-        """Make what makes a handler of a verb's name; `waits` marks those that may hold their thread for long, of which only so many may
-        run at once."""
-        return lambda name: partial(self._answer, name, request_type, verb, waits)
-
-    def _answer(
-        self, name: str, request_type: type[Message], verb: Callable[[Any, Deadline], Message], waits: bool, data: bytes, context: Any
-    ) -> bytes:
+    def _answer(self, name: str, data: bytes, context: Any) -> bytes:
         try:
             caller = self._access.caller(context)
             caller.require(name)
+            if not self._verbs:
+                return Reply({}, self._status_of_start(name).encode()).encode()
+            request_type, verb, waits = self._verbs[name]
             request = request_type.decode(data)
             if isinstance(request, (HelloRequest, ByeRequest, LeftSessionRequest)):
                 caller.require_seat(request.trainer)
@@ -174,8 +158,17 @@ class Server:
         except KvembError as error:
             return Reply(to_wire(error), b"").encode()
         except Exception as error:
-            log.exception("%s failed because of an error of the parameter server itself", request_type.__name__)
+            log.exception("%s failed because of an error of the parameter server itself", name)
             return Reply(to_wire(error), b"").encode()
+
+    def _status_of_start(self, name: str) -> StatusReply:
+        """All that is answered before the shard serves."""
+        if name != "Status":
+            raise self._starting()
+        return StatusReply(self._shard, 0, 0, 0, 0, 0.0, 0, 0, 0, 0, 0, "", starting=str(self._report))
+
+    def _starting(self) -> ShardStartingError:
+        return ShardStartingError(f"shard {self._shard} is starting: {self._report}")
 
     def _bounded(self, verb: Callable[[Any, Deadline], Message], request: Message, deadline: Deadline) -> Message:
         if not self._waiting.acquire(blocking=False):
@@ -191,7 +184,10 @@ class Server:
             caller.require("Push")
         except AccessDeniedError as error:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        stream = self._handlers.open_stream(requests, caller.require_seat)
+        if self._open_stream is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(self._starting()))
+            return  # it raises
+        stream = self._open_stream(requests, caller.require_seat)
         try:
             self._streams.enter(stream.answers, context.peer())
         except ShardUnavailableError as error:
@@ -203,3 +199,41 @@ class Server:
                     context.abort(grpc.StatusCode.UNAVAILABLE, stream.unavailable)
         finally:
             self._streams.leave(stream.answers)
+
+
+def _verbs(handlers: Handlers, checkpoints: CheckpointHandlers) -> dict[str, _Verb]:
+    drop, inspection, moves = handlers.drop, handlers.inspection, handlers.moves
+    return {
+        "Hello": _Verb(HelloRequest, handlers.hello),
+        "Describe": _Verb(Empty, handlers.describe),
+        "CreateTable": _Verb(CreateTableRequest, handlers.create_table, waits=True),
+        "DropTable": _Verb(TableRequest, drop.begin, waits=True),
+        "EraseTable": _Verb(EraseTableRequest, drop.erase, waits=True),
+        "EndDrop": _Verb(TableRequest, drop.end, waits=True),
+        "GetTable": _Verb(TableRequest, handlers.get_table),
+        "Assign": _Verb(RowsRequest, handlers.assign, waits=True),
+        "Erase": _Verb(RowsRequest, handlers.erase, waits=True),
+        "Flush": _Verb(FlushRequest, handlers.flush, waits=True),
+        "Count": _Verb(TableRequest, handlers.count),
+        "Step": _Verb(TableRequest, handlers.step),
+        "Ids": _Verb(IdsRequest, handlers.ids),
+        "Status": _Verb(Empty, handlers.status),
+        "Progress": _Verb(Empty, handlers.progress),
+        "Bye": _Verb(ByeRequest, handlers.bye),
+        "Save": _Verb(SaveRequest, checkpoints.save, waits=True),
+        "SaveStatus": _Verb(SaveStatusRequest, checkpoints.status),
+        "Load": _Verb(LoadRequest, checkpoints.load, waits=True),
+        "Compare": _Verb(CompareRequest, handlers.compare, waits=True),
+        "Repair": _Verb(RepairRequest, handlers.repair, waits=True),
+        "ShowRow": _Verb(ShowRowRequest, inspection.show_row, waits=True),
+        "SampleIds": _Verb(SampleIdsRequest, inspection.sample_ids),
+        "Examine": _Verb(Empty, inspection.examine, waits=True),
+        "MoveSlots": _Verb(MoveRequest, moves.begin, waits=True),
+        "ReplaceNode": _Verb(ReplaceNodeRequest, moves.replace_node, waits=True),
+        "AbortMove": _Verb(AbortMoveRequest, moves.abort, waits=True),
+        "MoveStatus": _Verb(Empty, moves.status, waits=True),
+        "SlotSizes": _Verb(Empty, moves.slot_sizes, waits=True),
+        "Watermarks": _Verb(WatermarksRequest, moves.watermarks),
+        "LeftSession": _Verb(LeftSessionRequest, moves.left_session),
+        "SlotEntries": _Verb(SlotEntriesRequest, moves.slot_entries, waits=True),
+    }

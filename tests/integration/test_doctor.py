@@ -1,8 +1,10 @@
 """`kvemb doctor` on real clusters, each with one thing wrong that a person may well do."""
 
 import json
+import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +187,20 @@ def test_what_is_down_is_told_with_what_becomes_of_its_rows(require_server: Call
         cluster.servers[1].process.kill()
         seen = findings(cluster.config_path)
         assert seen["node-unreachable"].where == f"node {cluster.servers[1].address}"
+
+
+def test_a_shard_that_hangs_is_told_from_one_that_is_gone(require_server: Callable[[str], str]) -> None:
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2) as cluster:
+        os.kill(cluster.shards[0].pid, signal.SIGSTOP)
+        cluster.shards[1].kill()
+        try:
+            seen = findings(cluster.config_path)
+        finally:
+            os.kill(cluster.shards[0].pid, signal.SIGCONT)
+    assert "--shard 0 --take-over" in seen["shard-hangs"].mend
+    assert "Nobody listens there" in seen["shard-unreachable"].what
+    assert seen["shard-unreachable"].where.startswith("shard 1 ")
 
 
 def test_nodes_without_a_cluster_are_told_as_such(require_server: Callable[[str], str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvemb.doctor.examination import examine
 from kvemb.doctor.finding import Finding
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.protocol.installed_version import installed_version
+from kvemb.status.cluster_status import survey
 from kvemb.tls_config import TlsConfig
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers
@@ -171,6 +172,12 @@ def test_files_that_cannot_be_used_are_named_and_nothing_else_is(secured: TlsClu
     assert found(bad).keys() == {"tls-files"}
     storage: StorageConfig = replace(config.storage, tls=replace(config.storage.tls, key=str(other)))
     assert "tls-files" in found(replace(config, storage=storage))
+
+
+def test_who_does_not_know_that_a_shard_speaks_tls_is_told(secured: TlsCluster) -> None:
+    plain = config_of(secured)
+    seen = [shard.error for shard in survey(replace(plain, servers=replace(plain.servers, tls=None))).shards]
+    assert all("It speaks TLS there" in error for error in seen)
 
 
 def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(secured: TlsCluster) -> None:

@@ -319,7 +319,7 @@ def test_a_shard_that_ended_tells_its_last_words_to_trainers_of_the_machine() ->
         started.servers[0].process.kill()
         with pytest.raises(LocalProcessError, match="NodeUnavailableError"):
             started.start_shard(0, "--start-timeout", "1")
-        with pytest.raises(ShardUnavailableError, match=r"shard 0 .*It has ended; its last words: NodeUnavailableError: .*"):
+        with pytest.raises(ShardUnavailableError, match=r"shard 0 .*It has ended; its last words, at 2.*: NodeUnavailableError: .*"):
             connect(started.url, timeout_s=1)
 
 

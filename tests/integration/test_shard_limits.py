@@ -56,7 +56,7 @@ class InProcess:
         return made
 
     def bytes_in_hand(self) -> int:
-        return self.shard._server._handlers._in_hand._n_bytes
+        return self.shard._handlers._in_hand._n_bytes
 
     def close(self) -> None:
         for made in self._made:

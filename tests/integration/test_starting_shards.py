@@ -7,15 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from matrix import one_of
+from scraped import ports_side_by_side, value
 
+import kvemb
 from kvemb.config import load
-from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError
+from kvemb.doctor.examination import examine
+from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ParameterServerError, ShardUnavailableError
+from kvemb.local_cluster.processes import free_ports
+from kvemb.protocol.installed_version import installed_version
+from kvemb.status.cluster_status import survey
+from kvemb.status.status_tables import healthy, render
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
+from paramserver.recovery.start_report import PHASES
 
 PATIENCE_S = 90.0
 KINDS = {"redis": "redis-server", "memcached": "memcached"}
@@ -38,16 +48,23 @@ def nodes(request: pytest.FixtureRequest, require_server: Callable[[str], str], 
     made.close()
 
 
-def started(nodes: ServerNodes, folder: Path, wait: Callable[[float], None], start_timeout_s: float = PATIENCE_S) -> Shard:
+def started(
+    nodes: ServerNodes,
+    folder: Path,
+    wait: Callable[[float], None],
+    start_timeout_s: float = PATIENCE_S,
+    port: int = 0,
+    metrics_port: int = 0,
+) -> Shard:
     tree = {
         "cluster": "demo",
         "storage": {"kind": nodes.config.kind, "nodes": list(nodes.config.nodes), "timeout_s": 1.0},
-        "parameter_servers": {"shards": ["127.0.0.1:1"], "data_dir": str(folder / "shards")},
+        "parameter_servers": {"shards": [f"127.0.0.1:{port or 1}"], "data_dir": str(folder / "shards"), "metrics_port": metrics_port},
         "tables": {"t": {"dim": 2, "optimizer": {"kind": "sgd", "lr": 1.0}, "initializer": {"kind": "zeros"}}},
     }
     path = folder / "kvemb.yaml"
     path.write_text(yaml.safe_dump(tree))
-    return start(load(path, {}), 0, listen="127.0.0.1:0", start_timeout_s=start_timeout_s, wait=wait)
+    return start(load(path, {}), 0, listen=f"127.0.0.1:{port}", start_timeout_s=start_timeout_s, wait=wait)
 
 
 def before(monkeypatch: pytest.MonkeyPatch, step: str, then: Callable[[], None]) -> None:
@@ -112,3 +129,70 @@ def test_who_waits_to_say_that_a_shard_is_his_does_not_say_it_once_another_one_h
 
     with pytest.raises(FencedError, match="a process with epoch 2 has taken the shard over"):
         started(nodes, tmp_path, taken_over)
+
+
+class Seen:
+    """What is seen of a shard in the middle of its start."""
+
+    def __init__(self, folder: Path, port: int, metrics_port: int) -> None:
+        self.folder, self.address, self.metrics_port = folder, f"127.0.0.1:{port}", metrics_port
+
+    def look(self) -> None:
+        config = load(self.folder / "kvemb.yaml", {})
+        seen = survey(config)
+        self.status, self.well = render(seen).splitlines(), healthy(seen)
+        self.findings = {finding.name: finding.what for finding in examine(config, installed_version())}
+        with grpc.insecure_channel(self.address) as channel:
+            ask = health_pb2_grpc.HealthStub(channel).Check
+            self.health = {name: ask(health_pb2.HealthCheckRequest(service=name)).status for name in ("live", "")}
+        self.phases = {of: value(self.metrics_port, "kvemb_shard_starting", phase=of) for of in PHASES}
+        self.ready = value(self.metrics_port, "kvemb_shard_ready")
+        with pytest.raises(ShardUnavailableError, match="shard 0 is starting: it ") as caught:
+            kvemb.connect(str(self.folder / "kvemb.yaml"), timeout_s=1)
+        self.told = str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "words"),
+    [
+        ("paramserver.model.table_registry.Registry.load", "claiming", "what the last process of the shard has left"),
+        ("paramserver.recovery.replay.Recovery.run", "replaying", "what is in its journal"),
+    ],
+)
+@pytest.mark.parametrize("nodes", ["memcached"], indirect=True)
+def test_a_shard_says_from_its_first_second_how_far_its_start_is(
+    nodes: ServerNodes, step: str, phase: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,), metrics_port = free_ports(1), ports_side_by_side(1)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/shard-0.last-words").write_text("NodeUnavailableError: of an hour ago")
+    seen = Seen(tmp_path, port, metrics_port)
+    before(monkeypatch, step, seen.look)
+    shard = started(nodes, tmp_path, time.sleep, port=port, metrics_port=metrics_port)
+    try:
+        assert seen.status[-2].split()[-1] == "starting"
+        assert words in seen.status[-1]
+        assert not seen.well
+        assert words in seen.findings["shard-starting"]
+        assert "shard-unreachable" not in seen.findings
+        assert seen.health == {"live": 1, "": 2}
+        assert {of for of, now in seen.phases.items() if now} == {phase}
+        assert seen.ready == 0
+        assert words in seen.told
+        assert "an hour ago" not in "".join([*seen.status, seen.told])
+        with kvemb.connect(str(tmp_path / "kvemb.yaml")) as cluster:  # the same port, and it serves
+            assert cluster.table("t").pull([1]).shape == (1, 2)
+        assert (value(metrics_port, "kvemb_shard_ready"), value(metrics_port, "kvemb_shard_starting", phase=phase)) == (1, 0)
+    finally:
+        assert shard.stop(PATIENCE_S) == ""
+
+
+@pytest.mark.parametrize("nodes", ["memcached"], indirect=True)
+def test_a_process_that_may_not_run_a_shard_leaves_the_words_of_the_one_that_does_alone(nodes: ServerNodes, tmp_path: Path) -> None:
+    shard = started(nodes, tmp_path, time.sleep)
+    try:
+        with pytest.raises(ParameterServerError, match="another process runs shard 0"):
+            started(nodes, tmp_path, time.sleep)
+        assert not (tmp_path / "shards/shard-0.last-words").exists()
+    finally:
+        assert shard.stop(PATIENCE_S) == ""

@@ -63,7 +63,7 @@ EXAMPLES: dict[str, Message] = {
     "StepReply": m.StepReply(2**40, 2**41),
     "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),
     "IdsReply": m.IdsReply(bytes(16)),
-    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, "", 10, 11, 0.25, 12, "n:1: in repair", "5 of 9 rows"),
+    "StatusReply": m.StatusReply(0, 1, 2, 3, 4, 0.5, 6, 7, 8, 9, 5, "", 10, 11, 0.25, 12, "n:1: in repair", "5 of 9 rows", "it joins"),
     "ProgressReply": m.ProgressReply(2, 2**40),
     "CompareRequest": m.CompareRequest("user", b"\x01" + bytes(7), 200),
     "EraseTableRequest": m.EraseTableRequest("user\n2", 28.5),

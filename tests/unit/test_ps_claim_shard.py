@@ -17,7 +17,9 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import join_cluster, keep_identity
+from paramserver.lifecycle.storage_wait import StorageWait
 from paramserver.recovery.claim_shard import EPOCH, STATE, Claim, claim_shard, read_epoch, require_owner, save
+from paramserver.recovery.start_report import StartReport
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state
 
 _NUMBERS = count()
@@ -51,7 +53,8 @@ def make_store(nodes: tuple[str, ...]) -> MemoryStore:
 
 def join(nodes: tuple[str, ...], data: DataDir, shard: int = 0) -> bytes:
     store = make_store(nodes)
-    found = join_cluster(store, data, shard, 1, name="test", deadline=Deadline.after(0), timeout_s=5, wait=lambda pause_s: None)
+    again = StorageWait(Deadline.after(0), lambda pause_s: None, StartReport())
+    found = join_cluster(store, data, shard, 1, name="test", timeout_s=5, again=again)
     keep_identity(data, found)
     return found.cluster_id
 

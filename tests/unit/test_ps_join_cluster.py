@@ -30,7 +30,9 @@ from kvemb.schema.keys import table_tag
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
 from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, join_cluster, keep_identity
+from paramserver.lifecycle.storage_wait import StorageWait
 from paramserver.model.table_registry import Registry
+from paramserver.recovery.start_report import StartReport
 
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]
@@ -56,6 +58,10 @@ def addresses() -> tuple[str, ...]:
     return f"owner-{number}-a:1", f"owner-{number}-b:1"
 
 
+def waiting(timeout_s: float, wait: Callable[[float], None]) -> StorageWait:
+    return StorageWait(Deadline.after(timeout_s), wait, StartReport())
+
+
 def make_store(nodes: tuple[str, ...]) -> MemoryStore:
     return MemoryStore(StorageConfig("memory", nodes), role="shard:0")
 
@@ -66,9 +72,7 @@ def join(
     def no_wait(pause_s: float) -> None:
         raise AssertionError("waited")
 
-    found = join_cluster(
-        make_store(nodes), data, shard, 1, name="test", deadline=Deadline.after(timeout_s), timeout_s=5, wait=wait or no_wait
-    )
+    found = join_cluster(make_store(nodes), data, shard, 1, name="test", timeout_s=5, again=waiting(timeout_s, wait or no_wait))
     keep_identity(data, found)
     return found.cluster_id
 
@@ -91,7 +95,7 @@ def test_nodes_that_take_long_to_answer_get_more_time_from_try_to_try(folder: Fo
             return super().open(deadline, known)
 
     store = Slow(StorageConfig("memory", addresses()), role="shard:0")
-    join_cluster(store, folder(tmp_path, 0), 0, 1, name="test", deadline=Deadline.after(1000), timeout_s=8, wait=lambda pause_s: None)
+    join_cluster(store, folder(tmp_path, 0), 0, 1, name="test", timeout_s=8, again=waiting(1000, lambda pause_s: None))
     assert given[:3] == [8, 16, 32]
 
 

@@ -11,9 +11,9 @@ from kvemb.stores.store import NodeStats
 LONG = "the shard stopped applying: NodeLostError: " + "a long story " * 30
 
 
-def shard(number: int, failure: str = "", error: str = "", repair: str = "", compared: str = "") -> ShardStatus:
+def shard(number: int, failure: str = "", error: str = "", repair: str = "", compared: str = "", starting: str = "") -> ShardStatus:
     values = {field.name: 1.0 if field.type in (float, "float") else 1 for field in fields(StatusReply)}
-    texts = {"failure": failure, "repair": repair, "compared": compared}
+    texts = {"failure": failure, "repair": repair, "compared": compared, "starting": starting}
     return ShardStatus(number, f"h:{number}", None if error else StatusReply(**values | texts), error)  # type: ignore[arg-type]
 
 
@@ -42,6 +42,13 @@ def test_trouble_stands_below_the_table_and_its_kind_in_it() -> None:
     table = [line for line in printed if line[:1].isdigit()]
     assert [line.split("  ")[-1] for line in table] == ["ok", "failed", "retrying", "no answer"]
     assert printed[-3:] == [f"shard 1: {LONG.strip()}", "shard 2: OutOfMemory: node n:1", "shard 3: no route to h:3"]
+
+
+def test_a_shard_that_starts_says_how_far_it_is_and_is_not_well_yet() -> None:
+    starts = shard(1, starting="it applies what is in its journal: 5 of 9 rows")
+    assert lines(shard(0), starts)[-2].split() == ["1", "h:1", *"-------", "starting"]
+    assert lines(shard(0), starts)[-1] == "shard 1: it applies what is in its journal: 5 of 9 rows"
+    assert not healthy(ClusterStatus((shard(0), starts), ()))
 
 
 def test_a_repair_stands_below_and_is_no_trouble() -> None:

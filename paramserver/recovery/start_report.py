@@ -1,0 +1,77 @@
+"""What the start of a shard does at the moment, and how far it is: said by the start, asked by everybody from its first second on."""
+
+import time
+from collections.abc import Callable
+
+JOINING, CLAIMING, READING, REPLAYING, LOADING = "joining", "claiming", "reading", "replaying", "loading"
+PHASES = {
+    JOINING: "it joins the cluster",
+    CLAIMING: "it reads what the last process of the shard has left",
+    READING: "it looks through its journal",
+    REPLAYING: "it applies what is in its journal",
+    LOADING: "it looks for a checkpoint to load, and loads it",
+}
+
+HowFar = Callable[[], tuple[int, int]]
+"""(rows done, rows in all, or 0 where that is not known yet)."""
+
+
+def _nothing_to_count() -> tuple[int, int]:
+    return 0, 0
+
+
+class StartReport:
+    """How far one start is. Thread-safe.
+
+    Args:
+        clock: monotonic seconds.
+
+    Example:
+        >>> report = StartReport(lambda: 5.0)
+        >>> report.enter(REPLAYING, lambda: (1_500_000, 4_000_000))
+        >>> report.waits("node n:1: down")
+        >>> str(report)
+        'it applies what is in its journal: 1,500,000 of 4,000,000 rows (37 %), 0 s since it began; it waits for storage: node n:1: down'
+        >>> report.done()
+        >>> str(report)
+        ''
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun_s = clock, clock()
+        self.phase = JOINING
+        self._how_far: HowFar = _nothing_to_count
+        self._waits: tuple[str, tuple[int, int]] = ("", (0, 0))
+
+    def enter(self, phase: str, how_far: HowFar = _nothing_to_count) -> None:
+        """Record what is done from now on."""
+        self.phase, self._how_far, self._waits = phase, how_far, ("", (0, 0))
+
+    def waits(self, why: str) -> None:
+        """Record what storage is waited for; it is told until rows get done again, or the next phase."""
+        self._waits = why, self._how_far()
+
+    def done(self) -> None:
+        """Record that the shard serves."""
+        self.enter("")
+
+    @property
+    def waits_for(self) -> str:
+        """Why storage is waited for, or ""."""
+        why, at = self._waits
+        return why if at == self._how_far() else ""
+
+    @property
+    def share(self) -> float | None:
+        """How much of the phase is done, 0 to 1; None where that is not known."""
+        n_done, n_all = self._how_far()
+        return min(1.0, n_done / n_all) if n_all else None
+
+    def __str__(self) -> str:
+        if not self.phase:
+            return ""
+        (n_done, n_all), share = self._how_far(), self.share
+        of_all = f" of {n_all:,} rows ({100 * share:.0f} %)" if share is not None else " rows"
+        counted = f": {n_done:,}{of_all}" if n_done or n_all else ""
+        waits = f"; it waits for storage: {self.waits_for}" if self.waits_for else ""
+        return f"{PHASES[self.phase]}{counted}, {self._clock() - self._begun_s:.0f} s since it began{waits}"
