@@ -8,6 +8,7 @@ import numpy as np
 
 N_USERS, N_WORDS, DIM = 60, 40, 8
 SEED = 7
+BATCH = 20
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -64,3 +65,20 @@ def both(make: Callable[[], Any] = functional, rule: Callable[[], Any] = sgd, **
 def names_of(test: str) -> Callable[[str], str]:
     """`names=` of distribute: a test's own tables."""
     return lambda layer: f"{test}.{layer}"
+
+
+def two_words() -> Any:
+    keras.utils.set_random_seed(SEED)
+    layers = [keras.layers.Embedding(N_WORDS, DIM, name="vocabulary"), keras.layers.Flatten(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+
+
+def all_words(n_steps: int) -> tuple[Any, Any]:
+    """Batches of `two_words` that have every id, once.
+
+    Keras also moves rows that are in no batch, where a rule has a memory; and on TensorFlow it clips and squares the gradients of an id
+    that comes twice before it adds them up.
+    """
+    rng = np.random.default_rng(5)
+    x = np.concatenate([rng.permutation(N_WORDS).reshape(BATCH, 2) for _ in range(n_steps)]).astype("int32")
+    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")

@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("keras", exc_type=ImportError)
 
 import keras
-from keras_models import CLOSE, DIM, N_WORDS, SEED, both, names_of, pairs, sequential
+from keras_models import BATCH, CLOSE, N_WORDS, all_words, both, names_of, pairs, sequential, two_words
 
 import kvemb
 from kvemb.errors import InvalidInputError
 from kvemb.keras import distribute
 
-N_STEPS, BATCH = 200, 20
+N_STEPS = 200
 RULES: dict[str, Callable[[], Any]] = {
     "SGD": lambda: keras.optimizers.SGD(0.05),
     "SGD with a schedule, momentum and nesterov": lambda: keras.optimizers.SGD(_falling(0.02), momentum=0.9, nesterov=True),
@@ -32,23 +32,6 @@ RULES: dict[str, Callable[[], Any]] = {
 
 def _falling(rate: float) -> Any:
     return keras.optimizers.schedules.ExponentialDecay(rate, decay_steps=50, decay_rate=0.7)
-
-
-def two_words() -> Any:
-    keras.utils.set_random_seed(SEED)
-    layers = [keras.layers.Embedding(N_WORDS, DIM, name="vocabulary"), keras.layers.Flatten(), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
-
-
-def all_words(n_steps: int) -> tuple[Any, Any]:
-    """Batches of `two_words` that have every id, once.
-
-    Keras also moves rows that are in no batch, where a rule has a memory; and on TensorFlow it clips and squares the gradients of an id
-    that comes twice before it adds them up.
-    """
-    rng = np.random.default_rng(5)
-    x = np.concatenate([rng.permutation(N_WORDS).reshape(BATCH, 2) for _ in range(n_steps)]).astype("int32")
-    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
 
 
 @pytest.mark.timeout(300)

@@ -6,7 +6,8 @@ Then each layer becomes one over its table, the same object: whatever refers to 
 """
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from ...bridge.pushed_steps import PushedSteps
 from ...bridge.shared_lookups import SharedLookups
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
 from ..layers.row_embedding import RowEmbedding
-from ..steps.gradient_scale import add_to_built, refuse_unfit, rule_of
+from ..steps.gradient_scale import refuse_unfit, rule_of
 from ..steps.ids_plan import Feature, layers_over_tables
 from ..steps.model_state import ModelState
-from ..steps.step_seam import ConnectedModel
+from ..steps.shadows import add_to_built
+from ..steps.step_seam import ConnectedModel, is_connected
 from ..steps.step_values import StepValues
 from .declared_tables import DeclaredTable, declared_tables, make_declared
 from .keras_rules import MappedRule
@@ -58,10 +60,10 @@ def distribute(
     cluster: "Cluster",
     *,
     min_rows: int = 10_000,
-    optimizer: OptimizerSpec | None = None,
+    optimizer: Any = None,
     names: Names | None = None,
     leave: Collection[str] = (),
-    features: Mapping[str, Feature] | None = None,
+    features: Mapping[str, Feature | Sequence[Feature]] | None = None,
     initializer: Initializer | None = None,
     dtype: str = "float32",
     seed: int = 0,
@@ -82,11 +84,13 @@ def distribute(
         model: Sequential, functional or subclassed; compiled, unless `optimizer` is given.
         cluster: of `kvemb.connect`.
         min_rows: embeddings of fewer rows stay, and so do frozen ones.
-        optimizer: a `kvemb.optim` rule for the tables of replaced layers. None: that of the model's optimizer, whose learning rate they
-            follow. A TableConfig has its own.
+        optimizer: a Keras optimizer, whose rule and learning rate the tables of replaced layers follow, and which the model's own
+            train_step gives their gradients. None: the one that the model is compiled with. Or a `kvemb.optim` rule of their own. A
+            TableConfig has its own.
         names: of the tables, by layer's name, or a function from it; the layer's name unless given.
         leave: names of layers that stay.
-        features: what feeds a layer, by its name: a key of x, or a function of x. Only for models whose code cannot be followed.
+        features: what feeds a layer, by its name: a key of x, or a function of x; a list of them, where a step calls it several times.
+            Only for models and steps whose code cannot be followed.
         initializer: draw the rows by this one, whatever the weights are.
         dtype, seed, reduce: of the tables; see `kvemb.schema.table_def.TableDef`.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
@@ -104,13 +108,14 @@ def distribute(
     declared = declared_tables(model, initializer)
     if not sites and not ours:
         raise InvalidInputError(f"there is no keras.layers.Embedding to replace: {_listed(left)}")
-    mapped = None if optimizer is not None else MappedRule(model.optimizer) if getattr(model, "optimizer", None) is not None else None
-    rule = optimizer or (mapped.spec if mapped else None)
+    hands = _hands(model, optimizer)
+    mapped = MappedRule(hands()) if not isinstance(optimizer, OptimizerSpec) and hands() is not None else None
+    rule = optimizer if isinstance(optimizer, OptimizerSpec) else mapped.spec if mapped else None
     if sites and rule is None:
         raise InvalidInputError(
             "the model is not compiled, so its tables would have no update rule: compile it before, or give optimizer=kvemb.optim.…"
         )
-    _refuse_built(model, sites)
+    _refuse_built(hands(), sites)
     first = {site.table: _first(site, initializer) for site in sites}
     tables, options = [], TableOptions(dtype, seed, reduce)
     for site in sites:
@@ -120,13 +125,16 @@ def distribute(
     for of in declared:
         make_declared(cluster, of, options)
     opened = {layer.table_name: cluster.table(layer.table_name) for layer in ours if not layer.connected}
+    if mapped is not None:
+        for layer in ours:
+            _check_follows(layer, layer.table if layer.connected else opened[layer.table_name], mapped)
     for one in tables:
-        _convert(one)
+        _convert(one, follows=mapped is not None)
     for layer in ours:
         if not layer.connected:
             layer.connect(opened[layer.table_name])
     own = {of.config.name: of for of in declared}
-    connected = _connect(model, {one.site.table for one in tables}, mapped, own, dict(features or {}), max_unapplied)
+    connected = _connect(model, hands, mapped, own, dict(features or {}), max_unapplied)
     lines = [*_lines(tables, left, ours), _ahead_line(cluster.mode)]
     done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(lines))
     if not quiet:
@@ -139,12 +147,12 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
         raise InvalidInputError(f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}")
     if not hasattr(cluster, "create_table"):
         raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
-    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
-        raise InvalidInputError(
-            f"optimizer is {optimizer!r}; give one of kvemb.optim's functions called, or compile the model with a Keras optimizer"
-        )
-    if getattr(model, "optimizer", None) is not None:
-        refuse_unfit(model.optimizer)
+    if is_connected(model):
+        raise InvalidInputError(f"model {model.name!r} is connected already: distribute is for once, and a second compile() needs none")
+    if optimizer is not None and not isinstance(optimizer, OptimizerSpec | keras.optimizers.Optimizer):
+        raise InvalidInputError(f"optimizer is {optimizer!r}; give a Keras optimizer that trains the model, or one of kvemb.optim's rules")
+    if (hands := _hands(model, optimizer)()) is not None:
+        refuse_unfit(hands)
     replicas = getattr(getattr(model, "distribute_strategy", None), "num_replicas_in_sync", 1)
     if replicas > 1 or keras.distribution.distribution() is not None:
         raise InvalidInputError(
@@ -156,8 +164,24 @@ def _check(model: Any, cluster: Any, optimizer: object) -> None:
         raise InvalidInputError("Keras runs with NNX enabled, which takes train_step from the class; unset KERAS_NNX_ENABLED")
 
 
-def _refuse_built(model: Any, sites: Sequence[KerasSite]) -> None:
-    optimizer = getattr(model, "optimizer", None)
+def _hands(model: Any, optimizer: Any) -> Callable[[], Any]:
+    """What is called for the optimizer that hands the gradients of rows over."""
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return lambda: optimizer
+    return lambda: getattr(model, "optimizer", None)
+
+
+def _check_follows(layer: RowEmbedding, table: Any, mapped: MappedRule) -> None:
+    """Refuse another rule than that of a table whose rows follow the model's optimizer."""
+    kept, wanted = table.definition.optimizer, mapped.spec
+    if layer.follows and kept.identity() != wanted.identity():
+        raise InvalidInputError(
+            f"nothing was changed: table {table.name!r} has the rule {kept.kind} {dict(kept.options)}, and the model is compiled for "
+            f"{wanted.kind} {dict(wanted.options)}; compile it with an optimizer of the table's rule"
+        )
+
+
+def _refuse_built(optimizer: Any, sites: Sequence[KerasSite]) -> None:
     if sites and optimizer is not None and rule_of(optimizer).built:
         raise InvalidInputError(
             "nothing was changed: the model's optimizer has state for its embeddings already. Compile the model again, and "
@@ -182,38 +206,43 @@ def _first(site: KerasSite, given: Initializer | None) -> First:
     return First(False, found, "read off")
 
 
-def _convert(one: SiteTable[KerasSite]) -> None:
+def _convert(one: SiteTable[KerasSite], follows: bool) -> None:
     """Make a layer one over its table, the same object."""
     layer = one.site.layer
     if layer.built:
         layer._untrack_variable(layer._embeddings)
         layer._embeddings = None
     layer.__class__ = RowEmbedding
-    layer.become_rows(one.site.table, None)
+    layer.become_rows(one.site.table, None, follows=follows)
     layer.connect(one.table)
     layer.built = True
 
 
 def _connect(
     model: Any,
-    follows: Collection[str],
+    hands: Callable[[], Any],
     mapped: MappedRule | None,
     declared: Mapping[str, DeclaredTable],
-    features: dict[str, Feature],
+    features: dict[str, Feature | Sequence[Feature]],
     max_unapplied: int,
 ) -> ConnectedModel:
     """Put pull and push around the model's steps. Tables that were made for an optimizer follow it, others keep their own values."""
-    tables = {layer.table.name: layer.table for layer in layers_over_tables(model)}
+    layers = layers_over_tables(model)
+    tables, follows = {layer.table.name: layer.table for layer in layers}, {layer.table.name for layer in layers if layer.follows}
     clusters = {id(table.cluster) for table in tables.values()}
     if len(clusters) > 1:
         raise InvalidInputError("the model's layers are over tables of several clusters; a step is one push, to one")
     cluster = next(iter(tables.values())).cluster
     steps = PushedSteps(cluster, {name: table.definition.id_dtype for name, table in tables.items()}, max_unapplied=max_unapplied)
+    trained_by = [hands()]
 
     def values(now: ModelState) -> dict[str, StepValues]:
-        rule = rule_of(model.optimizer)
+        optimizer = hands()
+        if trained_by[0] is not None and optimizer is not trained_by[0] and follows and mapped is not None:
+            _say_state_stays(optimizer, follows, mapped.spec)
+        trained_by[0], rule = optimizer, rule_of(optimizer)
         n_steps = int(now.value(rule.iterations))
-        ours = mapped.at(model.optimizer, now, n_steps) if mapped is not None else None
+        ours = mapped.at(optimizer, now, n_steps) if mapped is not None else None
         found = {}
         for name, table in tables.items():
             if name in declared:
@@ -224,11 +253,20 @@ def _connect(
                 found[name] = StepValues(dict(table.hyper), clipnorm=rule.clipnorm, clipvalue=rule.clipvalue)
         return found
 
-    connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, features)
-    if getattr(model, "optimizer", None) is not None:
-        add_to_built(model.optimizer, model)
+    connected = ConnectedModel(model, tables, steps, SharedLookups(tables, cluster), values, hands, features)
+    if hands() is not None:
+        add_to_built(hands(), model)
     connected.install()
     return connected
+
+
+def _say_state_stays(optimizer: Any, tables: Collection[str], rule: OptimizerSpec) -> None:
+    if state := ", ".join(one.name for one in rule.state_fields()):
+        warnings.warn(
+            f"the model was compiled again: its new {type(rule_of(optimizer)).__name__} begins without state, and the rows of "
+            f"{', '.join(sorted(tables))} keep theirs ({state}), which is stored beside them",
+            stacklevel=2,
+        )
 
 
 def _lines(tables: Sequence[SiteTable[KerasSite]], left: Sequence[tuple[str, str]], ours: Sequence[RowEmbedding]) -> list[str]:

@@ -15,7 +15,7 @@ from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
-from .rows_at_hand import RowsAtHand
+from .rows_at_hand import RowsAtHand, not_differentiated
 
 COMBINERS = ("sum", "mean", "sqrtn")
 _ANY = 2**63 - 1
@@ -63,11 +63,17 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if not isinstance(table, str):
             self.connect(table)
 
-    def become_rows(self, table_name: str, combiner: str | None) -> None:
-        """Set what this class has beyond its base: of a layer that is made, or converted."""
+    def become_rows(self, table_name: str, combiner: str | None, *, follows: bool = False) -> None:
+        """Set what this class has beyond its base: of a layer that is made, or converted.
+
+        Args:
+            table_name, combiner: see the class.
+            follows: whether its rows follow the optimizer that its model is trained with: those of a layer that was converted for one.
+        """
         self.table_name, self.combiner = table_name, combiner
         # Behind Keras's tracker: none of these is a part of the layer.
-        object.__setattr__(self, "_links", {"table": None, "at_hand": None})
+        object.__setattr__(self, "follows", follows)
+        object.__setattr__(self, "_links", {"table": None, "at_hand": []})
 
     def connect(self, table: TablePort) -> None:
         """Take a table, of a model that is loaded or made by name.
@@ -80,8 +86,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         self._links["table"] = table
 
     def feed_from(self, at_hand: RowsAtHand) -> None:
-        """Take the rows of steps from there."""
-        self._links["at_hand"] = at_hand
+        """Take the rows of a model's steps from there; a layer may be in several models."""
+        self._links["at_hand"].append(at_hand)
 
     @property
     def table(self) -> TablePort:
@@ -102,12 +108,6 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     def connected(self) -> bool:
         """Whether it has its table."""
         return self._links["table"] is not None
-
-    @property
-    def at_hand(self) -> RowsAtHand | None:
-        """Where rows of steps come from; None until `distribute`."""
-        found: RowsAtHand | None = self._links["at_hand"]
-        return found
 
     @property
     def embeddings(self) -> Any:
@@ -147,22 +147,19 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return keras.ops.cast(rows, self.compute_dtype)
 
     def _rows(self, inputs: Any) -> Any:
-        if self.at_hand is not None and self.at_hand.there:
-            leaf, at = self.at_hand.look_up(self.table_name, self.name, inputs.shape)
-            return keras.ops.take(leaf, at, axis=0)
+        for at_hand in self._links["at_hand"]:
+            if at_hand.there:
+                leaf, at = at_hand.look_up(self.table_name, self.name, inputs.shape)
+                return keras.ops.take(leaf, at, axis=0)
         if in_symbolic_scope():
             return keras.ops.zeros((*keras.ops.shape(inputs), self.output_dim), "float32")
         return self._pulled_now(inputs)
 
     def _pulled_now(self, inputs: Any) -> Any:
         """Rows of a call outside of a model's steps, which trains nothing."""
-        if self._get_call_context().training:
-            raise InvalidInputError(
-                f"layer {self.name!r} over table {self.table.name!r} is called in training outside of fit and train_on_batch "
-                "of a model that "
-                "kvemb.keras.distribute(model, cluster) has connected: nobody would push its gradients. Connect the model; call it with "
-                "training=False where nothing is trained"
-            )
+        training = self._get_call_context().training
+        if training:
+            raise InvalidInputError(self._not_trained("is called in training"))
         try:
             values = keras.ops.convert_to_numpy(inputs)
         except Exception as error:
@@ -175,7 +172,15 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         distinct, inverse = np.unique(ids, return_inverse=True)
         table = self.table
         rows, _ = table.pull(distinct if table.definition.id_dtype == "uint64" else distinct.view(np.int64), return_versions=True)
-        return keras.ops.convert_to_tensor(rows[inverse].reshape(*values.shape, table.dim))
+        found = keras.ops.convert_to_tensor(rows[inverse].reshape(*values.shape, table.dim))
+        return found if training is False or not self.trainable else not_differentiated(found, self._not_trained("is differentiated"))
+
+    def _not_trained(self, what: str) -> str:
+        return (
+            f"layer {self.name!r} over table {self.table.name!r} {what} outside of fit and train_on_batch of a model "
+            "that kvemb.keras.distribute(model, cluster) has connected: nobody would push its gradients. Connect the model that you train, "
+            "be it one around it, and write a step of your own as its train_step; call it with training=False where nothing is trained"
+        )
 
     def ids_of(self, values: NDArray[Any]) -> NDArray[np.uint64]:
         """Return the ids [m] of an array that the layer is called with, flat and checked.
@@ -229,12 +234,17 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         base = keras.layers.Layer.get_config(self)
         num_ids = None if self.input_dim == _ANY else self.input_dim
         own = {"table": self.table_name, "combiner": self.combiner, "mask_zero": self.mask_zero}
+        own |= {"follows": True} if self.follows else {}
         return {**base, **own, "output_dim": self.output_dim, "input_dim": num_ids}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         """Make a layer that `distribute` connects."""
-        return cls(**config)
+        rest = dict(config)
+        follows = rest.pop("follows", False)
+        layer = cls(**rest)
+        object.__setattr__(layer, "follows", follows)
+        return layer
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         """Refuse."""

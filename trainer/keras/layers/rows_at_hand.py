@@ -3,16 +3,18 @@
 What must not live here: pulling them (`steps.fed_batches`), layers (`row_embedding`). A model has one `RowsAtHand`. It is filled while a
 step is traced or run, and empty in between. One thread.
 
-Strategy, the same on every backend: a table is one leaf, its distinct rows. A shadow variable stands beside it,
+Strategy, the same on every backend: of a table there are its distinct rows. A shadow variable stands beside it,
 `leaf = rows + (shadow - stop_gradient(shadow))`, which Keras overwrites with its gradient instead of updating it. That is the rows'
 gradient, summed by row, as the dense weight of an Embedding would have it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import keras
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
 from kvemb.errors import InvalidInputError
 
@@ -27,7 +29,6 @@ class RowsAtHand:
         self.shadows: dict[str, Any] = {}
         """By table, the variable that takes its gradient."""
         self._fed: Fed | None = None
-        self._leaves: dict[str, Any] = {}
         self._n_calls: dict[str, int] = {}
         self._training = False
 
@@ -40,11 +41,11 @@ class RowsAtHand:
     def of_step(self, fed: Fed, training: bool) -> Iterator[None]:
         """Have rows at hand, until the step is traced or run."""
         self._fed, self._training = fed, training
-        self._leaves, self._n_calls = {}, {}
+        self._n_calls = {}
         try:
             yield
         finally:
-            self._fed, self._leaves, self._n_calls = None, {}, {}
+            self._fed, self._n_calls = None, {}
 
     def look_up(self, table: str, layer: str, shape: Sequence[int | None]) -> tuple[Any, Any]:
         """Return a table's leaf [capacity, dim], and the positions in it of the next call of a layer.
@@ -63,23 +64,54 @@ class RowsAtHand:
         foreseen = [tuple(at.shape) for at in calls]
         if n >= len(calls) or not _same(foreseen[n], shape):
             raise InvalidInputError(
-                f"layer {layer!r} over table {table!r}: its call {n + 1} in a step asks for ids of shape {tuple(shape)}, rows "
-                "were pulled for "
-                f"{foreseen or 'no call'}. The model calls it otherwise than in the step that was traced; name what feeds it with "
-                "distribute(features=…)"
+                f"layer {layer!r} over table {table!r}: its call {n + 1} in a step asks for ids of shape {tuple(shape)}, rows were pulled "
+                f"for {foreseen or 'no call'}. A train_step that calls the model several times, or a call that differs from step to step, "
+                f"is not foreseen: name what feeds each call in turn, distribute(features={{{layer!r}: [key of x, or a function of x, …]}})"
             )
         return self._leaf(table), calls[n]
 
     def _leaf(self, table: str) -> Any:
-        if table not in self._leaves:
-            assert self._fed is not None
-            leaf = self._fed["rows"][table]
-            if self._training and table in self.shadows:
-                shadow = self.shadows[table]
-                value = keras.ops.convert_to_tensor(shadow)
-                leaf = leaf + (value - keras.ops.stop_gradient(value))
-            self._leaves[table] = leaf
-        return self._leaves[table]
+        """Rows with their shadow: for each call anew, which may stand under another tape, or under none."""
+        assert self._fed is not None
+        leaf = self._fed["rows"][table]
+        if self._training and table in self.shadows:
+            value = keras.ops.convert_to_tensor(self.shadows[table])
+            leaf = leaf + (value - keras.ops.stop_gradient(value))
+        return leaf
+
+
+def not_differentiated(rows: Any, why: str) -> Any:
+    """Return rows whose gradient nobody would push: whoever asks for it is told.
+
+    Raises:
+        InvalidInputError: `why`; on JAX here, elsewhere when gradients are asked for.
+    """
+    if keras.backend.backend() == "jax":
+        _refuse_traced_weights(why)
+        return rows
+
+    def told(rows: Any, witness: Any) -> Any:
+        def grad(*args: Any, upstream: Any = None) -> Any:
+            raise InvalidInputError(why)
+
+        return keras.ops.copy(rows), grad
+
+    return keras.ops.custom_gradient(told)(rows, keras.ops.convert_to_tensor(_witness()))
+
+
+@cache
+def _witness() -> Any:
+    """A variable that is trained, so that a tape follows what is computed from it."""
+    return keras.Variable(0.0, name="witness")
+
+
+def _refuse_traced_weights(why: str) -> None:
+    """JAX differentiates a model's weights by giving it others, which are traced."""
+    import jax
+
+    scope = get_stateless_scope() if in_stateless_scope() else None
+    if scope is not None and any(isinstance(value, jax.core.Tracer) for value in scope.state_mapping.values()):
+        raise InvalidInputError(why)
 
 
 def _same(known: Sequence[int | None], shape: Sequence[int | None]) -> bool:

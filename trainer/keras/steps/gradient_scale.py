@@ -1,9 +1,10 @@
-"""What Keras's optimizers do to gradients before their rule, done for rows: scales taken off, overflows left out, norms and values clipped.
+"""What Keras's optimizers do to gradients before their rule, done for rows: scales taken off, norms and values clipped.
 
 What must not live here: rules. Keras leaves variables that are overwritten with their gradient out of all of it. The norm of a table's
 gradient is that of the dense weight it stands for: rows that are not in a batch have none.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,15 +23,14 @@ def rule_of(optimizer: Any) -> Any:
 
 
 class GradientScale:
-    """Of a model's optimizer, as it is compiled when a step begins.
+    """Of the optimizer that tables follow, as it is when a step begins.
 
     Args:
-        model: whose.
+        optimizer: called for it.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._iterations, self._scale = 0, 1.0
+    def __init__(self, optimizer: Callable[[], Any]) -> None:
+        self._optimizer, self._scale = optimizer, 1.0
 
     def begin(self, now: ModelState) -> None:
         """Take note of what the step's gradients will be scaled by.
@@ -38,17 +38,14 @@ class GradientScale:
         Raises:
             InvalidInputError: the optimizer does what rows cannot follow.
         """
-        optimizer = self._model.optimizer
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise InvalidInputError("the model is compiled without an optimizer, so nothing hands gradients over: compile it with one")
         refuse_unfit(optimizer)
-        self._iterations = int(now.value(rule_of(optimizer).iterations))
         if optimizer is not rule_of(optimizer):
             self._scale = float(now.value(optimizer.dynamic_scale)) if optimizer.built else float(optimizer.initial_scale)
         else:
             self._scale = float(optimizer.loss_scale_factor or 1.0)
-
-    def overflowed(self, after: ModelState) -> bool:
-        """Whether the step was left out, as LossScaleOptimizer does where a gradient is not finite."""
-        return int(after.value(rule_of(self._model.optimizer).iterations)) == self._iterations
 
     def scaled(self, part: GradientPart, values: StepValues) -> GradientPart:
         """Return gradients as the rule is to have them."""
@@ -88,17 +85,3 @@ def refuse_unfit(optimizer: Any) -> None:
         )
     if rule.use_ema:
         raise InvalidInputError(f"use_ema=True of {who}: averages of rows are not kept. Compile without it")
-
-
-def add_to_built(optimizer: Any, model: Any) -> None:
-    """Let an optimizer that has its state already, as that of a loaded model, know the model's shadows: they have none."""
-    for one in {id(of): of for of in (optimizer, rule_of(optimizer))}.values():
-        if not one.built:
-            continue
-        before, now = list(one._trainable_variables), list(model.trainable_variables)
-        place = {id(variable): at for at, variable in enumerate(before)}
-        for name, held in list(vars(one).items()):
-            if isinstance(held, list) and len(held) == len(before) and name not in ("_variables", "_trainable_variables"):
-                object.__setattr__(one, name, [held[place[id(of)]] if id(of) in place else None for of in now])
-        object.__setattr__(one, "_trainable_variables", now)
-        object.__setattr__(one, "_trainable_variables_indices", {one._var_key(of): at for at, of in enumerate(now)})

@@ -26,6 +26,7 @@ Compute = Callable[[Sequence[Any], Values], Any]
 """From a batch's inputs, flat, to a value."""
 Feature = str | int | Callable[[Any], Any]
 """What feeds a layer: a key or index of x, or a function of x."""
+DRAW_BEFORE = "Ids that are drawn, as negatives are, come with the batch: draw them in the input pipeline, as an input of the model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class IdsPlan:
         features: by layer's name, where the model cannot be walked.
 
     Raises:
-        InvalidInputError: the model cannot be called with symbols, or never calls a layer.
+        InvalidInputError: the model cannot be called with symbols, never calls a layer, or draws ids itself.
     """
 
     def __init__(self, model: Any, x: Any, y: Any, features: Mapping[str, Feature | Sequence[Feature]]) -> None:
@@ -57,9 +58,9 @@ class IdsPlan:
             for one in [given] if isinstance(given, str | int) or callable(given) else given:
                 self._named.append((layer, one))
         if len(named) < len(layers):
-            walked = _SymbolWalk(named)
-            with _meeting(walked.meet):
-                walked.model(model, x, y)
+            walked = _walked(named, model, x, y)
+            if walked.constants:
+                _refuse_drawn(walked.constants, _walked(named, model, x, y).constants)
             self.calls = walked.calls
 
     def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, Any]]:
@@ -124,11 +125,29 @@ def _runs_its_graph(model: Any) -> bool:
     return type(model).call is keras.src.models.functional.Functional.call
 
 
+def _walked(named: set[str], model: Any, x: Any, y: Any) -> "_SymbolWalk":
+    walk = _SymbolWalk(named)
+    with _meeting(walk.meet):
+        walk.model(model, x, y)
+    return walk
+
+
+def _refuse_drawn(constants: "list[tuple[str, Any]]", again: "list[tuple[str, Any]]") -> None:
+    """Refuse ids that do not come from the batch and are others at each call: the step would draw others than were pulled."""
+    for (layer, one), (_, other) in zip(constants, again, strict=False):
+        if not np.array_equal(host(one), host(other)):
+            raise InvalidInputError(
+                f"layer {layer!r} looks up ids that the model draws in its call, so nobody can pull their rows. {DRAW_BEFORE}"
+            )
+
+
 class _SymbolWalk:
     """Collects the calls of layers over tables; `_symbols` says how each symbol comes from the batch."""
 
     def __init__(self, named: set[str]) -> None:
         self.calls: list[LayerCall] = []
+        self.constants: list[tuple[str, Any]] = []
+        """By layer's name: ids that do not come from the batch."""
         self._named = named
         self._symbols: dict[int, Compute] = {}
         self._kept: list[Any] = []  # symbols whose id() is a key
@@ -175,6 +194,8 @@ class _SymbolWalk:
         if isinstance(operation, RowEmbedding):
             symbol = kwargs.get("inputs", args[0] if args else None)
             if operation.name not in self._named:
+                if not isinstance(symbol, keras.KerasTensor):
+                    self.constants.append((operation.name, symbol))
                 self.calls.append(LayerCall(operation, self._of(symbol)))
         elif isinstance(operation, keras.Layer) and layers_over_tables(operation):
             graph = _graph_of(operation)
@@ -205,7 +226,7 @@ class _SymbolWalk:
                 f"cannot tell which ids {type(layer).__name__} {layer.name!r} looks up: called with symbols it fails "
                 f"({type(error).__name__}: "
                 f"{error}). Write its call with keras.ops and layers, or name what feeds each layer with distribute(features={{'layer': "
-                "key of x, or a function of x}})"
+                f"key of x, or a function of x}}). {DRAW_BEFORE}"
             ) from error
 
     def _of(self, symbol: Any) -> Compute:

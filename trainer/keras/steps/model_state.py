@@ -12,8 +12,6 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-_NAME = "rows_gradient"
-
 
 class ModelState:
     """The values now.
@@ -39,21 +37,20 @@ class ModelState:
         """Whether the step trains a variable: neither it nor its layer is frozen."""
         return any(variable is one for one in self._model.trainable_variables)
 
-    def reshape(self, shadow: Any, shape: "tuple[int, int]") -> None:
-        """Give a shadow another shape, and zeros for a value."""
-        zeros = keras.ops.zeros(shape, "float32")
-        shadow._shape = shape
-        held = self._held(shadow)
+    def put(self, variable: Any, value: Any) -> None:
+        """Give a variable a value, of another shape than before where it likes."""
+        variable._shape = tuple(value.shape)
+        held = self._held(variable)
         if held is not None:
-            held[0][held[1]] = zeros
+            held[0][held[1]] = value
             return
         backend = keras.backend.backend()
         if backend == "tensorflow":
-            shadow._value.assign(zeros)
+            variable._value.assign(value)
         elif backend == "torch":
-            shadow._value.data, shadow._value.grad = zeros, None
+            variable._value.data, variable._value.grad = value, None
         else:
-            shadow._value = zeros
+            variable._value = value
 
     def _held(self, variable: Any) -> "tuple[list[Any], int] | None":
         """The list and the place in it where the state given has a variable's value."""
@@ -70,26 +67,6 @@ class ModelState:
                 if one is variable:
                     return values, place
         return None
-
-
-def is_shadow(variable: Any) -> bool:
-    """Whether a variable takes a table's gradient."""
-    return bool(variable.name == _NAME and getattr(variable, "overwrite_with_gradient", False))
-
-
-def make_shadow(layer: Any, dim: int) -> Any:
-    """Add the variable to a layer that takes the gradient of its table's rows."""
-    locked = layer._tracker.locked
-    layer._tracker.unlock()
-    shadow = layer.add_weight(
-        shape=(1, dim), initializer="zeros", dtype="float32", autocast=False, name=_NAME, overwrite_with_gradient=True
-    )
-    if locked:
-        layer._tracker.lock()
-    if keras.backend.backend() == "tensorflow":  # of any number of rows, so that nothing is traced anew where it changes
-        kind = type(shadow._value)
-        shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name=_NAME)
-    return shadow
 
 
 @contextmanager

@@ -9,8 +9,8 @@ ahead, unless `fit_ahead` has them. Inside, `train_step` (test, predict), the mo
 while the rows are at hand.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -27,7 +27,8 @@ from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
 from .fit_ahead import FitAhead
 from .gradient_scale import GradientScale
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .model_state import ModelState, in_place, is_shadow, leave_with, make_shadow
+from .model_state import ModelState, in_place, leave_with
+from .shadows import Handing, blank, is_shadow, shadow_of
 from .step_values import StepValues
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
@@ -45,6 +46,7 @@ class ConnectedModel:
         steps: pushes.
         shared: the lookups.
         values: asked before each step.
+        optimizer: called for the one that hands gradients over.
         features: see `IdsPlan`.
     """
 
@@ -55,26 +57,26 @@ class ConnectedModel:
         steps: PushedSteps,
         shared: SharedLookups,
         values: StepHyper,
-        features: Mapping[str, Feature],
+        optimizer: Callable[[], Any],
+        features: Mapping[str, Feature | Sequence[Feature]],
     ) -> None:
         self.model, self.tables, self.steps, self.shared, self._values, self._features = model, tables, steps, shared, values, features
         self.at_hand = RowsAtHand()
         self._plans: dict[bool, IdsPlan] = {}  # by whether a batch has a y
         self._capacities: dict[str, int] = {}
-        self._scale = GradientScale(model)
+        self._scale, self._handing = GradientScale(optimizer), Handing(self.at_hand.shadows, optimizer)
         self._state: list[Any] = []  # of the call under way: on JAX what its next step takes before the batch, empty elsewhere
         self.fit_ahead = FitAhead(self.plan, self._plans, shared)
         for layer in layers_over_tables(model):
             layer.feed_from(self.at_hand)
             if layer.table.name not in self.at_hand.shadows:
-                self.at_hand.shadows[layer.table.name] = make_shadow(layer, layer.table.dim)
+                self.at_hand.shadows[layer.table.name] = shadow_of(layer, layer.table.dim)
 
     def install(self) -> None:
         """Stand around the model's steps from now on."""
         for kind in STEPS:
-            step, make = getattr(self.model, f"{kind}_step"), getattr(self.model, f"make_{kind}_function")
-            object.__setattr__(self.model, f"{kind}_step", self._with_rows(step, training=kind == "train"))
-            object.__setattr__(self.model, f"make_{kind}_function", self._around(make, kind))
+            make = self._around(getattr(self.model, f"make_{kind}_function"), getattr(self.model, f"{kind}_step"), kind)
+            object.__setattr__(self.model, f"make_{kind}_function", make)
             setattr(self.model, f"{kind}_function", None)
         self.fit_ahead.install(self.model)
         object.__setattr__(self.model, _CONNECTED, self)
@@ -98,17 +100,23 @@ class ConnectedModel:
     def _with_rows(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
         def with_rows(*args: Any) -> Any:
             *state, (data, fed) = args
-            with self.at_hand.of_step(fed, training):
+            with self.at_hand.of_step(fed, training), self._handing.noting() if training else nullcontext():
                 return step(*state, data)
 
         return with_rows
 
-    def _around(self, make: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def _around(self, make: Callable[..., Any], step: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        name, training = f"{kind}_function", kind == "train"
+
         def made(force: bool = False) -> Any:
-            make(force)
-            name = f"{kind}_function"
-            if not isinstance(getattr(self.model, name), StepSeam):
-                setattr(self.model, name, StepSeam(self, getattr(self.model, name), training=kind == "train"))
+            if force or getattr(self.model, name) is None:
+                # Another function each time: jax.jit keeps what it has compiled by it, with the loss and the optimizer of then.
+                object.__setattr__(self.model, f"{kind}_step", self._with_rows(step, training))
+                setattr(self.model, name, None)
+                make(force)
+                setattr(self.model, name, StepSeam(self, getattr(self.model, name), training))
+                if training:
+                    self._handing.forget()
             return getattr(self.model, name)
 
         return made
@@ -143,7 +151,7 @@ class ConnectedModel:
         wanted = self.wanted(batch)
         found = look_up(wanted, self.shared, training)
         for name, one in found.items():
-            self._capacities[name] = capacity_of(len(one.ids), self._capacities.get(name, 0))
+            self._capacities[name] = capacity_of(len(one.ids) + 1, self._capacities.get(name, 0))  # the last row stays free
         return (batch, fed_of(wanted, found, self._capacities)), found
 
     def train(self, inner: Callable[..., Any], batch: Any) -> Any:
@@ -153,9 +161,7 @@ class ConnectedModel:
         values = self._values(before)
         data, found = self.fed(batch, True)
         for name in found:
-            shadow, shape = self.at_hand.shadows[name], (self._capacities[name], self.tables[name].dim)
-            if tuple(shadow.shape) != shape:
-                before.reshape(shadow, shape)
+            before.put(self.at_hand.shadows[name], blank(self._capacities[name], self.tables[name].dim))
         result = inner(*before.given(), [data] if keras.backend.backend() == "torch" else iter([data]))
         self._state = [result[1]] if self._state else []  # the memory of the one before was given away to the step
         after = ModelState(self.model, self._state)
@@ -168,18 +174,22 @@ class ConnectedModel:
         return result
 
     def _parts(self, after: ModelState, found: Mapping[str, LookupResult], values: Mapping[str, StepValues]) -> dict[str, GradientPart]:
-        if self._scale.overflowed(after):
-            return {}
         parts = {name: self._part(after, name, found.get(name)) for name in self.at_hand.shadows}
         return {name: self._scale.scaled(part, values[name]) for name, part in parts.items()}
 
     def _part(self, after: ModelState, name: str, found: LookupResult | None) -> GradientPart:
-        shadow = self.at_hand.shadows[name]
-        if found is None or not after.trains(shadow):
+        shadow, gradient = self.at_hand.shadows[name], None
+        if found is not None and after.trains(shadow):
+            gradient = self._handing.gradient(name, after.value(shadow), len(found.ids))
+        if found is None or gradient is None:
             return np.empty(0, np.uint64), np.empty((0, self.tables[name].dim), np.float32), np.empty(0, np.uint64)
-        gradient = after.value(shadow)[: len(found.ids)]
         # In memory of its own: the next step gives the shadow's away, and an async push may still be on its way.
         return found.ids, np.array(gradient, np.float32), found.versions
+
+
+def is_connected(model: Any) -> bool:
+    """Whether rows come to a model's steps."""
+    return _CONNECTED in vars(model)
 
 
 def connected_of(model: Any) -> ConnectedModel:
