@@ -88,16 +88,6 @@ def test_several_steps_in_one_call_pull_and_push_each(cluster: kvemb.Cluster, na
     np.testing.assert_allclose(ours.predict(x, verbose=0), plain.predict(x, verbose=0), **CLOSE)
 
 
-def test_callbacks_save_and_put_back_dense_weights(cluster: kvemb.Cluster, name: str, tmp_path: Path) -> None:
-    ours, x, y = trained(cluster, name)
-    kept = keras.callbacks.ModelCheckpoint(tmp_path / "best.weights.h5", save_weights_only=True)
-    stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0, restore_best_weights=True)
-    more_x, more_y = pairs(400)  # more rows than before: shadows grow
-    ours.fit(more_x, more_y, batch_size=200, epochs=3, callbacks=[kept, stopping], verbose=0)
-    ours.load_weights(tmp_path / "best.weights.h5")
-    ours.fit(x, y, verbose=0)
-
-
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_a_layer_over_a_table_combines_bags(cluster: kvemb.Cluster, name: str, combiner: str) -> None:
     table = cluster.create_table(name, dim=DIM, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.uniform(-1, 1), num_ids=N_WORDS)

@@ -5,11 +5,23 @@ rows enter a step and their gradient leaves it, `steps` what stands around a mod
 not live here: storage, wire formats, update rules.
 """
 
+from ..bridge.step_mark import MixedStepsWarning
 from .distributing.distribute_keras import distribute
 from .distributing.plain_copy import materialize
 from .layers.distributed_embedding import DistributedEmbedding
 from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding
+from .steps.kept_weights import KerasRowCheckpoints as RowCheckpoints
 from .steps.prepare_fit import prepare
 
-__all__ = ["DistributedEmbedding", "Embedding", "FeatureConfig", "TableConfig", "distribute", "materialize", "prepare"]
+__all__ = [
+    "DistributedEmbedding",
+    "Embedding",
+    "FeatureConfig",
+    "MixedStepsWarning",
+    "RowCheckpoints",
+    "TableConfig",
+    "distribute",
+    "materialize",
+    "prepare",
+]

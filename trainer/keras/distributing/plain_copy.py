@@ -33,6 +33,7 @@ def materialize(model: Any, *, max_bytes: int = MAX_BYTES) -> Any:
         raise InvalidInputError("the model has no layer over a table")
     _check(list(layers.values()), max_bytes)
     for layer in layers.values():
+        layer.mark.before_lookup(False)
         layer.table.cluster.flush()
 
     def copied(layer: Any) -> Any:

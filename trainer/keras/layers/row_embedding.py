@@ -15,10 +15,12 @@ from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
+from ...bridge.step_mark import StepMark
 from .rows_at_hand import RowsAtHand, not_differentiated
 
 COMBINERS = ("sum", "mean", "sqrtn")
 _ANY = 2**63 - 1
+_ROWS_AT = "rows_at"  # in files of weights
 
 
 @keras.saving.register_keras_serializable(package="kvemb", name="Embedding")
@@ -73,7 +75,7 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         self.table_name, self.combiner = table_name, combiner
         # Behind Keras's tracker: none of these is a part of the layer.
         object.__setattr__(self, "follows", follows)
-        object.__setattr__(self, "_links", {"table": None, "at_hand": []})
+        object.__setattr__(self, "_links", {"table": None, "mark": None, "at_hand": [], "said": {}, "refusal": None})
 
     def connect(self, table: TablePort) -> None:
         """Take a table, of a model that is loaded or made by name.
@@ -83,7 +85,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         """
         if table.dim != self.output_dim:
             raise InvalidInputError(f"table {table.name!r} has dim {table.dim}, layer {self.name!r} has {self.output_dim}")
-        self._links["table"] = table
+        self._links["table"], self._links["mark"] = table, StepMark(table)
+        self.mark.load(self._links["said"])
 
     def feed_from(self, at_hand: RowsAtHand) -> None:
         """Take the rows of a model's steps from there; a layer may be in several models."""
@@ -103,6 +106,12 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
                 "kvemb.keras.distribute(model, cluster)"
             )
         return table
+
+    @property
+    def mark(self) -> StepMark:
+        """At which step its rows are, in saved weights; of a layer that has its table."""
+        found: StepMark = self._links["mark"]
+        return found
 
     @property
     def connected(self) -> bool:
@@ -157,6 +166,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     def _pulled_now(self, inputs: Any) -> Any:
         """Rows of a call outside of a model's steps, which trains nothing."""
+        table = self.table
+        self.mark.before_lookup(False)
         training = self._get_call_context().training
         if training:
             raise InvalidInputError(self._not_trained("is called in training"))
@@ -170,7 +181,6 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             ) from error
         ids = self.ids_of(values)
         distinct, inverse = np.unique(ids, return_inverse=True)
-        table = self.table
         rows, _ = table.pull(distinct if table.definition.id_dtype == "uint64" else distinct.view(np.int64), return_versions=True)
         found = keras.ops.convert_to_tensor(rows[inverse].reshape(*values.shape, table.dim))
         return found if training is False or not self.trainable else not_differentiated(found, self._not_trained("is differentiated"))
@@ -215,19 +225,32 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
 
     def save_own_variables(self, store: Any) -> None:
-        """Save nothing: rows are saved with the cluster."""
+        """Save at which step the rows are; these are saved with the cluster."""
+        if self.connected and (said := self.mark.state()):
+            store[_ROWS_AT] = np.array([said["epoch"], said["step"]], np.int64)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load nothing.
+        """Take note at which step the rows were.
 
         Raises:
-            InvalidInputError: the file has weights of a plain model.
+            InvalidInputError: the file has weights of a plain model; told by `model.load_weights` of a connected one, too.
         """
-        if len(store.keys()):
-            raise InvalidInputError(
-                f"the file holds weights for layer {self.name!r}, which is over table {self.table_name!r} of a cluster. Load such a file "
-                "before distribute, which carries them"
+        names = set(store.keys())
+        if names - {_ROWS_AT}:
+            self._links["refusal"] = InvalidInputError(
+                f"nothing was changed: the file holds weights for layer {self.name!r}, which is over table {self.table_name!r} of a "
+                "cluster. Load such a file before distribute, which carries them"
             )
+            raise self._links["refusal"]
+        self._links["said"] = dict(zip(("epoch", "step"), map(int, store[_ROWS_AT][:]), strict=True)) if names else {}
+        if self.connected:
+            self.mark.load(self._links["said"])
+
+    def take_refusal(self) -> InvalidInputError | None:
+        """Return why a file was refused since this was asked last; Keras makes a warning of it, or another error."""
+        refusal: InvalidInputError | None = self._links["refusal"]
+        self._links["refusal"] = None
+        return refusal
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes the layer anew, by its table's name."""
@@ -257,6 +280,10 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         raise InvalidInputError(
             f"layer {self.name!r} is over table {self.table_name!r}: materialize the model first, then quantize the copy"
         )
+
+
+# As `kvemb.keras` calls it: by this name Keras finds a layer's place in a file of weights, which is that of the plain layer then.
+RowEmbedding.__name__ = "Embedding"
 
 
 def _combined(rows: Any, factors: Any, combiner: str) -> Any:

@@ -17,8 +17,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from kvemb.errors import InvalidInputError
-
 from ...bridge.own_process import OwnProcess
 from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
@@ -27,8 +25,9 @@ from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
 from .fit_ahead import FitAhead
 from .gradient_scale import GradientScale
 from .ids_plan import Feature, IdsPlan, layers_over_tables
+from .kept_weights import KeptWeights, not_connected
 from .model_state import ModelState, in_place, leave_with
-from .shadows import Handing, blank, is_shadow, shadow_of
+from .shadows import Handing, blank, shadow_of
 from .step_values import StepValues
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
@@ -80,22 +79,7 @@ class ConnectedModel:
             setattr(self.model, f"{kind}_function", None)
         self.fit_ahead.install(self.model)
         object.__setattr__(self.model, _CONNECTED, self)
-        object.__setattr__(self.model, "get_weights", self._dense_weights)
-        object.__setattr__(self.model, "set_weights", self._set_dense_weights)
-
-    def _dense(self) -> list[Any]:
-        return [variable for variable in self.model.weights if not is_shadow(variable)]
-
-    def _dense_weights(self) -> list[Any]:
-        """Weights as EarlyStopping and others keep them: a shadow is none, and changes its shape."""
-        return [variable.numpy() for variable in self._dense()]
-
-    def _set_dense_weights(self, weights: list[Any]) -> None:
-        dense = self._dense()
-        if len(weights) != len(dense):
-            raise InvalidInputError(f"the model has {len(dense)} weights beside its tables, got {len(weights)}")
-        for variable, value in zip(dense, weights, strict=True):
-            variable.assign(value)
+        KeptWeights(self.model).install()
 
     def _with_rows(self, step: Callable[..., Any], training: bool) -> Callable[..., Any]:
         def with_rows(*args: Any) -> Any:
@@ -148,6 +132,8 @@ class ConnectedModel:
 
     def fed(self, batch: Any, training: bool) -> tuple[Any, dict[str, LookupResult]]:
         """Return a batch with its rows, and what was found."""
+        for layer in layers_over_tables(self.model):
+            layer.mark.before_lookup(training)
         wanted = self.wanted(batch)
         found = look_up(wanted, self.shared, training)
         for name, one in found.items():
@@ -200,7 +186,7 @@ def connected_of(model: Any) -> ConnectedModel:
     """
     connected = vars(model).get(_CONNECTED) if isinstance(model, keras.Model) else None
     if not isinstance(connected, ConnectedModel):
-        raise InvalidInputError(f"{type(model).__name__} is no model over tables yet: call kvemb.keras.distribute(model, cluster) first")
+        raise not_connected(model)
     return connected
 
 
