@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from kvemb.errors import InvalidInputError
 
@@ -107,10 +108,8 @@ def _witness() -> Any:
 
 def _refuse_traced_weights(why: str) -> None:
     """JAX differentiates a model's weights by giving it others, which are traced."""
-    import jax
-
     scope = get_stateless_scope() if in_stateless_scope() else None
-    if scope is not None and any(isinstance(value, jax.core.Tracer) for value in scope.state_mapping.values()):
+    if scope is not None and any(is_in_jax_tracing_scope(value) for value in scope.state_mapping.values()):
         raise InvalidInputError(why)
 
 
