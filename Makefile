@@ -5,6 +5,7 @@
 #   PEER_PYTHON=python3.11    interpreter for TFRA, a peer of the benchmarks (Python 3.9 to 3.11)
 #   ARGS="--store redis" handed to `kvemb demo`, pytest, the benchmarks, chaos, or fuzz
 #   SECONDS=180 SEED= STORE=redis    of chaos: how long, which schedule (drawn unless given), which storage kind; the first two of fuzz, too
+#   MODE=async    of chaos: or sync, trainers that go in step
 
 # One version rather than a range: on Linux a newer default wheel may bring gigabytes of CUDA.
 TORCH_SPEC ?= torch==2.13.0
@@ -14,6 +15,7 @@ PEER_PYTHON ?=
 SECONDS ?= 180
 SEED ?=
 STORE ?= redis
+MODE ?= async
 export TORCH_SPEC PYTHON PEER_PYTHON
 # The tests and the demo start hundreds of Python processes: what one has compiled the others shall find.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +28,7 @@ help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
 	@echo 'make test     the test suite against real Valkey, Redis, Redis Cluster and memcached, in several processes'
 	@echo 'make test-all the same and then make test-matrix: whole clusters on every other storage kind'
-	@echo 'make chaos    random faults for $$SECONDS on $$STORE: is every acknowledged push applied exactly once?'
+	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
 	@echo 'make chart    the tests of the Helm chart, which need helm and others (400 MB in .chart-tools); `make test` skips them without'
@@ -56,7 +58,7 @@ test-all: test test-matrix
 
 chaos: setup
 	@sh scripts/servers.sh
-	@PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m chaos --store $(STORE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m chaos --store $(STORE) --mode $(MODE) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 fuzz: setup
 	@sh scripts/servers.sh

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from chaos.catalogue import FAULTS, Fault, Scene, operators_of
+from chaos.catalogue import FAULTS, IDLE_STREAM_S, Fault, Scene, operators_of
 from chaos.cluster import FaultyCluster
-from chaos.ledger import ACKED, Verdict
+from chaos.ledger import ACKED, StepsApartError, Verdict
+from chaos.proxy import Flow
 from chaos.run import LedgerRun
 from chaos.tls_cluster import TlsFaultyCluster
 from kvemb.errors import KvembError
@@ -26,6 +28,13 @@ from tests.integration.encrypted_cluster import KINDS_WITH_TLS
 
 CAN = frozenset({"journal", "takeover", "repair", "full", "swap", "moves"})
 """What this release recovers from by itself; faults that need more are left out unless they are asked for by name."""
+_PROGRAM = f"""import sys
+from kvemb.commands.shard_program import main
+from paramserver.rpc import answer_queue
+answer_queue._LONGEST_IDLE_S = {IDLE_STREAM_S}
+sys.exit(main(sys.argv[1:]))"""
+_SHARD = (sys.executable, "-P", "-c", _PROGRAM)
+_UNEVEN = Flow(jitter_s=0.05)  # what one shard of a sync job has had of a step, another has not
 _RECOVERY_S = 90.0
 _STORAGE_TIMEOUT_S = 2.0
 
@@ -70,15 +79,16 @@ class Chaos:
         run: of trainers that push.
         faults: to draw from.
         seed: of the draw.
+        sync: whether the trainers go in step, and must stay so.
     """
 
-    def __init__(self, run: LedgerRun, faults: tuple[Fault, ...], seed: int) -> None:
-        self._run, self._faults, self._random = run, faults, random.Random(seed)
+    def __init__(self, run: LedgerRun, faults: tuple[Fault, ...], seed: int, *, sync: bool = False) -> None:
+        self._run, self._faults, self._random, self._sync = run, faults, random.Random(seed), sync
         self.report = Report(seed)
 
     def play(self, seconds: float) -> None:
         """Inject faults until the time is over. What does not recover ends it, in `report.trouble`."""
-        self._run.wait_for_acks(20, Deadline.after(_RECOVERY_S))
+        self._recover([Event("the start", time.monotonic())])
         start_s, end = time.monotonic(), Deadline.after(seconds)
         while not end.expired and not self.report.trouble:
             events = self._inject(self._draw())
@@ -105,7 +115,7 @@ class Chaos:
     def _draw(self) -> list[Fault]:
         first = self._random.choice(self._faults)
         network = [fault for fault in self._faults if fault.network]
-        if first.network or not network or self._random.random() > 0.3:
+        if first.network or first.alone or not network or self._random.random() > 0.3:
             return [first]
         return [first, self._random.choice(network)]
 
@@ -135,7 +145,9 @@ class Chaos:
             if errors:
                 raise TimeoutError("; ".join(errors))
             self._run.wait_for_acks(8, Deadline.after(_RECOVERY_S))  # more than were on their way
-        except TimeoutError as error:
+            if self._sync:
+                self._run.look_at_steps(Deadline.after(_RECOVERY_S))
+        except (TimeoutError, StepsApartError, KvembError) as error:
             self.report.trouble = f"no recovery from {' beside '.join(event.name for event in events)}: {str(error).splitlines()[0]}"
             return f"NOT RECOVERED: {error}"
         for event in events:
@@ -161,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run chaos; return 0 when the promise was kept."""
     parser = argparse.ArgumentParser(prog="python -m chaos", description="The ledger under random faults.")
     parser.add_argument("--store", default="redis", choices=KINDS)
+    parser.add_argument("--mode", default="async", choices=("async", "sync"))
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, help="of faults and pushes; drawn unless given")
     parser.add_argument("--trainers", type=int, default=3)
@@ -178,11 +191,15 @@ def main(argv: list[str] | None = None) -> int:
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     faults = chosen_faults(args.store, args.only)
     where, names = f"{args.store}{' over TLS' if args.tls else ''}", ", ".join(fault.name for fault in faults)
-    print(f"{where}, seed {seed}, {args.seconds:g} s, faults: {names}", flush=True)
+    print(f"{args.mode}, {where}, seed {seed}, {args.seconds:g} s, faults: {names}", flush=True)
     kind = TlsFaultyCluster if args.tls else FaultyCluster
-    cluster = kind(args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S})
-    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed) as run:
-        chaos = Chaos(run, faults, seed)
+    sync = args.mode == "sync"
+    job: dict[str, Any] = {"mode": "sync", "trainers": args.trainers, "servers": {"on_lost_trainer": "wait"}, "shard_flow": _UNEVEN}
+    cluster = kind(
+        args.store, args.nodes, shards=args.shards, storage={"timeout_s": _STORAGE_TIMEOUT_S}, shard_program=_SHARD, **(job if sync else {})
+    )
+    with cluster, LedgerRun(cluster, n_trainers=args.trainers, seed=seed, depth=2 if sync else 6) as run:
+        chaos = Chaos(run, faults, seed, sync=sync)
         chaos.play(args.seconds)
         report = chaos.judge()
     print(report)

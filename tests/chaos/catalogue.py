@@ -4,6 +4,7 @@ What must not live here: when which fault happens (`__main__`), what it costs (`
 """
 
 import random
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,16 @@ from chaos.node_moves import MOVE_KINDS
 from chaos.proxy import DOWN, UP, FaultProxy, Flow
 from chaos.run import LedgerRun
 from chaos.shard_operator import ShardOperator
+from chaos.trainer import REST_S
+from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS
 
 _REDIS_KINDS = ("valkey", "redis", "redis-cluster")
 _OWN_MAP_KINDS = MOVE_KINDS
 _SHARD_GRACE_S = 40.0
+_GOODBYE_S = 60.0
+IDLE_STREAM_S = 2.0
+"""Shards of a chaos run end a stream of pushes through which nothing has gone for so long; others do after a minute."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Fault:
         act: does it, and undoes it before it returns.
         kinds: the storage kinds on which it makes sense.
         network: whether it may happen beside a fault of a process.
+        alone: whether none of the network may happen beside it: it has something to say to all that must be heard.
         needs: what the product must be able to do: "journal", "takeover", "repair".
     """
 
@@ -63,6 +70,7 @@ class Fault:
     act: Callable[[Scene], None]
     kinds: tuple[str, ...] = tuple(KINDS)
     network: bool = False
+    alone: bool = False
     needs: frozenset[str] = frozenset()
 
 
@@ -164,6 +172,21 @@ def trainer_hangs(scene: Scene) -> None:
         scene.hold(0.3, 2)
 
 
+def trainer_rests(scene: Scene) -> None:
+    """It pushes nothing for longer than shards keep its streams, and goes on; or closes in order: then the others go on without it."""
+    run, trainer = scene.run, scene.random.randrange(len(scene.run.trainers))
+    run.trainers[trainer].signal(signal.SIGUSR1)
+    scene.hold(IDLE_STREAM_S + 1, REST_S - 0.5)
+    if scene.random.random() < 0.5:
+        return
+    code = processes.terminate(run.trainers[trainer], _GOODBYE_S)
+    if code:
+        raise TimeoutError(f"trainer {trainer} was told to close in order and ended with exit code {code}")
+    others = [other for other in range(len(run.trainers)) if other != trainer]
+    run.wait_for_acks(4, Deadline.after(_GOODBYE_S), others)
+    run.start_trainer(trainer)
+
+
 def operators_of(cluster: FaultyCluster, chance: random.Random) -> tuple[ShardOperator | ClusterOperator, ShardOperator]:
     """Return who changes the nodes of a cluster of its storage kind, and who its shards."""
     shards = ShardOperator(cluster, chance)
@@ -263,6 +286,7 @@ FAULTS = (
     Fault("shard replaced", shard_replaced, needs=_needs("takeover")),
     Fault("trainer killed", trainer_killed),
     Fault("trainer hangs", trainer_hangs),
+    Fault("trainer rests", trainer_rests, alone=True, needs=_needs("goodbye")),
     Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), network=True),
     Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), network=True),
     Fault("partition", _flows(Flow(swallow=True)), network=True),

@@ -14,7 +14,7 @@ from types import TracebackType
 import redis
 import yaml
 
-from chaos.proxy import FaultProxy
+from chaos.proxy import PASS, FaultProxy, Flow
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
@@ -33,6 +33,7 @@ class FaultyCluster(LocalCluster):
         storage: further keys of the storage section, e.g. {"timeout_s": 1}.
         servers: further keys of the parameter_servers section.
         shard_program: what runs instead of `kvemb shard`, with the same options behind it.
+        shard_flow: how bytes travel to and from shards while nothing is wrong.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class FaultyCluster(LocalCluster):
         storage: Mapping[str, object] | None = None,
         servers: Mapping[str, object] | None = None,
         shard_program: Sequence[str] = (),
+        shard_flow: Flow = PASS,
     ) -> None:
         self._more_storage, self._more_servers = dict(storage or {}), dict(servers or {})
-        self._shard_program = list(shard_program)
+        self._shard_program, self._shard_flow = list(shard_program), shard_flow
         self._retired: list[LocalProcess] = []
         self._shard_targets: list[str] = []
         self.node_proxies: list[FaultProxy] = []
@@ -83,7 +85,7 @@ class FaultyCluster(LocalCluster):
         """Start a further shard, which waits to be taken in; return its number."""
         index, port = len(self.shards), free_ports(1)[0]
         self._shard_targets.append(f"127.0.0.1:{port}")
-        self.shard_proxies.append(FaultProxy(self._shard_targets[index], seed=100 + index))
+        self.shard_proxies.append(self._shard_proxy(index))
         self.start_shard(index)
         return index
 
@@ -177,8 +179,11 @@ class FaultyCluster(LocalCluster):
 
     def _shard_addresses(self) -> list[str]:
         self._shard_targets = super()._shard_addresses()
-        self.shard_proxies = [FaultProxy(target, seed=100 + index) for index, target in enumerate(self._shard_targets)]
+        self.shard_proxies = [self._shard_proxy(index) for index in range(len(self._shard_targets))]
         return [proxy.address for proxy in self.shard_proxies]
+
+    def _shard_proxy(self, index: int) -> FaultProxy:
+        return FaultProxy(self._shard_targets[index], seed=100 + index, flow=self._shard_flow)
 
     def _config(self, *nodes: str, shards: list[str]) -> dict[str, object]:
         tree: dict[str, object] = copy.deepcopy(super()._config(*nodes, shards=shards))

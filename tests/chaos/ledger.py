@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 from kvemb.schema.slots import Placement
 
 DIM = 16
-TABLE = "ledger"
+TABLE, STEPS = "ledger", "ledger_steps"
 MAX_TRAINERS = 8
 ROWS_PER_GENERATION = 256
 _COLUMNS = DIM // 2
 _DIGITS = 12
 _PLACEMENT = Placement(256)  # of a table that was made without expected_rows
-SENT, ACKED, FAILED, BAD_READ = 1, 2, 3, 4
+SENT, ACKED, FAILED, BAD_READ, STARTED = 1, 2, 3, 4, 5
 _ENTRY = np.dtype([("kind", "u1"), ("n", "<u8"), ("at_s", "<f8")])
 Ids = NDArray[np.int64]
+STEP_IDS: Ids = np.arange(32)  # of all shards
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,60 @@ class Plan:
         """How often a push was applied to each of its generation's rows: int64 [ROWS_PER_GENERATION]."""
         column, digit = self.place(trainer, n)
         return (rows[:, column].astype(np.int64) >> (2 * digit)) & 3
+
+
+def step_of(trainer: int) -> tuple[Ids, NDArray[np.float32]]:
+    """Return what each of a trainer's pushes adds to the table of steps: 1 to its own column of every row."""
+    grads = np.zeros((len(STEP_IDS), MAX_TRAINERS), np.float32)
+    grads[:, trainer] = -1
+    return STEP_IDS, grads
+
+
+class StepsApartError(Exception):
+    """Trainers of a sync job are not in step any more."""
+
+
+class StepsTogether:
+    """Whether a sync job's steps are applied whole: in each row every trainer's count rises as the others' do.
+
+    That holds while nobody starts. Who starts again takes part with nothing in steps that only some shards have had of its predecessor.
+
+    Args:
+        n_trainers: of the job.
+
+    Example:
+        >>> steps = StepsTogether(2)
+        >>> for rows in ([[4, 4], [4, 3]], [[7, 7], [6, 5]], [[8, 8], [8, 8]]):
+        ...     steps.look(np.array(rows), n_starts=3)
+        Traceback (most recent call last):
+            ...
+        chaos.ledger.StepsApartError: row 1: trainers had [6, 5] steps there and have [8, 8]: one was applied by half
+    """
+
+    def __init__(self, n_trainers: int) -> None:
+        self._n_trainers = n_trainers
+        self._before: NDArray[np.number] = np.zeros((len(STEP_IDS), n_trainers))
+        self._n_starts = -1
+
+    def look(self, rows: NDArray[np.number], n_starts: int) -> None:
+        """Compare with the last look, unless somebody has started since.
+
+        Args:
+            rows: of the table of steps: [n, at least n_trainers].
+            n_starts: of all trainers so far.
+
+        Raises:
+            StepsApartError: naming a row.
+        """
+        now, before = rows[:, : self._n_trainers], self._before
+        self._before = now
+        if n_starts != self._n_starts:
+            self._n_starts = n_starts
+            return
+        rose = now - before
+        for row in np.flatnonzero((rose != rose[:, :1]).any(axis=1)):
+            told = f"trainers had {before[row].astype(int).tolist()} steps there and have {now[row].astype(int).tolist()}"
+            raise StepsApartError(f"row {row}: {told}: one was applied by half")
 
 
 def torn(rows: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -64,6 +64,7 @@ class FaultProxy:
         target: "host:port" of the server.
         port: to listen on; 0 takes a free one.
         seed: of the jitter.
+        flow: how bytes travel while nothing is wrong, both ways.
 
     Example:
         >>> server = socket.create_server(("127.0.0.1", 0))
@@ -76,10 +77,11 @@ class FaultProxy:
         hello
     """
 
-    def __init__(self, target: str, *, port: int = 0, seed: int = 0) -> None:
+    def __init__(self, target: str, *, port: int = 0, seed: int = 0, flow: Flow = PASS) -> None:
         host, _, target_port = target.rpartition(":")
         self.target = (host, int(target_port))
-        self.flows: dict[Direction, Flow] = {UP: PASS, DOWN: PASS}
+        self._healthy = flow
+        self.flows: dict[Direction, Flow] = {UP: flow, DOWN: flow}
         self.generation = 0  # counts switches
         self.random = random.Random(seed)
         self.n_accepted = 0
@@ -125,9 +127,9 @@ class FaultProxy:
         self._do(switch)
 
     def heal(self) -> None:
-        """Pass everything on again, held bytes first."""
+        """Pass everything on again as at first, held bytes first."""
         self._refusing = False
-        self.set(PASS)
+        self.set(self._healthy)
 
     def refuse(self, refusing: bool = True) -> None:
         """Reset new connections at once, or stop doing so."""

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -13,13 +14,11 @@ from numpy.typing import NDArray
 
 import kvemb
 from chaos.cluster import FaultyCluster
-from chaos.ledger import ACKED, DIM, TABLE, Ids, Plan, Record, Verdict, Verifier
-from chaos.trainer import create_table
+from chaos.ledger import ACKED, MAX_TRAINERS, STARTED, STEP_IDS, STEPS, TABLE, Ids, Plan, Record, StepsTogether, Verdict, Verifier
+from chaos.trainer import create_tables, trainer_name
 from kvemb.errors import KvembError
 from kvemb.local_cluster.processes import LocalProcess, python_env
 from kvemb.net.deadline import Deadline
-
-_FENCE_TABLE = "ledger_fence"
 
 
 class LedgerRun:
@@ -31,18 +30,20 @@ class LedgerRun:
         seed: of what they push.
         pause_s: between two pushes of one trainer.
         grace_s: how long a trainer that was told to stop waits for its last acknowledgements.
+        depth: pushes of one trainer on their way at once.
     """
 
     def __init__(
-        self, cluster: FaultyCluster, *, n_trainers: int = 3, seed: int = 0, pause_s: float = 0.005, grace_s: float = 60.0
+        self, cluster: FaultyCluster, *, n_trainers: int = 3, seed: int = 0, pause_s: float = 0.005, grace_s: float = 60.0, depth: int = 6
     ) -> None:
         self.cluster, self.plan = cluster, Plan(seed, n_trainers)
-        self._pause_s, self._grace_s = pause_s, grace_s
+        self._pause_s, self._grace_s, self._depth = pause_s, grace_s, depth
         self._files = [cluster.folder / f"ledger-{trainer}" for trainer in range(n_trainers)]
         self.trainers: list[LocalProcess] = []
+        self._steps = StepsTogether(n_trainers)
 
     def __enter__(self) -> "LedgerRun":
-        create_table(self.cluster.url)
+        create_tables(self.cluster.url)
         for trainer in range(self.plan.n_trainers):
             self.start_trainer(trainer)
         return self
@@ -56,7 +57,7 @@ class LedgerRun:
         plan = ["--seed", str(self.plan.seed), "--trainers", str(self.plan.n_trainers), "--trainer", str(trainer)]
         files = ["--config", str(self.cluster.config_path), "--file", str(self._files[trainer])]
         times = ["--pause-s", str(self._pause_s), "--grace-s", str(self._grace_s)]
-        command = [sys.executable, "-m", "chaos.trainer", *plan, *files, *times]
+        command = [sys.executable, "-m", "chaos.trainer", *plan, *files, *times, "--depth", str(self._depth)]
         process = LocalProcess(f"trainer {trainer}", command, self.cluster.folder / f"trainer-{trainer}.log", _trainer_env())
         self.trainers[trainer : trainer + 1] = [process]
         return process
@@ -81,6 +82,17 @@ class LedgerRun:
             if deadline.expired:
                 raise TimeoutError(f"acknowledged {self.n_acked()}, waited for {wanted}:\n{self.last_words()}")
             time.sleep(0.05)
+
+    def look_at_steps(self, deadline: Deadline) -> None:
+        """Look whether the steps of a sync job are still applied whole; see `StepsTogether`.
+
+        Raises:
+            StepsApartError: they are not.
+            KvembError: they cannot be read within the deadline.
+        """
+        with kvemb.connect(self.cluster.url, read_only=True, timeout_s=deadline.remaining_s()) as cluster:
+            rows = cluster.table(STEPS).pull(STEP_IDS, timeout_s=deadline.remaining_s())
+        self._steps.look(rows, sum(len(record.times(STARTED)) for record in self.records()))
 
     def stop(self, timeout_s: float = 90.0) -> None:
         """Stop the trainers, each once what it sent is acknowledged or its grace is over."""
@@ -107,18 +119,22 @@ class LedgerRun:
         return "\n".join(f"{process.name} (exit code {process.poll()}):\n{process.log_tail()}" for process in processes)
 
     def _await_applied(self, deadline: Deadline) -> None:
-        """Have every shard apply something behind everything that it has accepted, from whomever."""
+        """Have every shard apply something behind all that it has accepted, from whomever: a push of every trainer, in its own place."""
         while True:
             try:
-                with kvemb.connect(self.cluster.url, timeout_s=20) as cluster:
-                    options = {"optimizer": kvemb.optim.sgd(lr=1.0), "initializer": kvemb.init.zeros()}
-                    fence = cluster.create_table(_FENCE_TABLE, dim=DIM, exist_ok=True, **options)  # type: ignore[arg-type]
-                    fence.push(np.arange(512), np.ones((512, DIM))).wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
+                with ExitStack() as stack:
+                    connections = [stack.enter_context(self._connect(trainer)) for trainer in range(self.plan.n_trainers)]
+                    acks = [connection.push({STEPS: (np.arange(512), np.zeros((512, MAX_TRAINERS)))}) for connection in connections]
+                    for ack in acks:
+                        ack.wait_applied(timeout_s=max(0.1, deadline.remaining_s()))
                     return
             except KvembError:
                 if deadline.expired:
                     raise
                 time.sleep(0.2)
+
+    def _connect(self, trainer: int) -> kvemb.Cluster:
+        return kvemb.connect(self.cluster.url, trainer=trainer_name(trainer), timeout_s=20)
 
 
 def _trainer_env() -> dict[str, str]:

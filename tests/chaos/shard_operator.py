@@ -13,7 +13,7 @@ from kvemb.client.resizing.shard_scaling import ShardMovePlan, ShardScaling
 from kvemb.client.resizing.slot_moves import MoveState
 
 _FEWEST, _MOST = 1, 4
-_SHARES = (0.0, 0.5, 1.0, 2.0)
+_SHARES = (0.0, 0.0, 1.0, 2.0)
 
 
 class ShardOperator(Operator):

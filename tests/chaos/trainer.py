@@ -1,4 +1,5 @@
-"""A trainer of the ledger, as a process of its own: `python -m chaos.trainer …`. Pushes until SIGTERM, whatever happens.
+"""A trainer of the ledger, as a process of its own: `python -m chaos.trainer …`. Pushes until SIGTERM, whatever happens;
+rests for a while at SIGUSR1.
 
 It trusts what the errors promise: after "nothing was sent" it sends the same push again, after anything else a push that was not
 acknowledged stays as it is. What must not live here: what a push consists of (ledger).
@@ -7,15 +8,17 @@ acknowledged stays as it is. What must not live here: what a push consists of (l
 import argparse
 import faulthandler
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import kvemb
-from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, SENT, TABLE, LedgerFile, Plan, Record, torn
+from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, MAX_TRAINERS, SENT, STARTED, STEPS, TABLE, LedgerFile, Plan, Record, step_of, torn
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
 from kvemb.interrupts.stop_flag import StopFlag
@@ -25,6 +28,7 @@ _CREATE_S = 30.0
 _TRY_S = 1.0
 _PAUSE_S = 0.2
 _END_S = 15.0
+REST_S = 5.0
 _STUCK = 3  # exit code: it hung, and has told where
 
 
@@ -48,18 +52,21 @@ class LedgerTrainer:
         self._depth, self._pause_s, self._check_every = depth, pause_s, check_every
         self._n = Record.read(path).next_push
         self._noted = False
+        self._random = random.Random(f"{plan.seed} {trainer} {self._n}")
         self._file = LedgerFile(path)
         self._waiting: deque[tuple[int, Ack]] = deque()
         self._late = threading.Event()
         self.stop = StopFlag()
+        self.rest = False
+        """Set by a handler: push nothing for `REST_S`."""
 
     def run(self, grace_s: float) -> None:
         """Push until `stop` is set, then wait so long for what is on its way."""
         threading.Thread(target=self._give_up_late, args=(grace_s,), name="ledger-grace", daemon=True).start()
         while not (self.stop.is_set() and not self._waiting) and not self._late.is_set():
             try:
-                with kvemb.connect(self._config, trainer=f"ledger-{self._trainer}", timeout_s=20) as cluster:
-                    self._push_all(cluster.table(TABLE))
+                with kvemb.connect(self._config, trainer=trainer_name(self._trainer), timeout_s=20) as cluster:
+                    self._push_all(cluster)
             except KvembError as error:
                 print(f"{time.monotonic():.3f} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 self._settle_failed()
@@ -76,24 +83,32 @@ class LedgerTrainer:
         faulthandler.dump_traceback(all_threads=True)
         os._exit(_STUCK)
 
-    def _push_all(self, table: kvemb.Table) -> None:
+    def _push_all(self, cluster: kvemb.Cluster) -> None:
+        self._file.note(STARTED, self._n)
+        table = cluster.table(TABLE)
         while not self.stop.is_set():
-            self._push_one(table)
-            while len(self._waiting) >= self._depth:
+            self._push_one(cluster)
+            while len(self._waiting) >= self._depth or (self.rest and self._waiting):
                 self._await_oldest()
             if self._n % self._check_every == 0 and self._waiting:
                 self._look(table)
-            self.stop.wait(self._pause_s)
+            if self.rest:
+                self.stop.wait(REST_S)
+                self.rest = False
+            self.stop.wait(self._random.choice((0, 0, 3)) * self._pause_s)
         while self._waiting and not self._late.is_set():
             self._await_oldest()
 
-    def _push_one(self, table: kvemb.Table) -> None:
+    def _push_one(self, cluster: kvemb.Cluster) -> None:
         ids, grads = self._plan.push(self._trainer, self._n)
+        if self._random.random() < 0.5:
+            with suppress(StorageError):
+                cluster.table(TABLE).pull(ids, timeout_s=_TRY_S)  # as training does: it hears of a newer map between any two pushes
         if not self._noted:
             self._file.note(SENT, self._n)
             self._noted = True
         try:
-            ack = table.push(ids, grads, timeout_s=_TRY_S)
+            ack = cluster.push({TABLE: (ids, grads), STEPS: step_of(self._trainer)}, timeout_s=_TRY_S)
         except ShardUnavailableError:
             return  # nothing was sent: the same again
         self._waiting.append((self._n, ack))
@@ -131,13 +146,19 @@ class LedgerTrainer:
         self._waiting.clear()
 
 
-def create_table(url: str) -> None:
-    """Create the ledger's table; on a machine that is busy the shards' own short deadlines of storage may need several tries."""
+def trainer_name(trainer: int) -> str:
+    """Name a trainer; it is the same after each start."""
+    return f"ledger-{trainer}"
+
+
+def create_tables(url: str) -> None:
+    """Create the ledger's tables; on a machine that is busy the shards' own short deadlines of storage may need several tries."""
     deadline = Deadline.after(_CREATE_S)
     while True:
         try:
             with kvemb.connect(url, timeout_s=_CREATE_S) as cluster:
-                cluster.create_table(TABLE, dim=DIM, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
+                for name, dim in ((TABLE, DIM), (STEPS, MAX_TRAINERS)):
+                    cluster.create_table(name, dim=dim, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros(), exist_ok=True)
                 return
         except KvembError:
             if deadline.expired:
@@ -155,9 +176,12 @@ def main() -> int:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--pause-s", type=float, default=0.005)
     parser.add_argument("--grace-s", type=float, default=60.0)
+    parser.add_argument("--depth", type=int, default=6)
     args = parser.parse_args()
-    trainer = LedgerTrainer(args.config, Plan(args.seed, args.trainers), args.trainer, args.file, pause_s=args.pause_s)
+    plan = Plan(args.seed, args.trainers)
+    trainer = LedgerTrainer(args.config, plan, args.trainer, args.file, depth=args.depth, pause_s=args.pause_s)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop.set())
+    signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "rest", True))
     trainer.run(args.grace_s)
     return 0
 

@@ -1,6 +1,6 @@
 """Runs inside a container of our image, beside a ledger: counts what its trainers noted, and judges every row of the cluster.
 
-    python judge.py create                      the ledger's table
+    python judge.py create                      the ledger's tables
     python judge.py acks TRAINERS               acknowledged pushes of each trainer, as JSON
     python judge.py verify TRAINERS SEED        the verdict, as JSON; all trainers must have ended
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from chaos.ledger import ACKED, DIM, TABLE, Plan, Record, Verifier
-from chaos.trainer import create_table
+from chaos.trainer import create_tables
 
 import kvemb
 from kvemb.schema.cluster_map import equal_runs
@@ -46,7 +46,7 @@ def verify(n_trainers: int, seed: int) -> dict[str, object]:
 def main(verb: str, *arguments: str) -> None:
     """Run one verb."""
     if verb == "create":
-        create_table(CONFIG)
+        create_tables(CONFIG)
     elif verb == "acks":
         print(json.dumps([len(record.numbers(ACKED)) for record in records(int(arguments[0]))]))
     else:

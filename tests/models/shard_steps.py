@@ -3,6 +3,8 @@
 Two shards that are there, the giver and another one; one that joins and takes. Trainers push step after step, a part to each shard; a
 shard hands a step out when it has all of its parts, and then writes it to its journal. What else a hand-over is made of is in `shard_move`:
 here it is one phase more, and the flip.
+
+Slots may move between nodes, too. Nobody stops then: shards and trainers see it one after the other, at any time.
 """
 
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ class Shard(NamedTuple):
         journaled: the last one in its journal.
         unknown: whether steps were handed out by a process before this one, and by this one none.
         crashes: how often it may still die.
+        nodes: how many moves of nodes it has seen.
     """
 
     saw: str = NONE
@@ -34,6 +37,7 @@ class Shard(NamedTuple):
     journaled: int = 0
     unknown: bool = False
     crashes: int = 0
+    nodes: int = 0
 
 
 class Trainer(NamedTuple):
@@ -42,10 +46,14 @@ class Trainer(NamedTuple):
     Args:
         pushed: its last step.
         bases: once it knows the new map, of each shard the last step that went there by the old one.
+        nodes: the moves of nodes by whose map its parts went out.
+        waits: whether it knows a newer one, and pushes nothing until all that it sent has an answer.
     """
 
     pushed: int = 0
     bases: tuple[int, int, int] | None = None
+    nodes: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,9 @@ class State:
         reports: (shard, phase, step) of reports; none is ever taken back, though its process may have died since.
         trainers: all of them.
         n_steps: that each will push.
+        nodes: how many moves of nodes there were.
+        n_node_moves: that there will be.
+        by_nodes: whether a shard refuses parts that were routed by other nodes, as it once did.
     """
 
     phase: str = NONE
@@ -67,11 +78,16 @@ class State:
     reports: frozenset[tuple[int, str, int]] = frozenset()
     trainers: tuple[Trainer, ...] = (Trainer(), Trainer())
     n_steps: int = 3
+    nodes: int = 0
+    n_node_moves: int = 0
+    by_nodes: bool = False
 
 
 def steps(state: State) -> Iterator[tuple[str, State]]:
     """Yield every step that somebody can take, with its name."""
     yield from carrier_steps(state)
+    if state.nodes < state.n_node_moves:
+        yield "slots move between nodes", replace(state, nodes=state.nodes + 1)
     for number in (*THERE, TAKER):
         yield from ((f"{('giver', 'other', 'taker')[number]}: {name}", after) for name, after in shard_steps(state, number))
     for number in range(len(state.trainers)):
@@ -120,6 +136,8 @@ def shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
     shard = state.shards[number]
     if shard.saw != state.phase:
         yield f"see {state.phase}", _with(state, number, looked(shard, state.phase))
+    if shard.nodes != state.nodes and number in THERE:
+        yield "see the nodes", _with(state, number, shard._replace(nodes=state.nodes))
     if number in THERE and not shard.unknown:
         if shard.saw == HOLDING:
             yield from _told(state, number, HOLDING, shard.released)
@@ -172,13 +190,23 @@ def trainer_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
     trainer = state.trainers[number]
     there = THERE if trainer.bases is None else (*THERE, TAKER)
     accepted = min(max(state.shards[one].journaled, trainer.bases[one] if trainer.bases else 0) for one in there)
-    if trainer.pushed < min(state.n_steps, accepted + WINDOW):
+    if trainer.pushed < min(state.n_steps, accepted + WINDOW) and not trainer.waits:
         yield f"push step {trainer.pushed + 1}", _now(state, number, trainer._replace(pushed=trainer.pushed + 1))
     if trainer.bases is None and state.phase == FLIPPED and all(answered(state, trainer, one) for one in THERE):
         had = [state.shards[one].journaled for one in THERE]
         yield "routes by the new map", _now(state, number, trainer._replace(bases=(had[0], had[1], min(had))))
+    if trainer.nodes != state.nodes and not trainer.waits:
+        yield "sees the nodes", _now(state, number, trainer._replace(waits=True) if state.by_nodes else trainer._replace(nodes=state.nodes))
+    if trainer.waits and all(answered_by_nodes(state, number, one) for one in THERE):
+        yield "routes by the new nodes", _now(state, number, trainer._replace(nodes=state.nodes, waits=False))
     for one in there:
         yield from _arrives(state, number, one)
+
+
+def answered_by_nodes(state: State, number: int, to: int) -> bool:
+    """Whether a shard has accepted or refused all that went there by older nodes: what waits for the others of its step has no answer."""
+    trainer, shard = state.trainers[number], state.shards[to]
+    return shard.journaled >= shard.got[number] and (shard.journaled >= trainer.pushed or shard.nodes > trainer.nodes)
 
 
 def answered(state: State, trainer: Trainer, shard: int) -> bool:
@@ -191,7 +219,7 @@ def _arrives(state: State, number: int, to: int) -> Iterator[tuple[str, State]]:
     trainer, shard = state.trainers[number], state.shards[to]
     step = max(shard.got[number], trainer.bases[to] if trainer.bases else 0) + 1
     same_map = (shard.saw == FLIPPED) == (trainer.bases is not None)
-    if step <= trainer.pushed and same_map:
+    if step <= trainer.pushed and same_map and (not state.by_nodes or shard.nodes == trainer.nodes):
         got = (*shard.got[:number], step, *shard.got[number + 1 :])
         yield f"step {step} comes in at shard {to}", _with(state, to, shard._replace(got=got))
 

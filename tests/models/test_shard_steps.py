@@ -26,10 +26,10 @@ from tests.models.shard_steps import (
 Steps = Callable[[State], Iterator[tuple[str, State]]]
 
 
-def first(*, giver: int = 0, other: int = 0, trainers: int = 2, n_steps: int = 1) -> State:
+def first(*, giver: int = 0, other: int = 0, trainers: int = 2, n_steps: int = 1, phase: str = NONE) -> State:
     got = (0,) * trainers
-    shards = (Shard(got=got, crashes=giver), Shard(got=got, crashes=other), Shard(got=got))
-    return State(shards=shards, trainers=(Trainer(),) * trainers, n_steps=n_steps)
+    shards = (Shard(phase, got, crashes=giver), Shard(phase, got, crashes=other), Shard(phase, got))
+    return State(phase, shards=shards, trainers=(Trainer(),) * trainers, n_steps=n_steps)
 
 
 STARTS = {
@@ -39,13 +39,32 @@ STARTS = {
     "two steps": first(trainers=1, n_steps=2),
     "two steps, the giver dies": first(trainers=1, n_steps=2, giver=1),
 }
+TWICE_TWO = pytest.param(first(n_steps=2), id="two trainers, two steps", marks=pytest.mark.long)  # 181,000 states
 
 
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("start", [*(pytest.param(start, id=name) for name, start in STARTS.items()), TWICE_TWO])
 def test_at_the_flip_all_have_had_the_same_steps_and_training_can_go_on(start: State) -> None:
     after = reachable(start, steps, require_sound)
     assert not stuck(after, is_over)
     assert {state.phase for state in after if is_over(state)} == {FLIPPED, ABORTED}
+
+
+def nodes_move(n_steps: int, *, by_nodes: bool = False) -> State:
+    """Slots move between nodes, and none between shards."""
+    return replace(first(n_steps=n_steps, phase=ABORTED), n_node_moves=1, by_nodes=by_nodes)
+
+
+def test_training_goes_on_through_a_move_of_nodes_with_two_pushes_of_each_trainer_on_their_way() -> None:
+    assert not stuck(reachable(nodes_move(2), steps, require_sound), is_over)
+
+
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_the_search_finds_that_trainers_wait_for_each_other_where_shards_refuse_what_other_nodes_routed(n_steps: int) -> None:
+    after = reachable(nodes_move(n_steps, by_nodes=True), steps, require_sound)
+    waiting = [state for state in stuck(after, is_over) if after[state] == []]
+    assert waiting
+    for state in waiting:
+        assert all(trainer.waits for trainer in state.trainers)
 
 
 def flip_anywhere(state: State) -> Iterator[tuple[str, State]]:
