@@ -143,7 +143,8 @@ class Table:
     def flush(self, timeout_s: float | None = None) -> None:
         """Return when this process's pushes to all tables are applied, that is, visible to every client's pulls.
 
-        What the shards had accepted from other trainers before the call is applied then, too.
+        What the shards had accepted from other trainers before the call is applied then, too. In a sync job that is every step that is
+        whole: others' pushes for a step that lacks this trainer's are not waited for.
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: not within the time (30 s unless given); call it again.

@@ -90,13 +90,12 @@ class HastyTrainer:
         except BaseException as error:
             self._error = error
 
-    def stop(self, *, flush: bool = True) -> np.ndarray:
-        """End; return how often each row was pushed. Without a flush where others of a sync job go on: it would wait for our next step."""
+    def stop(self) -> np.ndarray:
+        """End; return how often each row was pushed."""
         self._end.set()
         self._thread.join(PATIENCE_S)
         if self._error is not None:
             raise self._error
-        if flush:
-            self.cluster.flush(PATIENCE_S)
+        self.cluster.flush(PATIENCE_S)
         self.cluster.close()
         return self.counts

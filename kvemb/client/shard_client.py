@@ -4,6 +4,7 @@ It deals in definitions and validated rows; what callers see is kvemb.table and 
 shards are only asked (kvemb.client.shard_questions). Thread-safe; not fork-safe (`kvemb.client.all_shards` says so to the caller).
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -27,6 +28,7 @@ from kvemb.protocol.messages import (
     Empty,
     EraseTableReply,
     EraseTableRequest,
+    FlushReply,
     FlushRequest,
     RowsRequest,
     TableReply,
@@ -40,6 +42,7 @@ M = TypeVar("M", bound=Message)
 _ERASE_BYTES = MAX_PART_BYTES // 4  # a row without weights is small in a message, and as much work as any
 _ANSWER_MARGIN_S = 1.0
 _MOVED_PAUSE_S = 0.02
+log = logging.getLogger("kvemb")
 
 
 class ShardClient:
@@ -112,10 +115,12 @@ class ShardClient:
         return self._session.push(tables, self._deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until this process's pushes, and all that the shards had accepted from others, are applied."""
+        """Wait until this process's pushes, and all that the shards had accepted from others, are applied; log what is left out."""
         deadline = self._deadline(timeout_s)
         self._session.wait_applied(deadline)
-        self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), Empty, deadline)
+        for shard, reply in self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
+            if reply.left_out:
+                log.info("a flush left out on shard %d %s", shard, reply.left_out)
         self._forget_rows()  # pulls must now see what others pushed, too
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:

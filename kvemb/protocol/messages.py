@@ -172,6 +172,13 @@ class FlushRequest(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class FlushReply(Message):
+    """It is. left_out says which pushes were not waited for, as their sync step is not whole, and whose it lacks; "" for none."""
+
+    left_out: str
+
+
+@dataclass(frozen=True, eq=False)
 class CompareRequest(Message):
     """Compare rows of this shard's with storage and restore those that differ; answered with their number. Ids are raw '<u8' bytes.
 

@@ -19,24 +19,34 @@ class Backlog:
     def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue, behind: WriteBehind | None) -> None:
         self._state, self._pending, self._queue, self._behind = state, pending, queue, behind
 
-    def flush(self, deadline: Deadline) -> None:
-        """Wait until every push taken before this call is applied, and its rows are in storage.
+    def flush(self, deadline: Deadline, *, whole: bool = True) -> str:
+        """Wait until every push accepted before this call is applied, and its rows are in storage.
 
-        Pushes whose last part is still to come are not waited for.
+        What lacks another's push in its sync step was not accepted: that may be the next one of whoever flushes. Pushes whose last part is
+        still to come were not, either.
+
+        Args:
+            deadline: of the wait.
+            whole: whether pushes of steps that are not whole are left out; else these are waited for, too.
+
+        Returns:
+            What was left out, and whom it waits for; "" for nothing.
 
         Raises:
             DeadlineExceededError: with the last storage error, or what a sync step waits for.
             ShardFailedError: it will never be applied.
         """
         with self._state.changed:
-            last = self._pending.last
-            while self._pending.up_to(last):
+            left_out, said = self._queue.lacking() if whole else ([], "")
+            wanted = self._pending.numbers(without=left_out)
+            while any(number in self._pending for number in wanted):
                 self._state.wait(deadline, f"{len(self._pending)} pushes to be applied")
             if self._state.failure is not None:
                 raise self._state.failure
             newest_k = 0 if self._behind is None else self._behind.newest_k
             while self._owes_rows(newest_k):
                 self._state.wait(deadline, "rows of applied pushes to be written to storage")
+            return said
 
     def drain(self, deadline: Deadline) -> bool:
         """Take nothing new from now on and wait until everything accepted is applied and written; return whether it is.

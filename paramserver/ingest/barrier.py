@@ -13,6 +13,7 @@ given up: a step has one push of each trainer.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from kvemb.errors import BarrierError
 
@@ -209,13 +210,18 @@ class Barrier:
         deadline_s = self._deadline_s()
         if deadline_s is None or now_s < deadline_s:
             return ""
-        here = {name: lease for name, lease in self._leases.items() if lease.waiting}
-        missing = sorted(name for name in self.members if name not in here)
-        absent = self._n_trainers - len(self.members) if not self._complete else 0
-        who = [*missing, *([f"{absent} of {self._n_trainers} trainers that never joined"] if absent else [])]
-        name, first = min(((name, lease.waiting[0]) for name, lease in here.items()), key=lambda item: item[1].arrived_s)
-        step, waited_s = here[name].number(first) or first.step, max(self._timeout_s, now_s - first.arrived_s)
-        return f"step {step} waited {round(waited_s, 1):g} s for {', '.join(who)}; here are {', '.join(sorted(here))}"
+        step, here, missing = self._oldest_step()
+        waited_s = max(self._timeout_s, self.waited_s(now_s))
+        return f"step {step} waited {round(waited_s, 1):g} s for {missing}; here are {here}"
+
+    def lacking(self) -> tuple[list[Push], str]:
+        """Return the pushes of steps for which not every member's push is in, and say which step it is, whose, and for whom it waits."""
+        n_whole = self._n_whole()
+        pushes = [push for lease in self._leases.values() for push in islice(lease.waiting, n_whole, None)]
+        if not pushes:
+            return [], ""
+        step, here, missing = self._oldest_step(n_whole)
+        return pushes, f"step {step} of {here}, which waits for {missing}"
 
     def clear(self) -> None:
         """Forget every waiting push."""
@@ -227,6 +233,21 @@ class Barrier:
         self.membership.bye(trainer)
         if not self.membership.complete:
             self._hold.forget_job()
+
+    def _n_whole(self) -> int:
+        """How many steps are whole and wait to be handed out."""
+        every = [len(lease.waiting) for lease in self._leases.values()]
+        of_members = [len(lease.waiting) for lease in self._leases.values() if not lease.leaving]
+        return min(of_members, default=max(every, default=0)) if self._complete else 0
+
+    def _oldest_step(self, n_before: int = 0) -> tuple[int, str, str]:
+        """The number of the step behind the first so many that wait, who is here for it, and who is not."""
+        here = {name: lease for name, lease in self._leases.items() if len(lease.waiting) > n_before}
+        missing = sorted(name for name in self.members if name not in here)
+        absent = self._n_trainers - len(self.members) if not self._complete else 0
+        who = [*missing, *([f"{absent} of {self._n_trainers} trainers that never joined"] if absent else [])]
+        name, first = min(((name, lease.waiting[n_before]) for name, lease in here.items()), key=lambda item: item[1].arrived_s)
+        return here[name].number(first) or first.step, ", ".join(sorted(here)), ", ".join(who)
 
     def _await_no_more(self, trainer: str) -> None:
         awaited = {member for member in self._awaited if member[0] != trainer}

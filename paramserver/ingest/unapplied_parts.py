@@ -1,5 +1,6 @@
 """What was taken and is not applied yet, oldest first, and how much of it there may be. Pure; ingest locks."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvemb.errors import PushRejectedError
@@ -62,9 +63,10 @@ class UnappliedParts:
         """Return every item, oldest first."""
         return list(self._items.values())
 
-    def up_to(self, number: int) -> bool:
-        """Whether any item up to this number is still here."""
-        return next(iter(self._items), number + 1) <= number
+    def numbers(self, without: Collection[Push]) -> list[int]:
+        """Return the numbers of all items but these pushes."""
+        left_out = {id(push) for push in without}
+        return [number for number, item in self._items.items() if id(item) not in left_out]
 
     def age_s(self, now_s: float) -> float:
         """Age of the oldest item in seconds; 0 when nothing waits."""

@@ -49,6 +49,10 @@ class WorkQueue:
         """Return the pushes that wait for the others of their sync step."""
         return [] if self._barrier is None else self._barrier.waiting()
 
+    def lacking(self) -> tuple[list[Push], str]:
+        """Return those whose step lacks the push of a member, and say whose; see `Barrier.lacking`."""
+        return ([], "") if self._barrier is None else self._barrier.lacking()
+
     def forget_unfinished(self) -> None:
         """Forget those pushes."""
         if self._barrier is not None:

@@ -19,6 +19,7 @@ from kvemb.protocol.messages import (
     CreateTableRequest,
     DescribeReply,
     Empty,
+    FlushReply,
     FlushRequest,
     HelloReply,
     HelloRequest,
@@ -124,10 +125,9 @@ class Handlers:
         """Erase rows, in order with pushes; answered once applied, with the number of rows that existed."""
         return CountReply(self._change_rows(ERASE, request, deadline))
 
-    def flush(self, request: FlushRequest, deadline: Deadline) -> Empty:
+    def flush(self, request: FlushRequest, deadline: Deadline) -> FlushReply:
         """Wait until everything accepted is applied and in storage."""
-        self._parts.ingest.backlog.flush(deadline.within(request.timeout_s))
-        return Empty()
+        return FlushReply(self._parts.ingest.backlog.flush(deadline.within(request.timeout_s)))
 
     def count(self, request: TableRequest, deadline: Deadline) -> CountReply:
         """Count the rows of a table on this shard; without a name those of all tables."""

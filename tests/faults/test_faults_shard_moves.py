@@ -63,7 +63,7 @@ class MovingTraining:
     def finish(self) -> None:
         """End the trainers, and look at every row."""
         try:
-            counts = [trainer.stop(flush=trainer is self.trainers[-1]) for trainer in self.trainers]
+            counts = [trainer.stop() for trainer in self.trainers]
         finally:
             self.moves.close()
         with kvemb.connect(self.cluster.url, read_only=True, timeout_s=PATIENCE_S) as reader:

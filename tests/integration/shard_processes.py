@@ -32,6 +32,7 @@ from kvemb.protocol.messages import (
     CreateTableRequest,
     DescribeReply,
     Empty,
+    FlushReply,
     FlushRequest,
     HelloReply,
     HelloRequest,
@@ -106,7 +107,7 @@ class Shard:
         return self.call("Hello", HelloRequest(trainer, incarnation, about.cluster_id, 1), HelloReply)
 
     def flush(self) -> None:
-        self.call("Flush", FlushRequest(PATIENCE_S), Empty)
+        self.call("Flush", FlushRequest(PATIENCE_S), FlushReply)
 
     def count(self, table: str = "user") -> int:
         return self.call("Count", TableRequest(table), CountReply).n_rows

@@ -26,7 +26,7 @@ from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.messages import Empty, FlushRequest, StatusReply
+from kvemb.protocol.messages import Empty, FlushReply, FlushRequest, StatusReply
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.storage_kinds import open_store
@@ -172,7 +172,7 @@ def test_a_full_disk_stops_acknowledgements_says_so_and_recovers(cluster: tuple[
         pushes.send(part(hello, 2, list(range(1, 2000))))
         until(lambda: "No space left" in shard.call("Status", Empty(), StatusReply).failure, shard.process)
         with pytest.raises(KvembError, match=r"JournalFullError.*No space left"):
-            shard.call("Flush", FlushRequest(0.5), Empty)
+            shard.call("Flush", FlushRequest(0.5), FlushReply)
         assert shard.count() == 1
         filler.unlink()
         assert [pushes.next().state for _ in range(2)] == ["accepted", "applied"]

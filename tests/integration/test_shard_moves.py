@@ -71,7 +71,7 @@ def test_the_slots_of_a_shard_go_to_the_others_and_come_back_between_two_steps_o
                     eventually(lambda t=trainer, n=trainer.n_pushed: t.n_pushed > n + 20)
         finally:
             moves.close()
-            counts = [trainer.stop(flush=trainer is trainers[-1]) for trainer in trainers]
+            counts = [trainer.stop() for trainer in trainers]
         with kvemb.connect(local.url, read_only=True) as reader:
             np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 

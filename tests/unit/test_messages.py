@@ -59,6 +59,7 @@ EXAMPLES: dict[str, Message] = {
     "RowsRequest": m.RowsRequest(rows(2, 0, versions=False), 2.5),
     "TableRequest": m.TableRequest("user"),
     "FlushRequest": m.FlushRequest(1.5),
+    "FlushReply": m.FlushReply("step 3 of b, which waits for a"),
     "CountReply": m.CountReply(2**40),
     "StepReply": m.StepReply(2**40, 2**41),
     "IdsRequest": m.IdsRequest("user", True, 2**64 - 1, 1000),

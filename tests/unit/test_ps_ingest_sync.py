@@ -26,12 +26,28 @@ def test_a_step_is_applied_once_when_all_parts_are_in(make: Callable[..., Rig]) 
     rig = make(trainers=2)
     a, b = rig.hello("a"), rig.hello("b")
     first = rig.push(a, {1: 4.0}, table=MEAN)
-    with pytest.raises(DeadlineExceededError):
-        rig.ingest.backlog.flush(Deadline.after(0.05))
+    assert rig.ingest.backlog.flush(Deadline.after(30)) == "step 1 of a, which waits for b"
     assert first.states == []  # accepted is the whole step, or nothing of it
     second = rig.push(b, {1: 2.0, 2: 2.0}, trainer="b", table=MEAN)
     assert (first.wait().k, second.wait().k) == (1, 1)
     assert rig.weights([1, 2], MEAN) == [-3.0, -1.0]
+
+
+def test_a_flush_waits_for_whole_steps_and_says_what_needs_another_push(make: Callable[..., Rig]) -> None:
+    rig = make(trainers=2)
+    a, b = rig.hello("a"), rig.hello("b")
+    rig.hold()
+    rig.push(a, {1: 1.0})
+    rig.push(b, {1: 1.0}, trainer="b")
+    ahead = rig.push(b, {1: 1.0}, trainer="b")
+    with pytest.raises(DeadlineExceededError):
+        rig.ingest.backlog.flush(Deadline.after(0))  # step 1 is whole
+    rig.store.gate.set()
+    assert rig.ingest.backlog.flush(Deadline.after(30)) == "step 2 of b, which waits for a"
+    assert rig.weights([1]) == [-2.0]
+    rig.push(a, {1: 1.0})
+    ahead.wait()
+    assert rig.ingest.backlog.flush(Deadline.after(30)) == ""
 
 
 def test_after_a_goodbye_the_mean_is_over_those_who_stay(make: Callable[..., Rig]) -> None:
