@@ -1,0 +1,105 @@
+"""The way of one pull and of one push, in functions, files and frames: what a reader has to walk is held to a budget.
+
+A shard runs in this process beside its client, on a real server, so that one profile hook sees both. Counted is what every one of a few
+equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are today's:
+a change that raises one says here why; one that lowers it writes the lower figure down.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvemb
+from kvemb.config import load
+from kvemb.local_cluster.launcher import LocalCluster
+from paramserver.lifecycle.start import start
+
+BUDGET = {"pull: functions": 144, "pull: files": 37, "pull: frames to the socket": 18, "push: functions": 412, "push: files": 105}
+
+ROOT = Path(__file__).parent.parent
+OURS = tuple(f"{ROOT / package}/" for package in ("kvemb", "paramserver"))
+SOCKETS = f"{ROOT / 'kvemb' / 'net'}/"
+N_WALKS = 5
+
+
+def _ours(frame: FrameType) -> bool:
+    """A function of the product; comprehensions and lambdas count for the function that they stand in."""
+    code = frame.f_code
+    return code.co_filename.startswith(OURS) and not code.co_name.startswith("<")
+
+
+class Walk:
+    """What of ours is executed while it is on, by any thread that was started after it."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seen: set[CodeType] = set()
+        self.frames_to_socket = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if not self.on or event != "call" or not _ours(frame):
+            return
+        self.seen.add(frame.f_code)
+        if frame.f_code.co_filename.startswith(SOCKETS) and threading.current_thread() is threading.main_thread():
+            self.frames_to_socket = max(self.frames_to_socket, self._depth(frame))
+
+    @staticmethod
+    def _depth(frame: FrameType | None) -> int:
+        depth = 0
+        while frame is not None:
+            depth += _ours(frame)
+            frame = frame.f_back
+        return depth
+
+    def of(self, act: Callable[[], object]) -> set[CodeType]:
+        """What one act executes."""
+        self.seen = set()
+        self.on = True
+        act()
+        self.on = False
+        return self.seen
+
+    def of_all(self, act: Callable[[], object]) -> set[CodeType]:
+        """What each of a few equal acts executes, after one that fills what is filled once."""
+        self.of(act)
+        self.frames_to_socket = 0
+        return set.intersection(*(self.of(act) for _ in range(N_WALKS)))
+
+
+@pytest.fixture
+def walk() -> Iterator[Walk]:
+    """A hook on this thread and all that are started while the test runs."""
+    walk = Walk()
+    threading.setprofile(walk)
+    sys.setprofile(walk)
+    yield walk
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
+def n_files(codes: set[CodeType]) -> int:
+    return len({code.co_filename for code in codes})
+
+
+def test_one_pull_and_one_push_stay_within_their_budgets(walk: Walk) -> None:
+    with LocalCluster("redis") as local:
+        local.shards[0].stop(30.0)
+        config = load(local.config_path, {})
+        shard = start(config, 0, listen=config.servers.shards[0], start_timeout_s=30.0, wait=threading.Event().wait)
+        try:
+            with kvemb.connect(local.url) as cluster:
+                table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.adam())
+                ids, grads = np.arange(100), np.ones((100, 4), np.float32)
+                pushed = walk.of_all(lambda: table.push(ids, grads).wait_applied(timeout_s=30))
+                pulled = walk.of_all(lambda: table.pull(ids))
+                frames = walk.frames_to_socket
+        finally:
+            shard.stop(10.0)
+    found = dict(zip(BUDGET, (len(pulled), n_files(pulled), frames, len(pushed), n_files(pushed)), strict=True))
+    assert {name: n for name, n in found.items() if n > BUDGET[name]} == {}, f"over the budget {BUDGET}"
