@@ -1,8 +1,8 @@
 """The way of one pull and of one push, in functions, files and frames: what a reader has to walk is held to a budget.
 
 A shard runs in this process beside its client, on a real server, so that one profile hook sees both. Counted is what every one of a few
-equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are today's:
-a change that raises one says here why; one that lowers it writes the lower figure down.
+equal pulls (pushes) executes, so that timers and watchers that happen to run beside one of them do not count. The figures below are
+today's: a change that raises one says here why; one that lowers it writes the lower figure down.
 """
 
 import sys
