@@ -36,6 +36,13 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ((f"{_rate('kvemb_shard_cache_hits_total')} / {_rate('kvemb_shard_cache_lookups_total')}", "shard {{shard}}"),),
     ),
     ("Headroom of nodes", "bytes", ((f"min by (node) (kvemb_node_headroom_bytes{_OF})", "{{node}}"),)),
+    ("Answer of nodes", "s", ((f"min by (node) (kvemb_node_answer_seconds{_OF})", "{{node}}"),)),
+    ("Slots that a change of nodes has still to move", "short", ((f"max(kvemb_nodes_slots_left{_OF})", "slots"),)),
+    (
+        "Clocks of shards' hosts, from Prometheus's",
+        "s",
+        ((f"kvemb_shard_clock_seconds{_OF} - timestamp(kvemb_shard_clock_seconds{_OF})", "shard {{shard}}"),),
+    ),
     ("Keys that nodes threw away", "short", ((f"max by (node) (kvemb_node_evicted_total{_OF})", "{{node}}"),)),
     (
         "Journals",

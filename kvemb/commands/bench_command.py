@@ -111,7 +111,7 @@ def _share(where: str, rate: PullRate, elsewhere: float | None) -> str:
 
 def _slow_nodes(rates: dict[str, PullRate]) -> list[str]:
     nodes: dict[str, Any] = {where: rate.rows_per_s for where, rate in rates.items() if where.startswith("node ")}
-    middle = statistics.median(nodes.values())
+    middle = statistics.median_high(nodes.values())
     return [
         f"{where} gives {speed / middle:.2f} of what the node in the middle gives: look at its host (CPU, network, swap), then kvemb doctor"
         for where, speed in nodes.items()

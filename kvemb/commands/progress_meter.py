@@ -42,10 +42,14 @@ def describe(what: str, done: int, total: int, done_here: int, seconds: float, u
         'saving 25.0 of 100.0 MB (25 %), 2.0 MB/s, 38 s left'
         >>> describe("saving", 0, 100, 0, 0.0, "rows")
         'saving 0 of 100 rows (0 %)'
+        >>> describe("looking", 0, 0, 0, 0.0, "rows")
+        'looking'
     """
+    if not total:
+        return what
     scale, name = (1e6, "MB") if unit == "B" else (1, unit)
     shown = f"{done / scale:.1f} of {total / scale:.1f}" if unit == "B" else f"{done:,} of {total:,}"
-    text = f"{what} {shown} {name} ({100 * done // total if total else 100} %)"
+    text = f"{what} {shown} {name} ({100 * done // total} %)"
     if seconds <= 0 or done_here <= 0:
         return text
     rate = done_here / seconds

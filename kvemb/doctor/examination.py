@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
-from kvemb.doctor.finding import ERROR, Finding, error
+from kvemb.doctor.finding import ERROR, Finding, error, warning
 from kvemb.doctor.node_findings import judge_limits, judge_node
 from kvemb.doctor.shard_findings import ShardFacts, judge_shard
 from kvemb.errors import (
@@ -86,6 +86,9 @@ def _nodes(store: Store, config: Config) -> Iterator[Finding]:
         yield from judge_node(node, _settings(store, node, timeout_s))
     if any(node.error for node in stats):
         return
+    with suppress(KvembError):
+        if (change := store.unfinished_change(Deadline.after(timeout_s))) is not None:
+            yield warning("nodes-change", "storage", str(change), "kvemb moves resume, or kvemb moves abort (docs/scaling.md).")
     try:
         store.open(Deadline.after(timeout_s))
     except UnsafeNodeError:

@@ -79,7 +79,8 @@ def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
     if settings.get("role") == "slave" and settings.get("cluster_enabled") != "1":
         what = f"is a replica of {settings.get('master_host')}: it takes no writes"
         yield error("node-replica", where, what, "Name the primary in storage.nodes, or run REPLICAOF NO ONE here.")
-    if settings.get("rdb_last_bgsave_status") == "err":
+    # Without a schedule the server takes writes, whatever became of the last one.
+    if settings.get("rdb_last_bgsave_status") == "err" and settings.get("save", "unknown"):
         what = "its last snapshot failed: it refuses writes while stop-writes-on-bgsave-error is on"
         yield error("node-snapshot-failed", where, what, 'Give its disk room, or switch snapshots off: CONFIG SET save "".')
     if settings.get("aof_enabled") == "1" or settings.get("save"):

@@ -107,10 +107,10 @@ def look_at_port(address: str, deadline: Deadline) -> str:
     return SPEAKS_TLS if not said or said[0] == _ALERT else FOREIGN
 
 
-def look_at_own(config: TlsConfig) -> SeenCertificate:
-    """Return what this process shows as a client, by a handshake with itself."""
+def look_at_own(config: TlsConfig, *, server: bool = False) -> SeenCertificate:
+    """Return what this process shows as a client, or as a server, by a handshake with itself."""
     try:
-        return _seen(_shown_to_itself(config, server=False))
+        return _seen(_shown_to_itself(config, server=server))
     except ssl.SSLError as error:
         return _faulty(error, "files")
     except OSError as error:

@@ -10,7 +10,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.storage_kinds import open_store
-from kvemb.stores.store import NodeStats, Store
+from kvemb.stores.store import NodeStats, Store, UnfinishedChange
 
 if TYPE_CHECKING:  # they import gRPC
     from kvemb.client.all_shards import AllShards
@@ -33,6 +33,7 @@ class ClusterStatus:
 
     Args:
         held: of each table (name, the rows on each node, None where storage cannot tell), as far as `survey` has looked.
+        change: of nodes, that a command has begun and not ended; None for none, and where that was not looked for.
         strangers: which shard or node is not the one that kvemb.yaml says, as far as `survey` has looked; "" for none.
     """
 
@@ -41,6 +42,7 @@ class ClusterStatus:
     nodes_error: str = ""
     strangers: str = ""
     held: tuple[tuple[str, tuple[HeldRows | None, ...]], ...] = ()
+    change: UnfinishedChange | None = None
 
 
 def survey(config: Config) -> ClusterStatus:
@@ -65,7 +67,7 @@ def survey(config: Config) -> ClusterStatus:
         all_answer = serve and not any(node.error for node in nodes)
         strangers = unknown or (_strangers(config, store, servers) if all_answer else "")
         held = _held(store, config.storage.timeout_s) if all_answer and not strangers else ()
-        return ClusterStatus(shards, nodes, strangers=strangers, held=held)
+        return ClusterStatus(shards, nodes, strangers=strangers, held=held, change=_change(store, config.storage.timeout_s))
     finally:
         servers.close()
         store.close()
@@ -106,6 +108,13 @@ def _strangers(config: Config, store: Store, servers: "AllShards") -> str:
     except KvembError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:
+    try:
+        return store.unfinished_change(Deadline.after(timeout_s))
+    except KvembError:  # what is the matter with a node stands beside it
+        return None
 
 
 def _held(store: Store, timeout_s: float) -> tuple[tuple[str, tuple[HeldRows | None, ...]], ...]:

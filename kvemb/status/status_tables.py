@@ -36,7 +36,9 @@ def render(status: ClusterStatus) -> str:
         f"shard {s.shard} compares storage with its index: {s.reply.compared}" for s in status.shards if s.reply and s.reply.compared
     ]
     strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
-    return "\n".join([*lines, *_held_lines(status), "", *shards, *troubles, *repairs, *compared, *strangers])
+    unsafe = [node.unsafe for node in status.nodes if node.unsafe]
+    change = [str(status.change)] if status.change is not None else []
+    return "\n".join([*lines, *_held_lines(status), *unsafe, *change, "", *shards, *troubles, *repairs, *compared, *strangers])
 
 
 def _held_lines(status: ClusterStatus) -> list[str]:

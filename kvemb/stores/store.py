@@ -6,9 +6,10 @@ so that the caller's own gather puts them right without a copy here. A missing r
 `kvemb.errors`. The contract that every store passes is shipped in `kvemb.testing.store_contract`.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -49,7 +50,8 @@ class NodeStats:
     """One node as operators see it. Sizes in bytes; limit_bytes 0 = no limit set; `error` says why a node did not answer.
 
     `evicted` counts the keys that the server has thrown away by itself; `moved` those of them that went with slab pages (memcached);
-    `traffic_bytes` what it has received and sent since it started.
+    `traffic_bytes` what it has received and sent since it started; `unsafe` says which of its settings may throw rows away, "" for none
+    that is not allowed; `answer_s` is how long it took to say all this.
     """
 
     address: str
@@ -62,6 +64,30 @@ class NodeStats:
     error: str = ""
     moved: int = 0
     traffic_bytes: int = 0
+    unsafe: str = ""
+    answer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnfinishedChange:
+    """A change of the nodes of a cluster that places its slots itself, begun by a command and not ended.
+
+    Args:
+        kind: "add", "remove", "replace" or "rebalance".
+        n_left: slots that still have to move.
+        aborting: whether it is being taken back.
+    """
+
+    kind: str
+    n_left: int
+    aborting: bool
+
+    def __str__(self) -> str:
+        what = "is being taken back" if self.aborting else "has not ended"
+        return (
+            f"a change of nodes ({self.kind}) {what}: {self.n_left:,} slots to go. Unless a command is at it now, `kvemb moves resume` "
+            "goes on with it, `kvemb moves abort` gives every slot back; until then slots may stand open, and nodes have unequal shares"
+        )
 
 
 class OtherNodes(Protocol):
@@ -138,6 +164,14 @@ class Store(Repairable, ABC):
 
     def find_nodes(self, deadline: Deadline) -> None:
         """Find all nodes of a cluster that is not opened, as far as those of kvemb.yaml tell: for `stats`. Raises nothing."""
+
+    def unfinished_change(self, deadline: Deadline) -> UnfinishedChange | None:
+        """The change of nodes that a command has begun and not ended, on a cluster that places its slots itself; None for none.
+
+        Raises:
+            StorageError: nobody says.
+        """
+        return None
 
     def refresh_map(self, deadline: Deadline) -> bool:
         """Read the cluster map again from the nodes that answer, and follow it from the next batch on; return whether it is another.
@@ -317,8 +351,9 @@ class Store(Repairable, ABC):
 
     def stats_or_error(self, address: str, deadline: Deadline) -> NodeStats:
         """What `_node_stats` says of a node, or why it says nothing."""
+        begun_s = time.monotonic()
         try:
-            return self._node_stats(address, deadline)
+            return replace(self._node_stats(address, deadline), answer_s=time.monotonic() - begun_s)
         except KvembError as error:
             return NodeStats(address, "-", 0, 0, 0, 0, error=str(error))
 

@@ -24,6 +24,12 @@ def add_nodes(to: MetricFamilies, seen: NodesSeen) -> None:
     to.gauge("kvemb_node_headroom_bytes", "Memory that is left of it.", free)
     to.counter("kvemb_node_evicted_total", "Keys that the node has thrown away.", [(labels, node.evicted) for labels, node in answered])
     to.counter("kvemb_node_moved_total", "Those that went with slab pages.", [(labels, node.moved) for labels, node in answered])
+    text = "Whether the node is set to throw rows away, which is not allowed."
+    to.gauge("kvemb_node_unsafe", text, [(labels, bool(node.unsafe)) for labels, node in answered])
+    text = "How long the node took, with the connection, to say all this."
+    to.gauge("kvemb_node_answer_seconds", text, [(labels, node.answer_s) for labels, node in answered])
+    text = "Slots that still have to move for a change of nodes that a command has begun, on a Redis Cluster."
+    to.gauge("kvemb_nodes_slots_left", text, seen.slots_left)
     states = [({**labels, "state": state}, state == _marker(node, seen)) for labels, node in nodes for state in MARKER_STATES]
     to.gauge("kvemb_node_marker_state", "1 for the state that the node's marker is in.", states)
 

@@ -4,12 +4,14 @@ Every figure carries the labels `cluster` and `shard`. Names follow Prometheus's
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvemb.errors import NodeRefusesError
 from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.net.tls_probe import look_at_own
 from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.schema.move_plan import MovePlan
 
@@ -79,6 +81,7 @@ class ShardMetrics:
         self._add_journal(families)
         self._add_history(families)
         self._add_moves(families)
+        self._add_time(families)
         add_nodes(families, self.nodes())
         return families
 
@@ -138,6 +141,13 @@ class ShardMetrics:
         to.gauge("kvemb_shard_map_version", "Version of the cluster map that the shard follows.", cluster_map.version)
         text = "Whether slots move, as this shard knows; by phase."
         to.gauge("kvemb_shard_moving", text, [({"phase": phase}, _is(cluster_map.plan, phase)) for phase in MOVE_PHASES])
+
+    def _add_time(self, to: MetricFamilies) -> None:
+        config = self.parts.config
+        to.gauge("kvemb_shard_clock_seconds", "The time of day on the shard's host.", time.time())
+        sections = (("parameter_servers", config.servers.tls, True), ("storage", config.storage.tls, False))
+        ends = [({"of": name}, look_at_own(tls, server=server).ends_s) for name, tls, server in sections if tls is not None and tls.own]
+        to.gauge("kvemb_shard_certificate_end_timestamp_seconds", "When its certificate ends; 0 for one that is not good now.", ends)
 
     def _add_history(self, to: MetricFamilies) -> None:
         repairs, saves, recovered = self.parts.repairer.figures, self.saves, self.parts.recovered

@@ -148,6 +148,7 @@ class Shard:
             store,
             timeout_s,
             evicted=self._evicted,
+            unsafe=parts.ingest.fail_from_outside,
             moves_only=parts.config.storage.allow_row_loss,
             lost=self._background.ask_repair,
             copies=parts.registry.load if parts.shard == 0 else lambda: None,

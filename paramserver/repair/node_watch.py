@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError
+from kvemb.errors import FencedError, KvembError, NodeLostError, ParameterServerError, UnsafeNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.store import NodeStats, Store
@@ -35,11 +35,13 @@ class NodesSeen:
         stats: what they say of themselves.
         lost: why a node is lost, by address.
         known: whether the last look at the markers came to an end; else `lost` says nothing.
+        slots_left: how many slots still have to move for a change of nodes that a command has begun, on a cluster that places its own.
     """
 
     stats: Sequence[NodeStats] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
+    slots_left: int = 0
 
 
 Lost = Callable[[str, NodeLostError], None]
@@ -53,6 +55,7 @@ class NodeWatch:
         store: open.
         timeout_s: of one look at all nodes.
         evicted: told when a node has thrown rows away.
+        unsafe: told that a node has been set to throw rows away, when that was not allowed.
         moves_only: look only for rows that went with slab pages. What was evicted because memory is full would be evicted again.
         lost: called while nodes are lost.
         copies: called now and then to look at small values of which every node holds a copy.
@@ -71,6 +74,7 @@ class NodeWatch:
         timeout_s: float,
         *,
         evicted: Lost = lambda address, error: None,
+        unsafe: Callable[[UnsafeNodeError], object] = lambda error: None,
         moves_only: bool = False,
         lost: Callable[[], object] = lambda: None,
         copies: Callable[[], object] = lambda: None,
@@ -81,7 +85,7 @@ class NodeWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._timeout_s, self._interval_s = store, timeout_s, interval_s
-        self._evicted, self._moves_only, self._lost, self._fenced = evicted, moves_only, lost, fenced
+        self._evicted, self._unsafe, self._moves_only, self._lost, self._fenced = evicted, unsafe, moves_only, lost, fenced
         self._copies = copies
         self._still_ours, self._whole, self._clock = still_ours, whole, clock
         self.thread = OwnedThread(self._run, name="kvemb-node-watch")
@@ -100,10 +104,14 @@ class NodeWatch:
             nodes = self._store.stats(Deadline.after(self._timeout_s))
         except KvembError as error:
             nodes = [NodeStats(address, "-", 0, 0, 0, 0, error=str(error)) for address in self._store.addresses]
-        self.seen = replace(self.seen, stats=nodes)
+        self.seen = replace(self.seen, stats=nodes, slots_left=self._slots_left())
         for node in nodes:
             if node.error:
                 continue
+            if node.unsafe:  # it was safe when it was connected
+                unsafe = UnsafeNodeError(node.unsafe)
+                log.error("%s", unsafe)
+                self._unsafe(unsafe)
             counted = node.moved if self._moves_only else node.evicted
             before = self._before.setdefault(node.address, counted)
             self._before[node.address] = counted  # a restarted server counts from 0 again; its marker tells of the restart
@@ -114,6 +122,13 @@ class NodeWatch:
                 )
                 log.error("%s", lost)
                 self._evicted(node.address, lost)
+
+    def _slots_left(self) -> int:
+        try:
+            change = self._store.unfinished_change(Deadline.after(self._timeout_s))
+        except KvembError:
+            return self.seen.slots_left
+        return 0 if change is None else change.n_left
 
     def look_for_lost_nodes(self) -> bool:
         """Look at every node's marker; return whether all of them answered."""

@@ -11,19 +11,26 @@ import pytest
 from matrix import one_of
 
 from kvemb.arrays.hashing import mix64
+from kvemb.config import parse
+from kvemb.doctor.examination import examine
 from kvemb.errors import ConfigError
 from kvemb.local_cluster import storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
+from kvemb.metrics.metric_families import MetricFamilies
 from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS
+from kvemb.status.cluster_status import ClusterStatus
+from kvemb.status.status_tables import render
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
+from paramserver.figures.node_metrics import add_nodes
+from paramserver.repair.node_watch import NodeWatch
 from tests.integration.tls_storage import TlsNodes, TlsServer
 
 ROWS = BucketKeys(TAG, mix64(np.arange(1, 20_000, dtype=np.uint64)), N_SLOTS)
@@ -123,6 +130,46 @@ def test_a_node_with_replicas_gives_slots_away_and_is_not_removed(scaled: Scaled
         assert nodes.carry_out(nodes.plans.rebalance({primary.address: 0.5})) == []
         assert nodes.plans.view().open_slots == ()
     require_rows(scaled.store, ROWS, records_of(ROWS))
+
+
+def test_a_change_that_was_broken_off_is_in_what_operators_and_prometheus_see(scaled: Scaled, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = {"kind": "redis-cluster", "nodes": list(scaled.nodes.config.nodes)}
+    servers = {"shards": [f"127.0.0.1:{free_ports(1)[0]}"]}
+    config = parse({"cluster": "c", "storage": storage, "parameter_servers": servers}, {})
+    assert scaled.store.unfinished_change(within()) is None
+    migrate, n_calls = KeyMigration._migrate_pieces, 0
+
+    def stopped_soon(self: KeyMigration, *args: object, **more: object) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 40:
+            raise Stopped
+        migrate(self, *args, **more)  # type: ignore[arg-type]
+
+    with NodeScaling(scaled.nodes.config) as nodes, monkeypatch.context() as patch:
+        plan = nodes.plans.add(scaled.new.address)
+        patch.setattr(KeyMigration, "_migrate_pieces", stopped_soon)
+        with pytest.raises(Stopped):
+            nodes.carry_out(plan)
+    with NodeScaling(scaled.nodes.config) as nodes:
+        change = scaled.store.unfinished_change(within())
+        assert change is not None
+        assert (change.kind, change.n_left) == ("add", nodes.n_left(nodes.plans.under_way()))  # type: ignore[arg-type]
+        assert 0 < change.n_left <= plan.n_slots
+        watch = NodeWatch(scaled.store, 10.0)
+        watch.look_for_evictions()
+        families = MetricFamilies({"cluster": "c", "shard": "0"})
+        add_nodes(families, watch.seen)
+        left = {sample.name: sample.value for family in families for sample in family.samples}["kvemb_nodes_slots_left"]
+        assert left == change.n_left
+        assert f"{change.n_left:,} slots to go" in render(ClusterStatus((), (), change=change))
+        (found,) = [one for one in examine(config, "1") if one.name == "nodes-change"]
+        assert f"{change.n_left:,} slots to go" in found.what
+        assert "kvemb moves resume" in found.mend
+        nodes.abort()
+    assert scaled.store.unfinished_change(within()) is None
+    watch.look_for_evictions()
+    assert watch.seen.slots_left == 0
 
 
 @pytest.mark.timeout(300)

@@ -24,9 +24,13 @@ class CountingStore(MemoryStore):
 
     counters: tuple[int, ...] = ()
     moved = 0  # of each node
+    unsafe = ""
 
     def stats(self, deadline: object) -> list[NodeStats]:
-        return [NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted, moved=self.moved) for i, evicted in enumerate(self.counters)]
+        return [
+            NodeStats(f"node-{i}:1", "memory", 0, 0, 0, evicted, moved=self.moved, unsafe=self.unsafe)
+            for i, evicted in enumerate(self.counters)
+        ]
 
 
 def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not() -> None:
@@ -42,6 +46,18 @@ def test_counters_that_rise_are_lost_rows_and_counters_that_begin_anew_are_not()
     assert said[0].startswith("node-1:1: node node-1:1: has thrown 3 keys away")
 
 
+def test_a_node_that_is_set_to_throw_rows_away_while_it_runs_is_told_of_at_the_next_look() -> None:
+    store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
+    store.counters = (0, 0)
+    said: list[str] = []
+    watch = NodeWatch(store, 1.0, unsafe=lambda error: said.append(str(error)))
+    watch.look_for_evictions()
+    assert not said
+    store.unsafe = "node node-1:1: maxmemory-policy is allkeys-lru: rows would be evicted"
+    watch.look_for_evictions()
+    assert set(said) == {store.unsafe}
+
+
 def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_looked_for() -> None:
     store = CountingStore(StorageConfig("memory", ("watch:1",)), role="shard:0")
     said: list[str] = []
@@ -51,6 +67,22 @@ def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_loo
         store.counters, store.moved = counters, moved
         watch.look_for_evictions()
     assert "node-0:1: has thrown 3 keys away" in said[0]
+
+
+def test_a_shard_stops_when_a_node_is_set_to_evict_before_it_does() -> None:
+    with LocalCluster("redis", 1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
+        with redis.Redis(port=local.servers[0].port) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            assert any("maxmemory-policy is allkeys-lru" in node.unsafe for node in cluster.status().nodes)
+            for _ in range(600):  # the shard looks every few seconds
+                if any(shard.reply is not None and shard.reply.failure for shard in cluster.status().shards):
+                    break
+                time.sleep(0.05)
+            with pytest.raises(ShardFailedError, match="maxmemory-policy is allkeys-lru"):
+                table.push([1], np.ones((1, 4))).wait_applied(timeout_s=20)
+            assert client.info("stats")["evicted_keys"] == 0
+        assert "maxmemory-policy is allkeys-lru" in local.shards[0].log_tail()
 
 
 def test_a_shard_stops_when_a_node_evicts_and_is_then_live_but_not_ready() -> None:
@@ -69,7 +101,7 @@ def test_a_shard_stops_when_a_node_evicts_and_is_then_live_but_not_ready() -> No
             if any(shard.reply is not None and shard.reply.failure for shard in cluster.status().shards):
                 break
             time.sleep(0.05)
-        with pytest.raises(ShardFailedError, match=r"keys away.*maxmemory-policy is volatile-ttl"):
+        with pytest.raises(ShardFailedError, match="maxmemory-policy is volatile-ttl"):
             table.push([1], np.ones((1, 64))).wait_applied(timeout_s=20)
         states = health_pb2.HealthCheckResponse
         with grpc.insecure_channel(cluster.config.servers.shards[0]) as channel:

@@ -16,9 +16,9 @@ from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS
+from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
-from kvemb.stores.redis_cluster.scaling.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, new_holder, owners_among
 from kvemb.stores.redis_cluster.slot_map import marker_keys

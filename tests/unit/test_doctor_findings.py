@@ -59,6 +59,11 @@ def test_a_shards_work(change: dict[str, object], found: str) -> None:
 def test_an_old_server_and_a_failed_snapshot() -> None:
     assert [one.name for one in judge_node(replace(NODE, server="redis 5.0.7"), SETTINGS)] == ["node-version"]
     assert [one.name for one in judge_node(NODE, {**SETTINGS, "rdb_last_bgsave_status": "err"})] == ["node-snapshot-failed"]
+    assert "node-snapshot-failed" in [one.name for one in judge_node(NODE, {**SETTINGS, "rdb_last_bgsave_status": "err", "save": "60 1"})]
+
+
+def test_a_failed_snapshot_is_no_matter_once_its_advice_was_followed() -> None:
+    assert list(judge_node(NODE, {**SETTINGS, "rdb_last_bgsave_status": "err", "save": ""})) == []
 
 
 def test_a_replica_within_a_redis_cluster_is_as_it_should_be() -> None:

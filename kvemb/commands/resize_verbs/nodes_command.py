@@ -102,7 +102,8 @@ def describe(state: MoveState) -> str:
         return f"nothing moves; the cluster map is of version {state.map.version}"
     owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
     n_slots = int(np.count_nonzero(owners != plan.slot_owners))
-    lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}, {state.rows:,} of {state.n_rows:,} rows gone through"]
+    rows = f", {state.rows:,} of {state.n_rows:,} rows gone through" if state.n_rows else ""
+    lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}{rows}"]
     lines += [f"taken back because: {plan.why}"] if plan.why else []
     lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
     return "\n".join([*lines, *state.troubles])

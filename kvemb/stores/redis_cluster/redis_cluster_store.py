@@ -40,6 +40,7 @@ from kvemb.stores.redis_cluster.cluster_repair import ClusterRepair
 from kvemb.stores.redis_cluster.cluster_rounds import ClusterRounds
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.shards_map import ShardsMap
 from kvemb.stores.redis_cluster.slot_markers import Begun, SlotMarkers, slot_marker
@@ -49,7 +50,7 @@ from kvemb.stores.redis_server.redis_commands import MAX_VALUE_BYTES, RedisAcces
 from kvemb.stores.redis_server.row_scan import rows_on
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import HeldRows, ReadPart, ReadResult, WritePart, WriteResult
-from kvemb.stores.store import Capabilities, NodeStats, Store
+from kvemb.stores.store import Capabilities, NodeStats, Store, UnfinishedChange
 
 
 class RedisClusterStore(Store):
@@ -130,6 +131,14 @@ class RedisClusterStore(Store):
         self._plain_pool.close()
 
     # --- who the shards are -------------------------------------------------------------------------------------------------------
+
+    def unfinished_change(self, deadline: Deadline) -> UnfinishedChange | None:
+        data = self._values.look(CHANGE_NAME, deadline)
+        if data is None:
+            return None
+        change, slot_map = NodeChange.decode(data), self._topology.refreshed(deadline)
+        names = [slot_map.names.get(address, "") for address in slot_map.addresses]
+        return UnfinishedChange(change.kind, change.left([names[node] for node in slot_map.nodes.tolist()]), change.aborting)
 
     def refresh_map(self, deadline: Deadline) -> bool:
         return self._map.refresh(deadline)
@@ -213,7 +222,7 @@ class RedisClusterStore(Store):
         return redis_admin.settings(address, self._access, deadline)
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
+        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline), self.config)
 
     # --- repair -----------------------------------------------------------------------------------------------------------------
 

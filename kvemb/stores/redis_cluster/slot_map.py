@@ -1,7 +1,7 @@
 """Redis Cluster's slot map, and the keys of the per-slot markers."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -25,11 +25,13 @@ class SlotMap:
         addresses: primaries, "host:port".
         nodes: int64 [16384], index into addresses.
         source: the node that told it.
+        names: of primaries by address, the 40 hex digits that the cluster knows them by; not of one that an answer alone has named.
     """
 
     addresses: tuple[str, ...]
     nodes: NDArray[np.int64]
     source: str
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def address_of(self, slot: int) -> str:
         """The primary of a slot."""
@@ -51,7 +53,7 @@ class SlotMap:
         nodes = np.array([addresses.index(address) for address in self.addresses])[self.nodes]
         nodes[list(moved)] = [addresses.index(address) for address in moved.values()]
         used, ranks = np.unique(nodes, return_inverse=True)
-        return SlotMap(tuple(addresses[node] for node in used.tolist()), ranks.astype(np.int64), self.source)
+        return SlotMap(tuple(addresses[node] for node in used.tolist()), ranks.astype(np.int64), self.source, self.names)
 
 
 @cache
@@ -87,10 +89,12 @@ def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:
         answer = ask(link, deadline, "CLUSTER", "SLOTS")
     nodes = np.full(N_SLOTS, -1, dtype=np.int64)
     addresses: list[str] = []
+    names: dict[str, str] = {}
     for entry in answer if isinstance(answer, list) else [answer]:
-        first, last, owner = _range(entry, address)
+        first, last, owner, name = _range(entry, address)
         if owner not in addresses:
             addresses.append(owner)
+            names[owner] = name
         nodes[first : last + 1] = addresses.index(owner)
     if (nodes < 0).any():
         raise NodeUnavailableError(
@@ -98,13 +102,16 @@ def _ask_one(address: str, access: RedisAccess, deadline: Deadline) -> SlotMap:
         )
     order = sorted(range(len(addresses)), key=lambda i: addresses[i])
     rank = np.argsort(order)
-    return SlotMap(tuple(addresses[i] for i in order), rank[nodes], address)
+    return SlotMap(tuple(addresses[i] for i in order), rank[nodes], address, names)
 
 
-def _range(entry: Value, asked: str) -> tuple[int, int, str]:
-    """Slots from, to, and who holds them, out of a line of CLUSTER SLOTS; an empty host means "where you asked"."""
+def _range(entry: Value, asked: str) -> tuple[int, int, str, str]:
+    """Slots from, to, who holds them, and its name, out of a line of CLUSTER SLOTS; an empty host means "where you asked"."""
     match entry:
-        case [int(first), int(last), [(bytes() | None) as host, int(port), *_], *_] if 0 <= first <= last < N_SLOTS and 0 < port < 1 << 16:
+        case [int(first), int(last), [(bytes() | None) as host, int(port), *more], *_] if (
+            0 <= first <= last < N_SLOTS and 0 < port < 1 << 16
+        ):
             name = (host or b"").decode("ascii", "replace")
-            return first, last, f"{name or asked.rpartition(':')[0]}:{port}"
+            known_as = more[0].decode("ascii", "replace") if more and isinstance(more[0], bytes) else ""
+            return first, last, f"{name or asked.rpartition(':')[0]}:{port}", known_as
     raise ProtocolError(f"node {asked}: CLUSTER SLOTS answered {shown(entry)}, expected slots and their nodes")

@@ -110,12 +110,13 @@ def info(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str
 
 
 def settings(address: str, access: RedisAccess, deadline: Deadline) -> dict[str, str]:
-    """Return the server's INFO with its schedule of snapshots as "save", "" where there is none or the server does not say it."""
+    """Return the server's INFO with its schedule of snapshots as "save", "" where there is none; without it where CONFIG is not for us."""
     fields = info(address, access, deadline)
     with admin(address, access, deadline) as link:
-        (answer,) = ask_all(link, [("CONFIG", "GET", "save")], deadline)  # an error where CONFIG is not for us
-    found = answer[1] if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], bytes) else b""
-    return {**fields, "save": found.decode(errors="replace")}
+        (answer,) = ask_all(link, [("CONFIG", "GET", "save")], deadline)
+    if isinstance(answer, list) and len(answer) == 2 and isinstance(answer[1], bytes):
+        return {**fields, "save": answer[1].decode(errors="replace")}
+    return fields
 
 
 def require_safe(address: str, fields: Mapping[str, str], config: StorageConfig) -> None:
@@ -132,9 +133,13 @@ def require_safe(address: str, fields: Mapping[str, str], config: StorageConfig)
         )
 
 
-def node_stats(address: str, fields: Mapping[str, str]) -> NodeStats:
+def node_stats(address: str, fields: Mapping[str, str], config: StorageConfig) -> NodeStats:
     """Describe a server to operators from its INFO."""
-    name = "valkey" if "valkey_version" in fields else "redis"
+    name, unsafe = "valkey" if "valkey_version" in fields else "redis", ""
+    try:
+        require_safe(address, fields, config)
+    except UnsafeNodeError as error:
+        unsafe = str(error)
     return NodeStats(
         address=address,
         server=f"{name} {fields.get('valkey_version') or fields['redis_version']}",
@@ -144,6 +149,7 @@ def node_stats(address: str, fields: Mapping[str, str]) -> NodeStats:
         evicted=number_in(address, fields, "evicted_keys"),
         role="primary" if fields.get("role") == "master" else str(fields.get("role")),
         traffic_bytes=traffic_bytes(address, fields),
+        unsafe=unsafe,
     )
 
 

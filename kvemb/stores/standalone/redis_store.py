@@ -100,4 +100,4 @@ class RedisStore(NodeStore):
         return redis_admin.settings(address, self._access, deadline)
 
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
-        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline))
+        return redis_admin.node_stats(address, redis_admin.info(address, self._access, deadline), self._access.config)

@@ -28,14 +28,14 @@ from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView, OpenSlot
 from kvemb.stores.redis_cluster.scaling.key_migration import MigrationPace
-from kvemb.stores.redis_cluster.scaling.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
-from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner, new_holder, owners_among
+from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner, new_holder
 from kvemb.stores.redis_cluster.scaling.slot_loads import LEAST_LOAD, slot_loads
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server.redis_commands import RedisAccess
@@ -83,7 +83,7 @@ class NodeScaling:
 
     def n_left(self, change: NodeChange) -> int:
         """Return how many slots still have to move for a change."""
-        return int((owners_among(self.plans.view(), change.names) != change.goal).sum())
+        return change.left(self.plans.view().owners)
 
     def carry_out(self, plan: ScalingPlan, progress: Progress | None = None) -> list[str]:
         """Do it. When this returns it is done; what the operator should know besides is returned, in words.

@@ -12,9 +12,9 @@ from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeUnav
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
+from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, ChangeKind, NodeChange
 from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView
-from kvemb.stores.redis_cluster.scaling.node_change import CHANGE_NAME, ChangeKind, NodeChange
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_cluster.scaling.slot_loads import slot_loads
 from kvemb.stores.redis_cluster.scaling.slot_shares import new_owners, shares_with, weighted

@@ -1,6 +1,7 @@
 """The change of a cluster's nodes that is under way, as the cluster keeps it: what a command that was killed leaves to the next. Pure."""
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,16 @@ class NodeChange:
     def goal(self) -> NDArray[np.int64]:
         """Who is to hold each slot in the end."""
         return self.before if self.aborting else self.after
+
+    def left(self, owner_names: Sequence[str]) -> int:
+        """How many slots still have to move.
+
+        Args:
+            owner_names: of each slot, the name of who holds it.
+        """
+        numbers = {name: number for number, name in enumerate(self.names)}
+        owners = np.array([numbers.get(name, -1) for name in owner_names])
+        return int((owners != self.goal).sum())
 
     def encode(self) -> bytes:
         """The bytes that the cluster keeps."""
