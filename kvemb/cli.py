@@ -64,9 +64,11 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; of a verb of words, also those that stand behind an option: argparse hands these back."""
+    """Read the command line; also words that stand behind an option, which argparse hands back."""
     parser = _parser()
     args, more = parser.parse_known_args(words)
+    if len(more) == 1 and not more[0].startswith("-") and "config_given" not in args and {"url", "config"} <= vars(args).keys():
+        args.config, args.url = args.url, more.pop()  # FILE, an option, URL
     if more and ("words" not in args or any(word.startswith("-") for word in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if more:

@@ -226,6 +226,8 @@ class CheckpointStorage:
             if wait([outcome], timeout=min(left_s, self._say_every_s)).done:
                 return outcome.result()
             waited_s = time.monotonic() - begun
+            if left_s <= self._say_every_s:
+                break
             log.warning(
                 "%s: cannot %s it yet: no answer for %.0f s; given up after %.0f s", self.where(path), what, waited_s, self._give_up_s
             )

@@ -325,9 +325,10 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class SaveStatusRequest(Message):
-    """Ask how far a save is on this shard."""
+    """Ask how far a save is on this shard; or tell it that the checkpoint is `whole`: its manifest is written."""
 
     save_id: str
+    whole: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,53 +61,56 @@ class TableCut:
 
 
 class SaveFigures:
-    """What became of a shard's saves since its data folder was made; kept there, so that a restart forgets none.
+    """What became of the saves that a shard had its share in; kept in its data folder, so that a restart forgets none. Thread-safe.
 
-    A save that is noted as begun when the shard starts was ended with the process before, and counts as failed. Times are seconds since
-    1970, 0.0 for none. `begin` and `end` are for the thread of the save. A figure that cannot be written is worth no save.
+    A save is done when its manifest is written, which the shard is told. It has failed when the shard's share has, when the shard was ended
+    before it heard of its end, and when another one begins. Times are seconds since 1970, 0.0 for none. A figure that cannot be written is
+    worth no save.
 
     Args:
         folder: the shard's data folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "saves.json"
-        self.done, self.failed, self.last_done_s, self.created_s, self._begun = self._noted()
-        if self._begun:
-            self.end(resumable=False, done=False)
-        else:
+        self._path, self._lock = folder / "saves.json", threading.Lock()
+        self.done, self.failed, self.last_done_s, self.created_s = 0, 0, 0.0, time.time()
+        self._begun, self._resumable = "", False
+        self._read()
+        self.end(self._begun, done=False)
+
+    def begin(self, save_id: str, *, resumable: bool) -> None:
+        """Note that the shard has a share in a save; `resumable`: with the optimizer's state, so that training can go on from it."""
+        with self._lock:
+            self.failed += self._begun not in ("", save_id)
+            self._begun, self._resumable = save_id, resumable
             self._note()
 
-    def begin(self) -> None:
-        """Note that a save has begun."""
-        self._begun = True
-        self._note()
+    def end(self, save_id: str, *, done: bool) -> None:
+        """Count the save that was begun; another one was counted before."""
+        with self._lock:
+            if save_id and save_id == self._begun:
+                self.done, self.failed, self._begun = self.done + done, self.failed + (not done), ""
+                if done and self._resumable:  # an export does not make the rows safe
+                    self.last_done_s = time.time()
+            self._note()
 
-    def end(self, *, done: bool, resumable: bool) -> None:
-        """Count a save; one that has no optimizer's state, from which training cannot go on, does not make the rows safe."""
-        self._begun = False
-        if done:
-            self.done, self.last_done_s = self.done + 1, time.time() if resumable else self.last_done_s
-        else:
-            self.failed += 1
-        self._note()
-
-    def _noted(self) -> tuple[int, int, float, float, bool]:
+    def _read(self) -> None:
         try:
-            fields = decode(self._path.read_bytes(), str(self._path)).only("version", "done", "failed", "last_done_s", "created_s", "begun")
-            if fields.integer("version", 1, 1):
-                counts = [fields.integer(name, 0, 1 << 53) for name in ("done", "failed", "last_done_s", "created_s")]
-                return counts[0], counts[1], float(counts[2]), float(counts[3]), fields.flag("begun")
+            fields = decode(self._path.read_bytes(), str(self._path))
+            fields.integer("format", 1, 1)
+            self.done, self.failed = (fields.integer(name, 0, 1 << 53) for name in ("done", "failed"))
+            self.last_done_s, self.created_s = (float(fields.integer(name, 0, 1 << 53)) for name in ("last_done_s", "created_s"))
+            self._begun, self._resumable = fields.text("begun"), fields.flag("resumable")
         except FileNotFoundError:
-            pass
+            return
         except (OSError, CheckpointError) as error:
             log.warning("the counts of saves begin anew: %s", error)
-        return 0, 0, 0.0, time.time(), False
 
     def _note(self) -> None:
-        now = {"done": self.done, "failed": self.failed, "last_done_s": int(self.last_done_s), "created_s": int(self.created_s)}
+        counts = {"done": self.done, "failed": self.failed, "begun": self._begun, "resumable": self._resumable}
+        times = {"last_done_s": int(self.last_done_s), "created_s": int(self.created_s)}
         with suppress(OSError):
-            replace_privately(self._path, [encode({"version": 1, **now, "begun": self._begun})])
+            replace_privately(self._path, [encode({"format": 1, **counts, **times})])
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class SaveJob:
         folder: for what is written over meanwhile.
         timeout_s: of one storage call.
         restore: rows that somebody deleted or wrote over in storage.
-        figures: told of its beginning and its end.
+        figures: told when it fails.
     """
 
     def __init__(
@@ -191,7 +194,6 @@ class SaveJob:
 
     def _run(self) -> None:
         begun = time.monotonic()
-        self._figures.begin()
         try:
             storage = CheckpointStorage(self.order.url)
             with ShardWriter(storage, self.order.save_id, self.cut, weights_only=self.order.weights_only) as writer:
@@ -199,12 +201,11 @@ class SaveJob:
                     self._save_table(table, writer)
                 fragment = writer.finish([(table.definition, table.step) for table in self._tables])
                 self.bytes_done = writer.n_bytes
-            self._figures.end(done=not self.error, resumable=not self.order.weights_only)  # counted before anybody is told
             self.fragment = fragment
             took_s, n_kept = time.monotonic() - begun, sum(map(len, self._kept.values()))
             log.info("saved %d rows in %.1f s; %d were written over meanwhile", self.rows_done, took_s, n_kept)
         except Exception as error:
-            self._figures.end(done=False, resumable=False)
+            self._figures.end(self.order.save_id, done=False)
             self._fail(f"{type(error).__name__}: {error}")
         finally:
             for kept in self._kept.values():

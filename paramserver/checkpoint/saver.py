@@ -92,6 +92,7 @@ class Saver:
         self._observer.follow(None)
         self._finished = _finished(storage, order, self._shard)
         if self._finished is not None:
+            self.figures.begin(order.save_id, resumable=not order.weights_only)
             return
         definitions = self._definitions()
         self._wait_applied(deadline)
@@ -105,6 +106,7 @@ class Saver:
                 raise
         if self._engine.behind is not None:
             self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
+        self.figures.begin(order.save_id, resumable=not order.weights_only)
         job.thread.start()
 
     def _refuse_in_mid_move(self) -> None:

@@ -155,10 +155,12 @@ class ShardMetrics:
         to.counter("kvemb_shard_repaired_rows_total", "Rows that storage had lost and the shard has rewritten.", repairs.rows)
         to.gauge("kvemb_shard_repairing", "Whether the shard repairs a node now.", bool(repairs.now))
         ended = [({"outcome": "done"}, float(saves.done)), ({"outcome": "failed"}, float(saves.failed))]
-        to.counter("kvemb_shard_saves_total", "Saves of a checkpoint that have ended, by all processes of this shard together.", ended)
+        to.counter(
+            "kvemb_shard_saves_total", "Saves that the shard had its share in and that have ended, by all its processes together.", ended
+        )
         to.gauge("kvemb_shard_saving", "Whether the shard saves a checkpoint now.", self.saving())
         last: list[tuple[dict[str, str], float]] = [({}, saves.last_done_s)] if saves.last_done_s else []
-        to.gauge("kvemb_shard_last_save_timestamp_seconds", "When the shard last finished its part of a checkpoint with state.", last)
+        to.gauge("kvemb_shard_last_save_timestamp_seconds", "When a checkpoint with state was last finished.", last)
         to.gauge("kvemb_shard_created_timestamp_seconds", "When the shard's data folder was made, as of the first start.", saves.created_s)
         to.gauge("kvemb_shard_recovered_rows", "Rows that the shard replayed from its journal when it started.", recovered.rows)
         to.gauge("kvemb_shard_recovery_seconds", "How long that took.", recovered.seconds)

@@ -34,7 +34,9 @@ class CheckpointHandlers:
         return SaveReply(*self._saver.progress(request.save_id))
 
     def status(self, request: SaveStatusRequest, deadline: Deadline) -> SaveReply:
-        """Say how far a save is."""
+        """Say how far a save is; hear that all of it is whole."""
+        if request.whole:
+            self._saver.figures.end(request.save_id, done=True)
         return SaveReply(*self._saver.progress(request.save_id))
 
     def load(self, request: LoadRequest, deadline: Deadline) -> Empty:

@@ -170,6 +170,14 @@ def test_a_verb_of_moves_takes_the_clusters_file_among_its_words_or_as_an_option
         words_of(parse(["nodes", "add", "other.yaml", *more, "--config", "my.yaml"]), ("show", "add"))
 
 
+def test_options_may_stand_between_the_clusters_file_and_the_url() -> None:
+    args = cli._parse(["save", "my.yaml", "--keep", "3", "s3://a"])
+    assert (args.config, args.url, args.keep) == ("my.yaml", "s3://a", 3)
+    for wrong in (["save", "my.yaml", "s3://a", "--keep", "3", "s3://b"], ["ls", "s3://a", "s3://b"]):
+        with pytest.raises(SystemExit):
+            cli._parse(wrong)
+
+
 def test_kvemb_init_takes_its_file_where_its_usage_shows_it(tmp_path: Path) -> None:
     given = ["--nodes", "10.0.0.1:6379", "10.0.0.2:6379", "--shards", "127.0.0.1:7070"]
     for words in ([str(tmp_path / "a.yaml"), *given], [*given, str(tmp_path / "b.yaml")]):

@@ -107,8 +107,7 @@ def test_every_command_of_the_page_does_what_it_says_on_a_cluster_that_is_well(l
     words = [{"ADDRESS": cluster.servers[0].address, "URL": str(tmp_path / "saved"), "VERB": "save"}.get(word, word) for word in words]
     words = [word for word in words if word != "[kvemb.yaml]"]
     if "--help" not in words:
-        takes_it = words[0] in ("status", "doctor", "bench", "repair")
-        words += [str(cluster.config_path)] if takes_it else ["--config", str(cluster.config_path)]
+        words += ["--config", str(cluster.config_path)]
     if words[0] == "bench" and "--seconds" not in words:
         words += ["--seconds", "0.3"]
     done = run(*words)

@@ -73,7 +73,7 @@ EXAMPLES: dict[str, Message] = {
     "RepairReply": m.RepairReply(1, 2**40, 0.5),
     "ByeRequest": m.ByeRequest("trainer-0", 3),
     "SaveRequest": m.SaveRequest("1" * 32, "s3://bucket/run", 2**63, False, 1.5),
-    "SaveStatusRequest": m.SaveStatusRequest("1" * 32),
+    "SaveStatusRequest": m.SaveStatusRequest("1" * 32, True),
     "SaveReply": m.SaveReply("running", "", 3, 2**40, 5),
     "ShowRowRequest": m.ShowRowRequest("user", 2**63),
     "ShowRowReply": m.ShowRowReply(1 << 48 | 7, b"\x01" * 16, False, 9, ["anna"]),

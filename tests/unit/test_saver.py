@@ -333,30 +333,48 @@ def test_a_stopped_shard_gives_its_save_up(shard: Shard, tmp_path: Path) -> None
 
 def test_saves_are_counted_over_restarts_and_one_that_was_killed_has_failed(shard: Shard, tmp_path: Path) -> None:
     created_s, go = shard.saver.figures.created_s, threading.Event()
-    shard.begin(str(tmp_path / "a"), weights_only=True)
-    shard.finish(str(tmp_path / "a"), weights_only=True)
-    assert (shard.saver.figures.done, shard.saver.figures.last_done_s) == (1, 0.0)  # an export is no backup
-    shard.begin(str(tmp_path / "b"), save_id="2" * 32)
-    shard.finish(str(tmp_path / "b"), save_id="2" * 32)
+    shard.begin(str(tmp_path / "a"))
+    shard.finish(str(tmp_path / "a"))
+    assert (shard.saver.figures.done, shard.saver.figures.last_done_s) == (0, 0.0)  # nobody has said that the manifest is there
+    shard.saver.figures.end("1" * 32, done=True)
     last_s = shard.saver.figures.last_done_s
     assert last_s >= created_s
-    lies_still, reading = shard.saver, threading.Event()
+    old, reading = shard.saver, threading.Event()
     shard.store.before = lambda: reading.set() or (go.wait(30) and None)  # type: ignore[func-returns-value]
-    shard.begin(str(tmp_path / "c"), save_id="3" * 32)
+    shard.begin(str(tmp_path / "b"), save_id="2" * 32)
     assert reading.wait(30)
     for _ in range(2):
         shard.begin_epoch(shard.engine.epoch + 1, 0)
         figures = shard.saver.figures
-        assert (figures.done, figures.failed, int(figures.last_done_s)) == (2, 1, int(last_s))
+        assert (figures.done, figures.failed, int(figures.last_done_s)) == (1, 1, int(last_s))
         assert int(figures.created_s) == int(created_s)
     go.set()
-    lies_still.stop(30)
+    old.stop(30)
+
+
+def test_an_export_is_counted_and_is_no_backup(tmp_path: Path) -> None:
+    figures = SaveFigures(tmp_path)
+    figures.begin("1" * 32, resumable=False)
+    figures.end("1" * 32, done=True)
+    assert (figures.done, figures.last_done_s) == (1, 0.0)
+
+
+def test_a_save_whose_command_was_killed_before_the_manifest_has_failed_once(tmp_path: Path) -> None:
+    figures = SaveFigures(tmp_path)
+    for again in (1, 1, 2):  # begun, resumed, given up for another one
+        figures.begin(f"{again}" * 32, resumable=True)
+    assert (figures.done, figures.failed) == (0, 1)
+    figures.end("1" * 32, done=False)  # late words
+    figures.end("2" * 32, done=True)
+    figures.end("2" * 32, done=True)  # told twice
+    assert (figures.done, figures.failed) == (1, 1)
+    assert figures.last_done_s > 0
 
 
 def test_counts_of_saves_that_cannot_be_read_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    SaveFigures(tmp_path).end(done=True, resumable=True)
+    SaveFigures(tmp_path).begin("1" * 32, resumable=True)
     (tmp_path / "saves.json").write_text("{half")
-    assert SaveFigures(tmp_path).done == 0
+    assert SaveFigures(tmp_path).failed == 0
     assert "saves.json" in caplog.text
 
 

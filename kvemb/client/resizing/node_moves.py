@@ -4,6 +4,7 @@ A move is shard 0's to carry. This process only asks for it and looks on; when i
 are moved (`paramserver.moves`), and printing.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ class NodeMoves(SlotMoves):
             MapChangedError: the map has changed since it was worked out.
             StorageError: a new node cannot be used; nothing was changed.
         """
-        request = MoveRequest(plan.map.version, runs_of(plan.slot_nodes), list(plan.join), list(plan.leave), int(max_mb_per_s * 1e6))
+        request = MoveRequest(plan.map.version, runs_of(plan.slot_nodes), list(plan.join), list(plan.leave), math.ceil(max_mb_per_s * 1e6))
         return state_of(self._ask("MoveSlots", request))
 
     def replace_dead(self, old: str, new: str) -> MoveState:
