@@ -143,8 +143,9 @@ class Outbox:
         )
 
     def split(self, last_sequence: int) -> tuple[list[Sent], list[Sent]]:
-        """Forget everything; return the parts up to this sequence, and those behind it."""
+        """Forget everything; return the parts up to this sequence, and those behind it, whose numbers are free again."""
         taken = [sent for sequence, sent in self._parts.items() if sequence <= last_sequence]
+        self._last_sequence, self._refused_at = last_sequence, None
         return taken, self.clear()[len(taken) :]
 
     def clear(self) -> list[Sent]:

@@ -88,6 +88,18 @@ class PushSender:
         self._thread: threading.Thread | None = None
 
     @property
+    def channel(self) -> ShardChannel:
+        """Of the shard, as far as is known."""
+        return self._channel
+
+    def use(self, channel: ShardChannel) -> None:
+        """Go on by another channel: the shard is elsewhere now, or its number has come back there."""
+        with self._changed:
+            call, self._channel = self._call, channel
+        if call is not None:
+            call.cancel()
+
+    @property
     def where(self) -> str:
         """The shard, for people."""
         return str(self._channel)
@@ -314,6 +326,7 @@ class PushSender:
             self._outbox.reconcile(last_sequence)
             taken, rest = self._outbox.split(last_sequence)
             self._moved += rest
+            self._thread = None  # should the number come back, the next part begins another one
             self._changed.notify_all()
         for sent in taken:
             sent.ack.part_applied(sent.part, -1.0, 0)

@@ -237,6 +237,8 @@ class PushSession:
             channel = self._servers.channels[shard]
             stream = PushSender(channel, self._hello_of(shard), self.row_cache, self._route_again_soon, introduced=introduced)
             self._streams[shard] = stream
+        elif (channel := self._servers.channels.get(shard, stream.channel)) is not stream.channel:
+            stream.use(channel)
         return stream
 
     def _hello_of(self, shard: int) -> Callable[[Deadline], HelloReply]:
@@ -247,7 +249,9 @@ class PushSession:
                 request = LeftSessionRequest(shard, self._trainer, self._incarnation)
                 raise ShardLeftError(self._servers.call(0, "LeftSession", request, HelloReply, deadline).last_sequence)
             try:
-                return self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+                reply = self._servers.call(shard, "Hello", self._hello_request(), HelloReply, deadline)
+                self._stream(shard)  # where it was asked
+                return reply
             except ShardUnavailableError:
                 with suppress(StorageError):
                     self._servers.refresh_map(Deadline.after(_STATUS_TIMEOUT_S))  # it may have left while we slept

@@ -122,6 +122,13 @@ class WatermarksReply(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class LeftSessionsRequest(Message):
+    """A process that gets the number of a shard which has left asks shard 0 what that one had taken; answered by a `WatermarksReply`."""
+
+    shard: int
+
+
+@dataclass(frozen=True, eq=False)
 class LeftSessionRequest(Message):
     """A trainer asks shard 0 what a shard that has left had taken of it; answered by a `HelloReply`."""
 

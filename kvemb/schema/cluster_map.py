@@ -137,6 +137,16 @@ class ClusterMap:
         """The serial with which the shards' half came into force: rows that are to be written are routed by that half alone."""
         return self.serial - self.n_node_moves
 
+    def free_shards(self, n: int) -> tuple[int, ...]:
+        """The numbers that the next shards get which join: those that nobody has any more come first.
+
+        Example:
+            >>> ClusterMap.first(1, 2).free_shards(2)
+            (2, 3)
+        """
+        gone = [number for number in range(self.n_shards) if number not in self.shard_numbers]
+        return tuple([*gone, *range(self.n_shards, self.n_shards + n)][:n])
+
     @cached_property
     def writing_shards(self) -> frozenset[int]:
         """The shards that have slots."""

@@ -4,7 +4,8 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import ServersConfig
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
-from kvemb.protocol.move_messages import WatermarksReply, WatermarksRequest
+from kvemb.protocol.message_format import Message
+from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply, WatermarksRequest
 from kvemb.protocol.shard_routing import MapSource
 
 
@@ -30,8 +31,15 @@ class OtherShards:
 
     def watermarks(self, shard: int, request: WatermarksRequest, deadline: Deadline) -> WatermarksReply:
         """Ask a shard that leaves what it has taken of each trainer."""
+        return self._ask(shard, "Watermarks", request, deadline)
+
+    def left(self, shard: int, deadline: Deadline) -> WatermarksReply:
+        """Ask shard 0 what a shard that has left had taken of each trainer."""
+        return self._ask(0, "LeftSessions", LeftSessionsRequest(shard), deadline)
+
+    def _ask(self, shard: int, method: str, request: Message, deadline: Deadline) -> WatermarksReply:
         channel = self.channel(shard)
         try:
-            return channel.call("Watermarks", request, WatermarksReply, deadline)
+            return channel.call(method, request, WatermarksReply, deadline)
         finally:
             channel.close()

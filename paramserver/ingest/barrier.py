@@ -160,6 +160,9 @@ class Barrier:
 
     def expect(self, members: Iterable[tuple[str, int]]) -> None:
         """Take over the members of a job of which this shard has had no step: it begins with the next one, when all of them are here."""
+        members = list(members)
+        for name in {name for name, _ in self.membership.members} - {name for name, _ in members}:  # of when this shard had slots before
+            self.membership.bye(name)
         for name, incarnation in members:
             if dict(self.membership.members).get(name, 0) < incarnation:
                 self.membership.hello(name, incarnation)

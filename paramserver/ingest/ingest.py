@@ -54,7 +54,7 @@ class Ingest:
         gate: MapGate | None = None,
     ) -> None:
         self.sessions, self._barrier = sessions, barrier
-        self._gate = gate or MapGate()
+        self.gate = gate or MapGate()
         self._queue, self._pending = WorkQueue(barrier), UnappliedParts(limits or Limits(), sync=barrier is not None)
         self.state = IngestState(barrier, clock)
         self.outcomes = Outcomes(self.state, sessions, barrier, self._pending, self._queue)
@@ -62,7 +62,7 @@ class Ingest:
         self.backlog = Backlog(self.state, self._pending, self._queue, behind)
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
-        self.steps = StepsByMap(self.state, sessions, barrier, self._queue, self.outcomes, self._gate)
+        self.steps = StepsByMap(self.state, sessions, barrier, self._queue, self.outcomes, self.gate)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -136,11 +136,11 @@ class Ingest:
             DeadlineExceededError: it stays queued and will be applied.
         """
         with self.state.changed:
-            while not self._pending.has_room() or self._gate.holds(map_serial):
+            while not self._pending.has_room() or self.gate.holds(map_serial):
                 self.state.refuse_if_closed()
                 self.state.wait(deadline, "room in the shard's queue, or the end of a move of slots")
             self.state.refuse_if_closed()
-            self._gate.require(map_serial)
+            self.gate.require(map_serial)
             if work.kind != ERASE:
                 self._refuse_dropped([work.rows])
             number = self._enqueue(work)
@@ -166,10 +166,10 @@ class Ingest:
             self.steps.look()
             session = self.sessions.find(part.trainer, part.incarnation)
             if part.sequence > session.last_sequence:
-                self._gate.require(part.map_serial)
+                self.gate.require(part.map_serial)
             if session.known(part.sequence, part.digest) is not None:
                 return session
-            held = self._gate.holds(part.map_serial, of_step=self._barrier is not None)
+            held = self.gate.holds(part.map_serial, of_step=self._barrier is not None)
             if self._pending.has_room(session) and not held:
                 return session
             if cancelled():

@@ -7,7 +7,7 @@ rows keep their writer. docs/adr/0062 says why. What must not live here: what a 
 
 from collections.abc import Callable
 
-from kvemb.errors import SlotsMovedError
+from kvemb.errors import ShardUnavailableError, SlotsMovedError
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, SHARDS
 
@@ -33,6 +33,7 @@ class MapGate:
     def __init__(self, shard: int = 0, cluster_map: Callable[[], ClusterMap] = lambda: _FIRST) -> None:
         self._shard, self._map = shard, cluster_map
         self._known, self._held = _FIRST, False
+        self._member = shard in cluster_map().shard_numbers
 
     @property
     def now(self) -> ClusterMap:
@@ -47,13 +48,24 @@ class MapGate:
         held = self._held and not (of_step and now.plan is not None and now.plan.phase in _AT_THE_BARRIER)
         return serial > now.shards_serial or (serial == now.shards_serial and held)
 
+    def joins(self) -> None:
+        """Take rows from now on: this process has the entries of the slots that come to it. Any thread."""
+        self._member = True
+
+    def leaves(self) -> None:
+        """Take none any more, whatever a later map says: another process may have the number by then. Any thread."""
+        self._member = False
+
     def require(self, serial: int) -> None:
         """Refuse rows that were routed by an older map, of other shards.
 
         Raises:
             SlotsMovedError: naming both.
+            ShardUnavailableError: this process has no part in the shard that the map names.
         """
         now = self._map().shards_serial
+        if not self._member and self._shard in self._map().writing_shards:
+            raise ShardUnavailableError(f"shard {self._shard}: another process has its slots; nothing was taken")
         if serial < now:
             raise SlotsMovedError(
                 f"shard {self._shard}: rows routed by the cluster map of serial {serial} came in when that of serial {now} was in force; "

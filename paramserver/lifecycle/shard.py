@@ -238,14 +238,17 @@ class Shard:
             write_dirty=engine.write_dirty,
             steps=parts.ingest.steps.follow if parts.config.servers.mode == "sync" else None,
             expect=parts.ingest.steps.expect,
-            loaded=self._note_loaded,
+            joins=self._joins,
+            leaves=parts.ingest.gate.leaves,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
         return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
 
-    def _note_loaded(self) -> None:
+    def _joins(self) -> None:
+        """Begin to take rows, as one whose rows are those of the newest load."""
         copies = self._store.get_meta(LOAD_NAME, Deadline.after(self._parts.config.storage.timeout_s))
         note_carried_out(self._data, newest_decision(copies, self._store.copies_on(LOAD_NAME)), self._parts.claim.require)
+        self._parts.ingest.gate.joins()
 
     def _risen(self, epoch: int) -> None:
         """Write in a higher epoch from now on."""
@@ -352,4 +355,7 @@ def _log_serving(parts: ShardParts, address: str) -> None:
     if shard >= cluster_map.n_shards:
         log.info("this shard is none of the cluster's yet: `kvemb shards add` gives it its share")
     elif shard not in cluster_map.shard_numbers:
-        log.info("this shard has left the cluster: it answers for what it took, and may be stopped when no trainer waits for it")
+        log.info(
+            "this shard has left the cluster, or waits to join it: it answers for what it took, and may be stopped when no trainer waits "
+            "for it; `kvemb shards add` gives it a share again"
+        )

@@ -26,6 +26,7 @@ from ..engine.engine import Engine
 from ..engine.engine_ports import EnginePorts
 from ..engine.repair_port import Pause
 from ..engine.write_behind import Bound, WriteBehind
+from ..handover.other_shards import OtherShards
 from ..ingest.barrier import Barrier
 from ..ingest.ingest import Ingest
 from ..ingest.map_gate import MapGate
@@ -37,6 +38,7 @@ from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
 from ..model.timeline import Timeline
+from ..moves.left_sessions import sessions_in
 from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
@@ -194,7 +196,10 @@ class _Start:
                 if table.name in there:
                     there[table.name].require_same(table.opened_as(there[table.name]))
 
-        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, again=storage)
+        def left() -> list[tuple[str, int, int]]:
+            return sessions_in(OtherShards(self._store, servers).left(shard, storage.deadline).sessions)
+
+        state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, left=left, again=storage)
         claim = Claim(data, self._store, shard, state.epoch, timeout_s)
         self._on_claimed(lambda: claim.epoch, lambda: self._store.cluster_map)
         if data.read(CLUSTER_NAME) is None:

@@ -26,6 +26,7 @@ from .slot_mover import MoveProgress
 
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
 _STARTED_ANEW = "the shard was started anew while all stopped at one step of a sync job, and does not know which one it had come to"
+_LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # what it knows of trainers and steps is of then
 _JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that
 _READS_AHEAD, _FEW_ROWS, _LESS = 5, 4096, 0.8  # rows change while they are read ahead, and are read again
@@ -44,7 +45,8 @@ class HandoverPorts:
         write_dirty: writes what write-behind holds back.
         steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
         expect: waits for these members of a sync job from now on.
-        loaded: notes durably that the rows which this shard takes, as its first, are those of the newest load.
+        joins: told when this shard has taken its first slots, before it says so.
+        leaves: told when it has none any more, and is to leave, before it says so.
     """
 
     rise: Callable[[int], None]
@@ -53,7 +55,8 @@ class HandoverPorts:
     write_dirty: Callable[[Pause], None]
     steps: Callable[[], HeldSteps] | None = None
     expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
-    loaded: Callable[[], None] = lambda: None
+    joins: Callable[[], None] = lambda: None
+    leaves: Callable[[], None] = lambda: None
 
 
 class HandoverWork:
@@ -89,6 +92,7 @@ class HandoverWork:
         self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
         self._pause: Pause
         self._never, self._last_step = "", 0
+        self._had_slots = self._has_left = False  # this process
         self.progress = MoveProgress(0, True, 0, 0)
 
     @property
@@ -141,6 +145,10 @@ class HandoverWork:
         self._map, plan = cluster_map, cluster_map.plan
         self._rows = self._n_rows = self._last_step = 0
         self._never = ""
+        self._had_slots |= self._shard in cluster_map.writing_shards
+        if self._shard in _gone(cluster_map):
+            self._has_left = self._had_slots
+            self._ports.leaves()
         if self._ports.steps is not None:
             self._ports.steps()
         self._questions.give_up()
@@ -176,6 +184,9 @@ class HandoverWork:
             yield _RETRY_S
         if not cluster_map.takes(self._shard).any():
             return
+        while self._has_left:
+            self._never = _LEFT_BEFORE
+            yield _RETRY_S
         self._taker.give_up()
         n_before = 0
         for _ in range(_READS_AHEAD):
@@ -225,8 +236,9 @@ class HandoverWork:
             self._ports.rise(given.epoch)  # the giver may have started anew
             if self._shard not in cluster_map.writing_shards:
                 self._ports.expect(given.members)  # durable with what follows
-                self._ports.loaded()
             self._taker.take(given.entries, given.epoch)
+            if self._shard not in cluster_map.writing_shards:
+                self._ports.joins()
 
     def _give(self, cluster_map: ClusterMap) -> Iterator[float]:
         slots = cluster_map.gives(self._shard)
@@ -254,3 +266,11 @@ class HandoverWork:
 
     def _givers(self, cluster_map: ClusterMap) -> np.ndarray:
         return cluster_map.slot_shards[cluster_map.takes(self._shard)]  # it is not flipped yet
+
+
+def _gone(cluster_map: ClusterMap) -> set[int]:
+    """The shards that have left, or are about to when they have said that they follow this map."""
+    plan, left = cluster_map.plan, set(range(cluster_map.n_shards)) - set(cluster_map.shard_numbers)
+    if plan is None or plan.kind != SHARDS:
+        return left
+    return left | set(plan.leaving if plan.flipped else plan.joining if plan.phase == ABORTING else ())

@@ -36,6 +36,24 @@ def sequence_in(packed: bytes, trainer: str, incarnation: int) -> int:
     return next(found, 0)
 
 
+def sessions_in(packed: bytes) -> list[tuple[str, int, int]]:
+    """Return what `pack_sessions` was given."""
+    return [(trainer, incarnation, sequence) for trainer, incarnation, sequence in msgpack.unpackb(packed)]
+
+
+def _together(older: bytes, newer: bytes) -> bytes:
+    """Add to a shard's sessions those of its number's owner before, for trainers that slept meanwhile.
+
+    Example:
+        >>> sessions_in(_together(pack_sessions([("a", 1, 9), ("b", 1, 4)]), pack_sessions([("a", 2, 1)])))
+        [('b', 1, 4), ('a', 2, 1)]
+    """
+    found = {
+        trainer: (trainer, incarnation, sequence) for packed in (older, newer) for trainer, incarnation, sequence in sessions_in(packed)
+    }
+    return pack_sessions(sorted(found.values(), key=lambda session: session[1:]))
+
+
 class LeftSessions:
     """Those of every shard that has left. `keep` is for one thread, `find` for any.
 
@@ -66,7 +84,7 @@ class LeftSessions:
                 return False
             if not reply.ready:
                 return False
-            kept[shard] = [version, reply.sessions]
+            kept[shard] = [version, _together(kept[shard][1], reply.sessions) if shard in kept else reply.sessions]
             self._data.write(FILE, [msgpack.packb(kept)], check=self._still_ours)
         return True
 
@@ -80,6 +98,11 @@ class LeftSessions:
         if shard not in kept:
             raise ParameterServerError(f"nothing is known of what shard {shard} had taken of trainers: it has not left")
         return sequence_in(kept[shard][1], trainer, incarnation)
+
+    def all_of(self, shard: int) -> bytes:
+        """Return the sessions of a shard that has left, for its number's next owner; of one that never had a slot there are none."""
+        kept = self._kept()
+        return bytes(kept[shard][1]) if shard in kept else pack_sessions(())
 
     def _kept(self) -> dict[int, list[Any]]:
         raw = self._data.read(FILE)

@@ -143,6 +143,10 @@ class MoveCarrier:
         """See `LeftSessions.find`."""
         return self._left.find(shard, trainer, incarnation)
 
+    def left_sessions(self, shard: int) -> bytes:
+        """See `LeftSessions.all_of`."""
+        return self._left.all_of(shard)
+
     def reports(self, n_shards: int) -> list[MoveReport | None]:
         """Return what each shard said last of the map in force; None where its present process has said nothing."""
         version = self._store.cluster_map.version

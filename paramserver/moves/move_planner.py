@@ -98,7 +98,7 @@ class MovePlanner:
             )
         noted = now.shards or [NodePlace("", IN_FILE)] * now.n_shards
         places = tuple(place._replace(address=at) for place, at in zip(noted, now.shard_places(self._in_file), strict=True))
-        joining = tuple(range(now.n_shards, now.n_shards + len(wanted.join_shards)))
+        joining = now.free_shards(len(wanted.join_shards))
         there, named = set(now.shard_numbers) | set(joining), set(np.unique(slot_shards).tolist())
         if not named <= there - set(wanted.leave_shards) or not set(wanted.leave_shards) <= there - {0}:
             raise InvalidInputError(
@@ -108,7 +108,8 @@ class MovePlanner:
         if again := {place.address for place in places} & set(wanted.join_shards) or len(set(wanted.join_shards)) < len(joining):
             raise InvalidInputError(f"shard {', '.join(wanted.join_shards)}: is one of the cluster's already, or stands twice ({again})")
         plan = MovePlan(SHARDS, MOVING, slot_shards, wanted.leave_shards, joining)
-        places = (*places, *(NodePlace(address, BY_COMMAND) for address in wanted.join_shards))
+        after = dict(enumerate(places)) | {at: NodePlace(to, BY_COMMAND) for at, to in zip(joining, wanted.join_shards, strict=True)}
+        places = tuple(after[number] for number in sorted(after))
         planned = replace(now, version=now.version + 1, n_shards=len(places), shards=places, plan=plan)
         if both := [shard for shard in there if planned.gives(shard).any() and planned.takes(shard).any()]:
             raise InvalidInputError(f"shards {both} would give slots and take others in one move; do it in two")

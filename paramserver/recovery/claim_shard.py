@@ -9,14 +9,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvemb.coordination.replicated_values import DamagedCopyError
 from kvemb.coordination.shard_notes import ShardNote, newest_note, note_name, whose
-from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name, require_not_fenced
 from kvemb.errors import FencedError, LostRowError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import MAX_EPOCH
@@ -55,9 +55,13 @@ def claim_shard(
     *,
     check: Callable[[ShardState], None] = lambda state: None,
     above: int = 0,
+    left: Callable[[], Sequence[tuple[str, int, int]]] = tuple,
     again: Again = _once,
 ) -> ShardState:
     """Become the shard's owner: return what the last owner left, under our own new epoch, which folder and nodes hold by then.
+
+    A number that the cluster map does not have owns no slot, and so no history that an empty folder would lack: it has never joined, or has
+    left. Of the latter epochs, batches and sessions go on.
 
     Older processes of the shard are fenced when this returns. The start may still be given up: the next one finds the same state.
 
@@ -69,6 +73,7 @@ def claim_shard(
         timeout_s: of one storage call.
         check: called with what was left, before anything is changed; may raise.
         above: the new epoch is above this one, too: that of a shard which is to hand slots over to this one.
+        left: returns the sessions of the shard that had this number and has left, for a folder that knows nothing of it.
         again: takes each step that asks storage, and may take it again.
 
     Raises:
@@ -81,7 +86,11 @@ def claim_shard(
         stored = kept  # the nodes that knew are to be repaired
     note = again(lambda: newest_note(store.get_meta(note_name(shard), Deadline.after(timeout_s))))
     found = _Traces(shard, cluster_id, stored, kept, note, ", ".join(store.addresses))
-    state = _left_state(data, n_shards, found)
+    state = _left_state(data, n_shards, found) if kept or shard in store.cluster_map.shard_numbers or data.read(STATE) else None
+    if state is None:
+        state = ShardState(cluster_id, shard, n_shards, k=0 if note is None else note.k, sessions=tuple(left() if shard < n_shards else ()))
+        if note is not None:
+            log.info("an owner of this number before this one was %s", whose(cluster_id, shard, note, time.time()))
     again(partial(check, state))
     epoch = max(stored, kept, above) + 1
     if epoch > MAX_EPOCH:
@@ -135,6 +144,9 @@ class Claim:
             FencedError: another process owns the shard.
             StorageError, OSError: call again.
         """
+        deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
+        # Another process of this number may have a folder of its own, while it has no slots: the nodes know.
+        require_not_fenced(self._store.get_meta(name, deadline), self._shard, self._told)
         with self._lock:
             require_owner(self._data, self.epoch)
             if other >= self.epoch:
@@ -144,7 +156,6 @@ class Claim:
                 self.epoch = other + 1
                 risen(self.epoch)
         if self._told != self.epoch:
-            deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
             # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._store.put_meta(name, Owner(self.epoch, self._store.cluster_map.n_shards).encode(), deadline)

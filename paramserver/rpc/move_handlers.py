@@ -11,6 +11,7 @@ from kvemb.protocol.messages import Empty, HelloReply
 from kvemb.protocol.move_messages import (
     AbortMoveRequest,
     LeftSessionRequest,
+    LeftSessionsRequest,
     MoveRequest,
     MoveStatusReply,
     ReplaceNodeRequest,
@@ -103,6 +104,10 @@ class MoveHandlers:
             return WatermarksReply(False, b"")
         sessions, _, _ = self._parts.ingest.attendance.to_save()
         return WatermarksReply(True, pack_sessions(sessions))
+
+    def left_sessions(self, request: LeftSessionsRequest, deadline: Deadline) -> WatermarksReply:
+        """Tell the next owner of a shard's number what the one that has left had taken of each trainer."""
+        return WatermarksReply(True, self._on_shard_0().left_sessions(request.shard))
 
     def left_session(self, request: LeftSessionRequest, deadline: Deadline) -> HelloReply:
         """Tell a trainer what a shard that has left had taken of it."""

@@ -41,6 +41,7 @@ from kvemb.protocol.messages import (
 from kvemb.protocol.move_messages import (
     AbortMoveRequest,
     LeftSessionRequest,
+    LeftSessionsRequest,
     MoveRequest,
     ReplaceNodeRequest,
     SlotEntriesRequest,
@@ -234,6 +235,7 @@ def _verbs(handlers: Handlers, checkpoints: CheckpointHandlers) -> dict[str, _Ve
         "MoveStatus": _Verb(Empty, moves.status, waits=True),
         "SlotSizes": _Verb(Empty, moves.slot_sizes, waits=True),
         "Watermarks": _Verb(WatermarksRequest, moves.watermarks),
+        "LeftSessions": _Verb(LeftSessionsRequest, moves.left_sessions),
         "LeftSession": _Verb(LeftSessionRequest, moves.left_session),
         "SlotEntries": _Verb(SlotEntriesRequest, moves.slot_entries, waits=True),
     }

@@ -81,16 +81,16 @@ class FaultyCluster(LocalCluster):
         """Of all nodes and shards."""
         return [*self.node_proxies, *(self.shard_proxies[index] for index in self.shard_numbers)]
 
-    def add_shard(self) -> int:
-        """Start a further shard, which waits to be taken in; return its number."""
-        index, port = len(self.shards), free_ports(1)[0]
-        self._shard_targets.append(f"127.0.0.1:{port}")
-        self.shard_proxies.append(self._shard_proxy(index))
+    def add_shard(self, index: int) -> None:
+        """Start a further shard, which waits to be taken in, under the next number or one that was dropped."""
+        target = f"127.0.0.1:{free_ports(1)[0]}"
+        self._shard_targets[index : index + 1] = [target]
+        self.shard_proxies[index : index + 1] = [self._shard_proxy(index)]
+        self._ended.discard(index)
         self.start_shard(index)
-        return index
 
     def drop_shard(self, index: int) -> None:
-        """End a shard that nobody is to need any more, and delete its data folder. Its number is not given again."""
+        """End a shard that nobody is to need any more, and delete its data folder."""
         self._ended.add(index)
         self.shards[index].kill()
         self.shard_proxies[index].close()

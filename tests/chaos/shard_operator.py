@@ -24,7 +24,7 @@ class ShardOperator(Operator):
 
         def plan(shards: ShardScaling, state: MoveState) -> ShardMovePlan | None:
             n = min(self._random.choice((1, 1, 2)), _MOST - len(state.map.shard_numbers))
-            return shards.add(*[self._waiting(state.map.n_shards + at) for at in range(n)]) if n > 0 else None
+            return shards.add(*map(self._waiting, state.map.free_shards(n))) if n > 0 else None
 
         self._move_shards(plan)
 
@@ -63,8 +63,8 @@ class ShardOperator(Operator):
 
     def _waiting(self, number: int) -> str:
         """A process that waits to be taken in under that number: one that was asked for in vain before, or a new one."""
-        if number == len(self._cluster.shards):
-            self._cluster.add_shard()
+        if number == len(self._cluster.shards) or number not in self._cluster.shard_numbers:
+            self._cluster.add_shard(number)
         elif self._cluster.shards[number].poll() is not None:  # it did not start: whatever else was broken then is not any more
             self._cluster.start_shard(number)
         return self._address(number)

@@ -1,5 +1,6 @@
 """`kvemb shards`, and `cluster.shards`, against a real cluster."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,7 +125,9 @@ def test_on_a_redis_cluster_kvemb_moves_tells_of_nodes_and_of_shards(require_ser
             assert run("moves", path).stdout.splitlines() == ["nothing moves"]
 
 
-def test_in_a_sync_job_a_shard_joins_and_leaves_and_every_row_is_what_it_is_without(require_server: Callable[[str], str]) -> None:
+def test_in_a_sync_job_a_shard_joins_and_leaves_again_and_again_and_rows_are_as_without(
+    require_server: Callable[[str], str],
+) -> None:
     require_server("redis-server")
     changed, n_steps = trained_with_changes()
     with sync_job() as (_, _, step, table):
@@ -145,13 +148,17 @@ def trained_with_changes() -> tuple[np.ndarray, int]:
             n_steps += n
 
         train(10)
-        local.start_shard(2, "--listen", address)
-        for plan, there in ((lambda: cluster.shards.add(address), (0, 1, 2)), (lambda: cluster.shards.remove(address), (0, 1))):
-            cluster.shards.begin(plan())
-            while cluster.shards.state().map.plan is not None:
-                train(1)
-            assert cluster.shards.state().map.shard_numbers == there
-            train(10)
+        for folder in ("new", "its own", "emptied"):
+            if folder == "emptied":
+                shutil.rmtree(local.folder / "shards" / "shard-2")
+            local.start_shard(2, "--listen", address)
+            for plan, there in ((lambda: cluster.shards.add(address), (0, 1, 2)), (lambda: cluster.shards.remove(address), (0, 1))):
+                cluster.shards.begin(plan())
+                while cluster.shards.state().map.plan is not None:
+                    train(1)
+                assert cluster.shards.state().map.shard_numbers == there
+                train(10)
+            local.shards[2].stop(PATIENCE_S)
         return table.pull(IDS), n_steps
 
 

@@ -1,6 +1,7 @@
 """A shard whose number the cluster map does not have: it starts, says who it is, takes nothing, and nobody minds it."""
 
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvemb.protocol.message_format import TableRows
 from kvemb.protocol.messages import DescribeReply, Empty, HelloReply, HelloRequest, PushPart, PushReply, StatusReply, digest_tables
 from kvemb.schema.cluster_map import equal_runs
 from kvemb.schema.slots import N_SLOTS
+from kvemb.stores.storage_kinds import open_store
 
 PATIENCE_S = 60.0
 IDS = np.arange(200)
@@ -84,6 +86,89 @@ def test_trainers_saves_and_status_know_the_shards_of_the_map(local: LocalCluste
         np.testing.assert_array_equal(table.pull(IDS), -1)
         assert [shard.shard for shard in cluster.status().shards] == [0, 1]
         assert cluster.save(str(tmp_path / "a")).manifest.n_shards == 2
+
+
+def test_a_waiting_shard_that_starts_again_in_an_empty_folder_joins(local: LocalCluster, waiting: ShardChannel) -> None:
+    moves, owners = ShardMoves(local.url), np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2))
+    local.shards[2].kill()
+    shutil.rmtree(local.folder / "shards" / "shard-2")
+    local.start_shard(2, "--listen", waiting.address)
+    local.shards[1].signal(signal.SIGSTOP)  # so that the move does not come to its end before it is taken back
+    moves.begin(owners, join_shards=[waiting.address])
+    moves.abort()
+    local.shards[1].signal(signal.SIGCONT)
+    assert moves.wait().shard_numbers == (0, 1)
+    moves.begin(owners, join_shards=[waiting.address])  # the number that was taken back is the next one again
+    assert moves.wait().shard_numbers == (0, 1, 2)
+    moves.close()
+
+
+@pytest.mark.parametrize("folder", ["its folder", "an empty folder"])
+def test_a_number_that_left_comes_back_and_every_push_is_applied_once(local: LocalCluster, waiting: ShardChannel, folder: str) -> None:
+    thirds = np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2))
+    hasty, moves = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)], ShardMoves(local.url)
+    asleep = kvemb.connect(local.url, trainer="asleep", timeout_s=PATIENCE_S)
+    try:
+        moves.begin(thirds, join_shards=[waiting.address])
+        moves.wait()
+        table = asleep.create_table("s", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
+        epochs = [owner_epoch(local)]
+        for n_times in (1, 2):
+            moves.begin(equal_runs(2), leave_shards=[2])
+            assert moves.wait().shard_numbers == (0, 1)
+            local.shards[2].stop(PATIENCE_S)
+            if folder == "an empty folder":
+                shutil.rmtree(local.folder / "shards" / "shard-2")
+            address = f"127.0.0.1:{free_ports(1)[0]}" if n_times == 1 else waiting.address
+            local.start_shard(2, "--listen", address)
+            moves.begin(thirds, join_shards=[address])
+            assert moves.wait().shard_numbers == (0, 1, 2)
+            pushed = [trainer.n_pushed for trainer in hasty]
+            until(lambda: all(trainer.n_pushed > before for trainer, before in zip(hasty, pushed, strict=True)), PATIENCE_S)  # noqa: B023
+            epochs.append(owner_epoch(local))
+        assert epochs == sorted(set(epochs))
+        table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)  # slept through all of it
+        np.testing.assert_array_equal(table.pull(IDS), -2)
+    finally:
+        moves.close()
+        asleep.close()
+        counts = [trainer.stop() for trainer in hasty]
+    with kvemb.connect(local.url) as cluster:
+        np.testing.assert_array_equal(-cluster.table("h").pull(np.arange(N_IDS), timeout_s=PATIENCE_S)[:, 0], sum(counts))
+
+
+def test_the_next_owner_of_a_number_knows_what_the_last_one_had_taken(local: LocalCluster, waiting: ShardChannel) -> None:
+    thirds, moves = np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2)), ShardMoves(local.url)
+    with kvemb.connect(local.url) as cluster:
+        table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        cluster_id, definition = cluster.cluster_id, table.definition
+        moves.begin(thirds, join_shards=[waiting.address])
+        serial = moves.wait().shards_serial
+        ids = IDS[thirds[definition.placement.slots(IDS.astype(np.uint64))] == 2].astype(np.uint64)
+        hello = waiting.call("Hello", HelloRequest("a", 7, cluster_id, serial), HelloReply, Deadline.after(PATIENCE_S))
+        rows = [TableRows("t", definition.schema, ids, np.ones((len(ids), 2), np.float32))]
+        part = PushPart("a", hello.incarnation, 1, 1, False, rows, digest_tables(rows), map_serial=serial)
+        stream = waiting.push_stream(iter([part.encode()]))
+        assert [PushReply.decode(data).state for data in stream] == ["accepted", "applied"]
+        moves.begin(equal_runs(2), leave_shards=[2])
+        moves.wait()
+        local.shards[2].stop(PATIENCE_S)
+        shutil.rmtree(local.folder / "shards" / "shard-2")
+        local.start_shard(2, "--listen", waiting.address)
+        moves.begin(thirds, join_shards=[waiting.address])
+        moves.wait()
+        moves.close()
+        again = waiting.call("Hello", HelloRequest("a", 7, cluster_id, serial), HelloReply, Deadline.after(PATIENCE_S))
+        assert again.last_sequence == 1
+        assert [PushReply.decode(data).state for data in waiting.push_stream(iter([part.encode()]))][-1] == "applied"  # its first answer
+        np.testing.assert_array_equal(table.pull(ids), -1)
+
+
+def owner_epoch(local: LocalCluster) -> int:
+    with open_store(kvemb.config.load(local.config_path, {}).storage, role="trainer") as store:
+        store.open(Deadline.after(PATIENCE_S))
+        return store.owner_epoch(2, Deadline.after(PATIENCE_S))
 
 
 @pytest.mark.parametrize("started", ["before the load", "when the checkpoint is gone"])

@@ -90,6 +90,7 @@ EXAMPLES: dict[str, Message] = {
     ),
     "WatermarksRequest": moves.WatermarksRequest(7),
     "WatermarksReply": moves.WatermarksReply(True, b"\x90"),
+    "LeftSessionsRequest": moves.LeftSessionsRequest(2),
     "LeftSessionRequest": moves.LeftSessionRequest(2, "trainer-0", 3),
     "LoadRequest": m.LoadRequest("2" * 32, "s3://bucket/run", "1" * 32, True),
 }

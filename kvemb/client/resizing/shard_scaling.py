@@ -1,6 +1,6 @@
 """Shards that join, leave and take other shares while training goes on: what is asked of shard 0. Rows stay where they are.
 
-A shard that is to join runs already: `kvemb shard --shard N --listen ADDR` with the next number, which the map does not have yet. What must
+A shard that is to join runs already: `kvemb shard --shard N --listen ADDR` with the lowest number that the map does not have. What must
 not live here: how slots are handed over (`paramserver.handover`), and printing.
 """
 
@@ -90,11 +90,12 @@ class ShardScaling(SlotMoves):
     def _plan(self, *, join: Sequence[str] = (), leave: Sequence[str] = (), weights: Mapping[str, float] | None = None) -> ShardMovePlan:
         there, now, sizes = self.addresses(), self.state().map, self.sizes()
         named = f"which are {', '.join(f'{shard} ({address})' for shard, address in there.items())}"
-        shards = {**there, **{now.n_shards + at: address for at, address in enumerate(join)}}
+        joining = dict(zip(now.free_shards(len(join)), join, strict=True))
+        shards = {**there, **joining}
         for address in [*leave, *(weights or {})]:
             if address not in shards.values():
                 raise InvalidInputError(f"shard {address}: is none of the cluster's, {named}")
-        if len(set(shards.values())) < len(shards):
+        if len({*there.values(), *join}) < len(shards):
             raise InvalidInputError(f"shard {', '.join(join)}: is one of the cluster's already, {named}")
         if there[0] in leave:
             raise InvalidInputError(f"shard {there[0]}: is shard 0, which carries moves and stays")
@@ -102,8 +103,8 @@ class ShardScaling(SlotMoves):
         if not any(share > 0 for share in shares.values()):
             raise InvalidInputError("no shard would be left that has slots; a cluster needs one")
         ours = self._servers.call(0, "Describe", Empty(), DescribeReply, Deadline.after(self._timeout_s))
-        for at, address in enumerate(join):
-            self._require_next(address, now.n_shards + at, ours)
+        for number, address in joining.items():
+            self._require_next(address, number, ours)
         owners = deal(now.slot_shards, sizes.record_bytes, shares)
         moving = owners != now.slot_shards
         leaving = tuple(shard for shard, address in there.items() if address in leave)
