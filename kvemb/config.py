@@ -87,6 +87,8 @@ class ServersConfig:
         on_lost_trainer: what a shard does with a trainer that is silent for longer. "abort": the step fails and the shard stops. "wait":
             until a trainer of that name is back. "drop": steps go on without it, and it may connect again. Each shard decides alone, so the
             last step of a trainer that died may have reached some shards only. Those that never joined are not dropped.
+        away_timeout_s: how long a shard may be away, started again with a journal to replay, say, before a call that waits for it fails:
+            steps, pushes, flushes and all else that is not given a time of its own. Pulls go on meanwhile.
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
         durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
             the death of the shard, not of the machine.
@@ -106,6 +108,7 @@ class ServersConfig:
     trainers: int = 0
     data_dir: str = "kvemb-data"
     barrier_timeout_s: float = 60.0
+    away_timeout_s: float = 600.0
     cache_mb: int = 256
     durability: str = "fsync"
     journal_max_mb: int = 4096
@@ -237,7 +240,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
 def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     at = "parameter_servers."
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
-    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port", "tls", "insecure"}
+    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port", "tls", "insecure", "away_timeout_s"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -275,6 +278,7 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
         trainers=trainers,
         data_dir=_text(fields, "data_dir", at) if "data_dir" in fields else "kvemb-data",
         barrier_timeout_s=_positive(fields, "barrier_timeout_s", at, 60.0),
+        away_timeout_s=_positive(fields, "away_timeout_s", at, 600.0),
         cache_mb=cache_mb,
         durability=durability,
         journal_max_mb=journal_max_mb,

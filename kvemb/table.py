@@ -127,7 +127,8 @@ class Table:
             ids: any integer array, empty fine.
             grads: floats [*ids.shape, dim], finite.
             versions: what the pull of these ids returned; for `Ack.staleness`.
-            timeout_s: of the first call's hello, and of the wait for room when too much is on its way; 30 unless given.
+            timeout_s: of the first call's hello, and of the wait for room when too much is on its way; unless given,
+                as long as a shard may be away (`parameter_servers.away_timeout_s`).
 
         Raises:
             InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
@@ -147,7 +148,7 @@ class Table:
         whole: others' pushes for a step that lacks this trainer's are not waited for.
 
         Raises:
-            ShardUnavailableError, DeadlineExceededError: not within the time (30 s unless given); call it again.
+            ShardUnavailableError, DeadlineExceededError: not within the time (`away_timeout_s` unless given); call it again.
             KvembError: a push failed that nobody had waited for.
         """
         self._access.require_shards("flush").flush(timeout_s)
@@ -211,7 +212,7 @@ class Table:
         Args:
             ids: any integer array, each id once.
             rows: floats [*ids.shape, dim], finite; rounded to the table's storage dtype.
-            timeout_s: of the whole call; unless given, 30 s for every message of 16 MB to a shard.
+            timeout_s: of the whole call; unless given, `away_timeout_s` for every message of 16 MB to a shard.
 
         Raises:
             InvalidInputError: duplicates, wrong shapes or dtypes, NaN or infinity; nothing was sent.
@@ -267,7 +268,7 @@ class Table:
         them: `flush` first. Checkpoints save and load the number.
 
         Raises:
-            ShardUnavailableError: a shard did not answer in time (30 s unless given).
+            ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).
         """
         return self._access.require_shards("steps").questions.step(self.name, timeout_s)
 

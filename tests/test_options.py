@@ -196,6 +196,7 @@ SHOWN_BY = {
         "data_dir": "tests/unit/test_config.py:test_a_relative_data_dir_starts_at_the_folder_of_the_file",
         "barrier_timeout_s": f"{TRAINERS}:test_abort_ends_the_others_and_nothing_of_the_step_is_applied_where_it_was_not_whole",
         "on_lost_trainer": f"{TRAINERS}:test_drop_goes_on_without_the_trainer_also_over_a_restart_and_lets_it_in_again",
+        "away_timeout_s": f"{FAILURES}:test_a_shard_may_be_away_for_as_long_as_kvemb_yaml_says",
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
         "durability": "tests/unit/test_ps_start_options.py:test_a_shard_syncs_its_journal_unless_it_is_told_not_to",
         "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",

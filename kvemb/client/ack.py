@@ -65,10 +65,17 @@ class Ack:
         what: names the push in messages.
         parts: all its parts.
         on_failure: called once, with this ack, when a part fails.
+        timeout_s: of its waits, unless they are given a time of their own.
     """
 
-    def __init__(self, what: str, parts: list[PartAck], on_failure: Callable[["Ack"], None] | None = None) -> None:
-        self._what, self._parts, self._on_failure = what, parts, on_failure
+    def __init__(
+        self,
+        what: str,
+        parts: list[PartAck],
+        on_failure: Callable[["Ack"], None] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._what, self._parts, self._on_failure, self._timeout_s = what, parts, on_failure, timeout_s
         self.window_s = 0.0
         """Seconds that `push` waited before it sent anything, because the shards had not taken what was pushed before."""
         self._changed = threading.Condition()
@@ -82,7 +89,7 @@ class Ack:
         In sync mode a shard accepts a step as a whole, when all trainers' parts of it are in.
 
         Args:
-            timeout_s: seconds; 30 unless given.
+            timeout_s: seconds; as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
 
         Raises:
             ShardUnavailableError: not within the time. Parts may have been accepted, and what was not is sent again until
@@ -240,7 +247,7 @@ class Ack:
             self._elapsed = max(self._elapsed, elapsed)
 
     def _wait(self, done: Callable[[PartAck], bool], state: str, timeout_s: float | None) -> None:
-        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else checked_timeout(timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else checked_timeout(timeout_s)
         with self._changed:
             finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
             if self._error is not None:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S
 from kvemb.client.all_shards import AllShards, require_one_cluster
@@ -9,8 +10,10 @@ from kvemb.client.push_session import PushSession
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
 from kvemb.datapath.row_cache import RowCache
+from kvemb.errors import ShardStartingError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_probe import own_uris
+from kvemb.protocol.messages import DescribeReply
 from kvemb.protocol.roles import caller_of, seat_of
 from kvemb.stores.store import Store
 
@@ -34,16 +37,34 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     sync = config.servers.mode == "sync"
     servers = AllShards.of(config.servers, store)
     try:
-        described = servers.describe(config, deadline)  # shard 0, which provisions storage; that says who the others are
+        described, deadline = _described(servers, config, deadline)  # shard 0, which provisions storage; that says who the others are
         require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
-        servers.describe(config, deadline)
+        _described(servers, config, deadline)
     except BaseException:
         servers.close()
         raise
     name = trainer or _drawn_name(config)
     # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
-    timeout_s = max(DEFAULT_TIMEOUT_S, config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0)
-    return ShardClient(servers, PushSession(servers, described.cluster_id, name, sync=sync, row_cache=row_cache), timeout_s)
+    step_s = config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0.0
+    timeout_s = max(config.servers.away_timeout_s, step_s)
+    session = PushSession(servers, described.cluster_id, name, sync=sync, row_cache=row_cache, timeout_s=timeout_s)
+    return ShardClient(servers, session, timeout_s, close_timeout_s=max(DEFAULT_TIMEOUT_S, step_s))
+
+
+def _described(servers: AllShards, config: Config, deadline: Deadline) -> tuple[DescribeReply, Deadline]:
+    """Ask the shards who they are; one that says that it is starting is waited for as long as a shard may be away.
+
+    Returns:
+        The answer of shard 0, and the deadline of what follows.
+    """
+    begun_s = time.monotonic()
+    while True:
+        try:
+            return servers.describe(config, deadline), deadline
+        except ShardStartingError:
+            if time.monotonic() - begun_s >= config.servers.away_timeout_s:
+                raise
+            deadline = Deadline.after(deadline.timeout_s)
 
 
 def _drawn_name(config: Config) -> str:

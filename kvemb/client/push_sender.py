@@ -218,6 +218,7 @@ class PushSender:
                 return
             except ShardUnavailableError as error:
                 self._trouble = str(error)
+                self._channel.away(self._trouble)
             except KvembError as error:
                 self._fail(error)
                 return
@@ -250,6 +251,7 @@ class PushSender:
         try:
             for data in call:
                 answered, self._trouble = True, ""
+                self._channel.back()
                 self._receive(PushReply.decode(data))
         except grpc.RpcError as error:
             translated = self._channel.translate(error, "push")

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from kvemb.client.ack import Ack, PartAck, copied
+from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack, PartAck, copied
 from kvemb.client.all_shards import AllShards
 from kvemb.client.moved_pushes import put_together
 from kvemb.client.outbox import Sent
@@ -55,10 +55,20 @@ class PushSession:
         trainer: its name, unique in the job; a second process of the same name fences the first.
         sync: whether every shard gets a part of every push.
         row_cache: for the rows that come back with acks; None asks for none.
+        timeout_s: of whoever waits for an ack, unless he says otherwise.
     """
 
-    def __init__(self, servers: AllShards, cluster_id: bytes, trainer: str, *, sync: bool, row_cache: RowCache | None = None) -> None:
-        self.row_cache = row_cache
+    def __init__(
+        self,
+        servers: AllShards,
+        cluster_id: bytes,
+        trainer: str,
+        *,
+        sync: bool,
+        row_cache: RowCache | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.row_cache, self._timeout_s = row_cache, timeout_s
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
         self._streams: dict[int, PushSender] = {}
@@ -110,7 +120,9 @@ class PushSession:
             window_s = time.monotonic() - began_s
             self._step += 1
             numbered = self._number(wanted, prefetched_of, self._step, cluster_map.shards_serial)
-            ack = Ack(f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure)
+            ack = Ack(
+                f"push {self._step} of trainer {self._trainer!r}", [one.part for one in numbered], self._note_failure, self._timeout_s
+            )
             _send(numbered, ack)
             ack.window_s = window_s
             return ack
@@ -222,7 +234,7 @@ class PushSession:
                     self._part(stream.next_sequence(), [], False, step, serial),
                     PartAck(stream.where, 0, partial(self._trouble, shard)),
                 )
-                ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure)
+                ack = Ack(f"empty part of step {step} of trainer {self._trainer!r}", [part], self._note_failure, self._timeout_s)
                 stream.send(body.sequence, Sent(body.encode(), part, ack))
                 self._behind[shard] += 1
             del self._behind[shard]

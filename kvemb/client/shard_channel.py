@@ -4,6 +4,7 @@ Errors that the shard reports travel inside the reply and are raised as their ow
 ShardUnavailableError or ParameterServerError, naming shard, address and verb. Thread-safe; not fork-safe (see `kvemb.client.all_shards`).
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -51,8 +52,10 @@ _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
 _STUCK = "gRPC did not end the call at its deadline; connect anew"
 _PROBE_S = 2.0
+SAY_AFTER_S = 5.0
 _GREETING_S = 0.5  # a server that lives greets at once
 HANGS = "A process has the port and says nothing"
+log = logging.getLogger("kvemb")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -76,8 +79,12 @@ class PendingCall:
         """
         for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
             try:
-                return reply_type.decode(self._answer())
-            except ShardStartingError:  # nothing was taken, whatever it is
+                reply = reply_type.decode(self._answer())
+                if self._method != "Status":  # which a shard that starts answers, too
+                    self._channel.back()
+                return reply
+            except ShardStartingError as error:  # nothing was taken, whatever it is
+                self._channel.away(str(error))
                 if self._deadline.remaining_s() <= pause_s:
                     raise
             except ShardUnavailableError:
@@ -108,6 +115,7 @@ class PendingCall:
 
     def _answer(self) -> bytes:
         try:
+            self._say_who_is_away()
             data = self._future.result(self._deadline.remaining_s() + _GRACE_S)
         except (grpc.FutureCancelledError, ValueError) as error:  # the latter is what gRPC says of a closed channel
             raise self._over() from error
@@ -121,6 +129,15 @@ class PendingCall:
         if reply.error:
             raise from_wire(reply.error)
         return reply.body
+
+    def _say_who_is_away(self) -> None:
+        """Wait for a while; where nobody answers at all, say so: the rest of the wait may be long."""
+        if self._deadline.remaining_s() > SAY_AFTER_S:
+            with suppress(grpc.FutureTimeoutError, TimeoutError):
+                self._future.exception(SAY_AFTER_S)
+                return
+            if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT):
+                self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
 
 
 class ShardChannel:
@@ -142,6 +159,28 @@ class ShardChannel:
         self._stamp: Stamp = () if tls is None else tls.stamp()
         self._channels = [open_channel(address, tls, _OPTIONS)]  # the last is in use; calls may be under way on the one before
         self._abandoned = False
+        self._away_since_s: float | None = None
+        self._said_away = False
+
+    def away(self, why: str, for_s: float = 0.0) -> None:
+        """Record that the shard does not answer, or starts, and say it once it has lasted: whoever waits for it may wait for long.
+
+        Args:
+            why: names the shard.
+            for_s: how long that has been so already.
+        """
+        now_s = time.monotonic()
+        since_s = self._away_since_s = min(now_s - for_s, self._away_since_s or now_s)
+        if not self._said_away and now_s - since_s >= SAY_AFTER_S:
+            self._said_away = True
+            log.warning("away for %.0f s, and waited for; pulls go on: %s", now_s - since_s, why)
+
+    def back(self) -> None:
+        """Record that the shard answers; where its absence was said, that is said, too."""
+        since_s, said = self._away_since_s, self._said_away
+        self._away_since_s, self._said_away = None, False
+        if said and since_s is not None:
+            log.warning("%s is back after %.0f s", self, time.monotonic() - since_s)
 
     def start(self, method: str, request: Message, deadline: Deadline) -> PendingCall:
         """Send a unary request; it waits for a shard that is still starting, at most until the deadline."""

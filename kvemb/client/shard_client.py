@@ -52,10 +52,18 @@ class ShardClient:
         servers: checked by `AllShards.describe`.
         session: of this trainer.
         timeout_s: of every verb, unless its caller says otherwise.
+        close_timeout_s: in sync mode, of the end: the last push is accepted with the others' of its step.
     """
 
-    def __init__(self, servers: AllShards, session: PushSession, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._servers, self._session, self._timeout_s = servers, session, timeout_s
+    def __init__(
+        self,
+        servers: AllShards,
+        session: PushSession,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        close_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._servers, self._session, self.timeout_s, self._close_timeout_s = servers, session, timeout_s, close_timeout_s
         self._closed = False
         exit_delivery.prepare()
         self.missing = MissingRows(servers)
@@ -156,8 +164,8 @@ class ShardClient:
         if self._closed:
             return
         self._closed = True
-        if timeout_s is None:  # in sync mode the last push is accepted with the others' of its step
-            timeout_s = self._timeout_s if self._session.sync else min(self._timeout_s, exit_delivery.DELIVERY_TIMEOUT_S)
+        if timeout_s is None:
+            timeout_s = self._close_timeout_s if self._session.sync else exit_delivery.DELIVERY_TIMEOUT_S
         try:
             self._session.close(Deadline.after(timeout_s))
         finally:
@@ -208,7 +216,7 @@ class ShardClient:
             self.row_cache.invalidate()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.of_caller(self._timeout_s if timeout_s is None else timeout_s)
+        return Deadline.of_caller(self.timeout_s if timeout_s is None else timeout_s)
 
 
 def _wait_s(deadline: Deadline) -> float:

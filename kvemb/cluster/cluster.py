@@ -187,7 +187,7 @@ class Cluster:
 
         Args:
             name: of the table.
-            timeout_s: of the whole call; unless given, 30 s for every half a million rows of a shard.
+            timeout_s: of the whole call; unless given, `away_timeout_s` for every half a million rows of a shard.
 
         Raises:
             UnknownTableError: there is no such table; TableDroppedError, a kind of it: it has been dropped.
@@ -276,7 +276,7 @@ class Cluster:
         epoch << 48 | k. One small call to each shard, all at once.
 
         Raises:
-            ShardUnavailableError: a shard did not answer in time (30 s unless given).
+            ShardUnavailableError: a shard did not answer in time (`away_timeout_s` unless given).
         """
         return [(reply.epoch, reply.k) for reply in self._access.require_shards("progress").questions.progress(timeout_s)]
 

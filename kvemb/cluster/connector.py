@@ -43,7 +43,8 @@ def connect(
         read_only: only pull; needs no parameter server.
         trainer: this process's name in the job, unique there: a second process of the same name fences the first. Drawn
             from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
-        timeout_s: of connecting; storage.timeout_s unless given.
+        timeout_s: of connecting; storage.timeout_s unless given. A shard that says it is starting is waited for as long as one may be away
+            (`parameter_servers.away_timeout_s`).
         max_staleness: 0: every pull reads storage. Above 0, acks of pushes bring the updated rows back, and pulls may take them from
             this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
             since; `kvemb.datapath.row_cache` has the exact terms.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is o
     from kvemb.client.ack import Ack
     from kvemb.client.shard_client import ShardClient
 
-_STORED_TIMEOUT_S = 120.0
-
 
 @dataclass(frozen=True)
 class Access:
@@ -94,4 +92,5 @@ class Access:
 
     def wait_stored(self) -> None:
         """Wait until storage has what was released to this connection; raises as `WriteCounter.wait_stored`."""
-        self.changes.wait_stored(Deadline.after(_STORED_TIMEOUT_S))
+        if self.shards is not None:
+            self.changes.wait_stored(Deadline.after(self.shards.timeout_s))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import yaml
 from matrix import one_of
 
 import kvemb
@@ -64,6 +65,25 @@ def test_a_shard_that_is_down_is_named_and_its_restart_mends_the_client() -> Non
         local.start_shard(1)
         table.flush()
         assert (table.pull(ids) == -2).all()
+
+
+def test_a_shard_may_be_away_for_as_long_as_kvemb_yaml_says() -> None:
+    ids = ids_of(100)
+    with LocalCluster("valkey", 1, shards=1) as local:
+        tree = yaml.safe_load(local.config_path.read_text())
+        tree["parameter_servers"]["away_timeout_s"] = 0.5
+        with kvemb.connect(tree) as cluster:
+            table = new_table(cluster)
+            table.push(ids, np.ones((100, 4))).wait_applied(timeout_s=60)
+            local.shards[0].stop(30)
+            ack = table.push(ids, np.ones((100, 4)))
+            for wait in (ack.wait, ack.wait_applied, table.flush, lambda: [table.push(ids, np.ones((100, 4))) for _ in range(20)]):
+                with pytest.raises(ShardUnavailableError, match=r"within 0\.5 s"):
+                    wait()
+            assert (table.pull(ids) == -1).all()  # pulls go on
+            local.start_shard(0)
+            table.flush(timeout_s=60)
+            assert (table.pull(ids) <= -2).all()
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -9,7 +9,7 @@ import pytest
 
 from kvemb.client import push_session
 from kvemb.client.outbox import WINDOW_PARTS
-from kvemb.client.shard_channel import ShardChannel
+from kvemb.client.shard_channel import SAY_AFTER_S, ShardChannel
 from kvemb.errors import ClosedError, FencedError, MessageError, PushRejectedError, ShardFailedError, ShardUnavailableError, to_wire
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import DescribeReply, Empty, PushPart, PushReply, Reply
@@ -26,6 +26,20 @@ def connect(shards: list[FakeShard]) -> Iterator[Connections]:
     connections = Connections(shards)
     yield connections
     connections.close()
+
+
+def test_that_a_shard_is_away_is_said_once_and_that_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    channel = ShardChannel(3, "127.0.0.1:1")
+    channel.away("shard 3: a hiccup")
+    channel.back()
+    channel.away("shard 3 is starting: it replays", SAY_AFTER_S)
+    channel.away("shard 3 is starting: it replays still")
+    channel.back()
+    channel.back()
+    channel.close()
+    said = [line.split(" and waited")[0] for line in caplog.messages]
+    assert said == [f"away for {SAY_AFTER_S:.0f} s,", f"shard 3 (127.0.0.1:1) is back after {SAY_AFTER_S:.0f} s"]
+    assert "it replays" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("verb", ["push", "wait_applied", "close"])

@@ -22,7 +22,6 @@ from .unapplied_pushes import MAX_UNAPPLIED, Unapplied, check_max_unapplied
 
 GradientPart = tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint64]]
 """Unique ids [n], gradients [n, dim], versions [n] of one table."""
-TIMEOUT_S = 120.0
 
 
 class PushedSteps:
@@ -31,7 +30,8 @@ class PushedSteps:
     Args:
         cluster: of the tables.
         id_dtypes: by table.
-        timeout_s: of the wait for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one.
+        timeout_s: of the wait for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one;
+            as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when a step is over.
 
     Raises:
@@ -39,9 +39,9 @@ class PushedSteps:
     """
 
     def __init__(
-        self, cluster: ClusterPort, id_dtypes: Mapping[str, str], *, timeout_s: float = TIMEOUT_S, max_unapplied: int = MAX_UNAPPLIED
+        self, cluster: ClusterPort, id_dtypes: Mapping[str, str], *, timeout_s: float | None = None, max_unapplied: int = MAX_UNAPPLIED
     ) -> None:
-        if not timeout_s > 0:
+        if timeout_s is not None and not timeout_s > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}; give seconds above 0")
         check_max_unapplied(max_unapplied)
         self._cluster, self._id_dtypes = cluster, dict(id_dtypes)
@@ -100,7 +100,7 @@ class PushedSteps:
             ack, waits = self.last_ack if sync or made else None, {"release_s" if sync else "window_s": waited_s}
             report.step(ack, push_s=push_s, **waits, loss=loss)
 
-    def _timed(self, wait: Callable[[float], None]) -> float:
+    def _timed(self, wait: Callable[[float | None], None]) -> float:
         """Wait within the timeout; return the seconds that it took."""
         began_s = time.perf_counter()
         wait(self._timeout_s)

@@ -33,7 +33,9 @@ class StepTables:
         InvalidInputError: no tables, tables of several clusters, or an option out of range.
     """
 
-    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float, max_unapplied: int, shared: SharedLookups | None = None) -> None:
+    def __init__(
+        self, tables: Sequence[TablePort], *, timeout_s: float | None, max_unapplied: int, shared: SharedLookups | None = None
+    ) -> None:
         for table in tables:
             check_table(table)
         clusters = {id(table.cluster) for table in tables}

@@ -25,7 +25,7 @@ class Unapplied:
         self.limit = limit
         self._acks: deque[AckPort] = deque()
 
-    def wait_room(self, timeout_s: float) -> None:
+    def wait_room(self, timeout_s: float | None) -> None:
         """Wait until one more push keeps within the limit (with a limit of 0 none does, and none is left).
 
         Raises:
@@ -34,12 +34,12 @@ class Unapplied:
         """
         self._wait(max(0, self.limit - 1), timeout_s)
 
-    def add(self, ack: AckPort, timeout_s: float) -> None:
+    def add(self, ack: AckPort, timeout_s: float | None) -> None:
         """Take a push that was handed over, and wait where it is one too many; raises as `wait_room`."""
         self._acks.append(ack)
         self._wait(self.limit, timeout_s)
 
-    def _wait(self, n_left: int, timeout_s: float) -> None:
+    def _wait(self, n_left: int, timeout_s: float | None) -> None:
         while len(self._acks) > n_left:
             oldest = self._acks[0]
             try:

@@ -22,7 +22,6 @@ from kvemb.errors import InvalidInputError
 from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
 from ..bridge.own_process import OwnProcess
-from ..bridge.pushed_steps import TIMEOUT_S
 from ..bridge.shared_lookups import Asked, LookupResult
 from ..bridge.step_tables import StepTables, asked_of
 from ..bridge.unapplied_pushes import MAX_UNAPPLIED
@@ -204,7 +203,7 @@ def embed(
     padding_id: int | None = None,
     optimizer: Any = None,
     has_aux: bool = False,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     max_unapplied: int = MAX_UNAPPLIED,
 ) -> EmbeddedStep:
     """Make a training step of a loss over rows.
@@ -218,7 +217,8 @@ def embed(
         padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
         optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
         has_aux: whether the loss returns (loss, aux).
-        timeout_s: how long a step waits for the other trainers' parts in a sync job, for pushes to be applied in an async one.
+        timeout_s: how long a step waits for the other trainers' parts in a sync job, for pushes to be applied in an async one;
+            as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many pushes may not be applied yet when a step is over.
 
     Raises:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 
 from ..bridge.cluster_ports import AckPort, TablePort
-from ..bridge.pushed_steps import TIMEOUT_S
 from ..bridge.shared_lookups import LookupResult
 from ..bridge.step_tables import Gradient, StepTables, check_table
 from ..bridge.unapplied_pushes import MAX_UNAPPLIED
@@ -28,7 +27,8 @@ class RowsOptimizer:
 
     Args:
         tables: of one cluster.
-        timeout_s: how long step() waits for the other trainers' parts in a sync job, for pushes to be applied in an async one.
+        timeout_s: how long step() waits for the other trainers' parts in a sync job, for pushes to be applied in an async one;
+            as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when step() returns.
 
     Raises:
@@ -50,7 +50,7 @@ class RowsOptimizer:
                [-0.5, -0.5]], dtype=float32)
     """
 
-    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float = TIMEOUT_S, max_unapplied: int = MAX_UNAPPLIED) -> None:
+    def __init__(self, tables: Sequence[TablePort], *, timeout_s: float | None = None, max_unapplied: int = MAX_UNAPPLIED) -> None:
         for table in tables:
             check_table(table)
         if not tables:

@@ -14,7 +14,7 @@ from torch import nn
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import AckPort, ClusterPort
-from ...bridge.pushed_steps import TIMEOUT_S, GradientPart, PushedSteps
+from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import SharedLookups
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED
 from ..lookup.eager import eager
@@ -34,7 +34,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     Args:
         model: a module with at least one Embedding or EmbeddingBag inside, all of one cluster.
-        timeout_s: how long step() waits for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one.
+        timeout_s: how long step() waits for the other trainers' parts of the step in a sync job, for pushes to be applied in an async one;
+            as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many of its pushes may not be applied yet when step() returns; it waits for the oldest
             ones. A lower number bounds how stale rows are when the shards fall behind. Each trainer has its own.
 
@@ -63,7 +64,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     # the step.
     _step_supports_amp_scaling = True
 
-    def __init__(self, model: nn.Module, *, timeout_s: float = TIMEOUT_S, max_unapplied: int = MAX_UNAPPLIED) -> None:
+    def __init__(self, model: nn.Module, *, timeout_s: float | None = None, max_unapplied: int = MAX_UNAPPLIED) -> None:
         self._modules_of = modules_by_table(model)
         self._pending = {name: PendingLookups(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
         cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
