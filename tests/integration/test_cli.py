@@ -206,6 +206,15 @@ def test_completion_is_a_script_that_knows_every_verb(shell: str) -> None:
         assert completed.stdout.split() == ["doctor"], completed.stderr
 
 
+def test_certificates_without_what_makes_them_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvemb.net.certificate_authority", raising=False)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert cli.main(["certificates", str(tmp_path / "kvemb.yaml")]) == 2
+    assert "pip install 'kvemb[certificates]'" in capsys.readouterr().err
+
+
 def test_completion_without_what_makes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 2
