@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from kvemb.datapath.prefetched_rows import ChangedRows, PrefetchedRows, changed_rows_of, join_changed_rows
 from kvemb.datapath.row_cache import ExpectedRows
 from kvemb.errors import KvembError, ShardUnavailableError
-from kvemb.net.deadline import checked_timeout
+from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.message_format import ChangedRowsBlock
 
 DEFAULT_TIMEOUT_S = 30.0  # of one question to the shards
+_ASK_S = 1.0  # of a wait, for asking why it was in vain
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PartAck:
     Args:
         where: shard and address, for messages.
         n_rows: rows in it.
-        trouble: returns what the stream suffers from at the moment, or "".
+        trouble: returns what the stream suffers from at the moment, or ""; within the deadline.
         wanted: the rows that its answer is to bring back, where the trainer keeps rows.
         prefetched: the rows that it asked about, which the trainer holds for later steps.
         changed_rows: what its answer says of those; empty while and where that is not known.
@@ -47,7 +48,7 @@ class PartAck:
 
     where: str
     n_rows: int
-    trouble: Callable[[], str] = lambda: ""
+    trouble: Callable[[Deadline], str] = lambda deadline: ""
     wanted: ExpectedRows | None = None
     prefetched: Sequence[PrefetchedRows] = ()
     changed_rows: Sequence[ChangedRowsBlock] = ()
@@ -120,11 +121,7 @@ class Ack:
         Raises:
             ShardUnavailableError: neither within the time.
         """
-        with self._changed:
-            if self._changed.wait_for(lambda: self._error is not None or all(part.applied for part in self._parts), timeout_s):
-                return
-            late = [part for part in self._parts if not part.applied]
-        raise self._late(late, "applied", timeout_s)
+        self._wait_until(lambda part: part.applied, "applied", timeout_s)
 
     def wait_answered(self, timeout_s: float) -> None:
         """Return when every shard has accepted its part, or one has refused it, or the time is up; tells nobody which."""
@@ -247,26 +244,42 @@ class Ack:
             self._elapsed = max(self._elapsed, elapsed)
 
     def _wait(self, done: Callable[[PartAck], bool], state: str, timeout_s: float | None) -> None:
-        timeout_s = self._timeout_s if timeout_s is None else checked_timeout(timeout_s)
+        self._wait_until(done, state, self._timeout_s if timeout_s is None else checked_timeout(timeout_s))
         with self._changed:
-            finished = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
             if self._error is not None:
                 self._seen = True
                 raise copied(self._error)
-            late = [part for part in self._parts if not done(part)]
-        if not finished:
-            raise self._late(late, state, timeout_s)
 
-    def _late(self, parts: Sequence[PartAck], state: str, timeout_s: float) -> ShardUnavailableError:
-        """The error that says who is late and why; asks the shards, so it is not made under the lock."""
-        troubles = {where: part.trouble() for where, part in {part.where: part for part in parts}.items()}
-        shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in troubles.items())
-        return ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s by {shards}")
+    def _wait_until(self, done: Callable[[PartAck], bool], state: str, timeout_s: float) -> None:
+        """Wait until all parts are done, or the push has failed. Shortly before the time is up, shards that are late are asked why."""
+        deadline = Deadline.after(timeout_s)
+        asked = self._late(done, waits_s(deadline))
+        why = {where: part.trouble(deadline) for where, part in {part.where: part for part in asked}.items()}
+        if asked and (late := self._late(done, deadline.remaining_s())):
+            troubles = {part.where: why.get(part.where, "") for part in late}
+            shards = ", ".join(f"{where}{f' ({trouble})' if trouble else ''}" for where, trouble in troubles.items())
+            raise ShardUnavailableError(f"{self._what}: not {state} within {timeout_s:.3g} s by {shards}")
+
+    def _late(self, done: Callable[[PartAck], bool], timeout_s: float) -> list[PartAck]:
+        """Return the parts that are not done within the time; none when the push has failed."""
+        with self._changed:
+            over = self._changed.wait_for(lambda: self._error is not None or all(done(part) for part in self._parts), timeout_s)
+            return [] if over else [part for part in self._parts if not done(part)]
 
     def __repr__(self) -> str:
         reached = [state for state in ("applied", "released", "accepted") if getattr(self, state)]
         state = "failed" if self._error else next(iter(reached), "sent")
         return f"<Ack of {self._what}: {state}>"
+
+
+def waits_s(deadline: Deadline) -> float:
+    """How long to wait for shards, so that those that are late can still be asked why.
+
+    Example:
+        >>> round(waits_s(Deadline.after(0.5)), 1), round(waits_s(Deadline.after(30.0)))
+        (0.4, 29)
+    """
+    return deadline.remaining_s() - min(_ASK_S, deadline.remaining_s() / 5)
 
 
 def copied(error: KvembError) -> KvembError:

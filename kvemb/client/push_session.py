@@ -13,7 +13,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack, PartAck, copied
+from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack, PartAck, copied, waits_s
 from kvemb.client.all_shards import AllShards
 from kvemb.client.moved_pushes import put_together
 from kvemb.client.outbox import Sent
@@ -30,7 +30,7 @@ from kvemb.protocol.shard_routing import route, split
 from kvemb.schema.cluster_map import ClusterMap
 
 BYE_TIMEOUT_S = 2.0
-_STATUS_TIMEOUT_S = 1.0
+_LOOK_TIMEOUT_S = 1.0
 _REROUTE_TIMEOUT_S = 5.0
 _JOIN_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -197,16 +197,22 @@ class PushSession:
 
     def _wait_streams(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
         self._servers.check_usable()
+        with suppress(ShardUnavailableError):
+            self._wait_each(wait, deadline.within(waits_s(deadline)))
+            return
+        causes = {str(channel): self._trouble(shard, deadline) for shard, channel in self._servers.channels.items()}
+        known = "; ".join(f"{where} says: {cause}" for where, cause in causes.items() if cause)
         try:
-            before = -1
-            while before != self._n_rerouted:  # parts that were routed again may be with a stream that was waited for before
-                before = self._n_rerouted
-                for stream in list(self._streams.values()):
-                    wait(stream, deadline)
+            self._wait_each(wait, deadline)
         except ShardUnavailableError as error:
-            causes = {str(channel): self._trouble(shard) for shard, channel in self._servers.channels.items()}
-            known = "; ".join(f"{where} says: {cause}" for where, cause in causes.items() if cause)
             raise ShardUnavailableError(f"{error}{'. ' + known if known else ''}") from error
+
+    def _wait_each(self, wait: Callable[[PushSender, Deadline], None], deadline: Deadline) -> None:
+        before = -1
+        while before != self._n_rerouted:  # parts that were routed again may be with a stream that was waited for before
+            before = self._n_rerouted
+            for stream in list(self._streams.values()):
+                wait(stream, deadline)
 
     def _introduce(self, deadline: Deadline) -> None:
         if self._introduced:
@@ -266,7 +272,7 @@ class PushSession:
                 return reply
             except ShardUnavailableError:
                 with suppress(StorageError):
-                    self._servers.refresh_map(Deadline.after(_STATUS_TIMEOUT_S))  # it may have left while we slept
+                    self._servers.refresh_map(Deadline.after(_LOOK_TIMEOUT_S))  # it may have left while we slept
                 raise
             except PushRejectedError as error:
                 raise ShardFailedError(
@@ -399,11 +405,11 @@ class PushSession:
             except KvembError:  # tried again; whoever waits for an ack asks the shards why
                 self._closed.wait(_LONGEST_PAUSE_S)
 
-    def _trouble(self, shard: int) -> str:
-        """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is up."""
+    def _trouble(self, shard: int, deadline: Deadline) -> str:
+        """Why a shard is late, as far as its stream and it itself can tell; asked only when somebody's time is nearly up."""
         told = [stream.trouble()] if (stream := self._streams.get(shard)) is not None else []
         with suppress(KvembError):  # when it does not answer, the stream's own word must do
-            reply = self._servers.call(shard, "Status", Empty(), StatusReply, Deadline.after(_STATUS_TIMEOUT_S))
+            reply = self._servers.call(shard, "Status", Empty(), StatusReply, deadline)
             told = [f"it is starting: {reply.starting}"] if reply.starting else [*told, reply.failure]
         return "; ".join(filter(None, told))
 

@@ -20,7 +20,7 @@ from kvemb.cluster.trainer_metrics import TrainerMetrics
 from kvemb.config import Config
 from kvemb.connection.access import Access
 from kvemb.datapath.row_cache import RowCacheStats
-from kvemb.errors import ClosedError, ConfigError, InvalidInputError, KvembError
+from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.fork_lock import ForkLock
 from kvemb.init import Initializer
 from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
@@ -54,7 +54,6 @@ class Cluster:
         self._config, self._access, self._again = config, access, again
         self._tables = OpenTables(config, access, self)
         self._lock = ForkLock()
-        self._closed = False
         self._metrics: MetricsEndpoint | None = None
 
     @property
@@ -205,12 +204,12 @@ class Cluster:
             UnknownTableError: there is none of that name; those that exist are listed.
         """
         check_table_name(name)
-        self._check_open()
+        self._access.require_open()
         return self._tables.get(name)
 
     def tables(self) -> list[str]:
         """Return the names of the tables that exist, sorted."""
-        self._check_open()
+        self._access.require_open()
         return sorted(self._tables.definitions())
 
     def pull(self, ids: Mapping[str, ArrayLike], *, timeout_s: float | None = None) -> dict[str, NDArray[np.float32]]:
@@ -286,7 +285,7 @@ class Cluster:
 
     def status(self, timeout_s: float | None = None) -> ClusterStatus:
         """Ask every shard and node how it is. What does not answer is reported as such, not raised."""
-        self._check_open()
+        self._access.require_open()
         timeout_s = self._access.pull_timeout_s if timeout_s is None else timeout_s
         return read_status(self._access.store, self._access.shards, timeout_s)
 
@@ -295,7 +294,7 @@ class Cluster:
 
         The times of pulls are counted from the first call on.
         """
-        self._check_open()
+        self._access.require_open()
         return TrainerMetrics.of(self._config.cluster, self._access)
 
     def serve_metrics(self, port: int) -> None:
@@ -416,14 +415,14 @@ class Cluster:
         return self._again, ()
 
     def __repr__(self) -> str:
-        how = "closed" if self._closed else "read-only" if self.read_only else "open"
+        how = "closed" if self._access.closed else "read-only" if self.read_only else "open"
         return f"<Cluster {self._config.cluster!r}: {self._config.storage.kind}, {how}>"
 
     def _close(self, timeout_s: float | None) -> None:
         with self._lock:
-            if self._closed:
+            if self._access.closed:
                 return
-            self._closed = True
+            self._access.closed = True
         if self._metrics is not None:
             self._metrics.close()
         access = self._access
@@ -437,7 +436,3 @@ class Cluster:
                     access.shards.close(timeout_s=timeout_s)
             finally:
                 access.store.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this cluster was closed")

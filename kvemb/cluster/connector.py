@@ -73,14 +73,15 @@ def connect(
     try:
         if read_only:
             store.open(deadline)
-            cluster = Cluster(config, Access(store, None, config.storage.timeout_s), partial(connect, source, read_only=True))
-            return _served(cluster, metrics_port)
+            access = Access(store, None, config.storage.timeout_s, config.cluster)
+            return _served(Cluster(config, access, partial(connect, source, read_only=True)), metrics_port)
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
         row_cache = RowCache(cache_bytes, max_staleness) if cache_bytes else None
         shards = open_shards(config, trainer, store, deadline, row_cache)
         again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
-        return _served(Cluster(config, Access(store, shards, config.storage.timeout_s), again), metrics_port)
+        access = Access(store, shards, config.storage.timeout_s, config.cluster)
+        return _served(Cluster(config, access, again), metrics_port)
     except BaseException:
         store.close()
         raise

@@ -12,7 +12,7 @@ from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull
 from kvemb.datapath.row_cache import RowCache
-from kvemb.errors import ReadOnlyError
+from kvemb.errors import ClosedError, ReadOnlyError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
 from kvemb.stores.store import Store
@@ -22,19 +22,31 @@ if TYPE_CHECKING:  # gRPC is imported when a cluster with parameter servers is o
     from kvemb.client.shard_client import ShardClient
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Access:
-    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, the counter of
-    writes, and how long pulls took."""
+    """What the tables of one connection share: the store, the client of the shards (None = read-only), the pull timeout, the cluster's
+    name, the counter of writes, how long pulls took, and whether it was closed."""
 
     store: Store
     shards: ShardClient | None
     pull_timeout_s: float
+    cluster: str = ""
     changes: WriteCounter = field(default_factory=WriteCounter)
     pull_times: PullTimes = field(default_factory=PullTimes)
+    closed: bool = False
+
+    def require_open(self) -> None:
+        """Refuse to go on after the connection was closed.
+
+        Raises:
+            ClosedError: naming the cluster.
+        """
+        if self.closed:
+            raise ClosedError(f"this connection to cluster {self.cluster!r} was closed; kvemb.connect(source) opens another one")
 
     def require_shards(self, verb: str) -> ShardClient:
-        """Return the client of the shards, or raise ReadOnlyError."""
+        """Return the client of the shards, or raise ReadOnlyError, or ClosedError."""
+        self.require_open()
         if self.shards is None:
             raise ReadOnlyError(
                 f"{verb} goes through the parameter servers, and this cluster was opened with read_only=True. "
@@ -75,6 +87,7 @@ class Access:
             return self._pull(requests, timeout_s, versions=versions, stored=stored)
 
     def _pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool) -> list[Pulled]:
+        self.require_open()
         if stored and timeout_s is None:
             self.wait_stored()
         deadline = self.pull_deadline(timeout_s)

@@ -337,7 +337,7 @@ def test_a_closed_cluster_says_so(local_cluster: LocalCluster) -> None:
     cluster.close()
     cluster.close()
     for call in (lambda: table.pull([1]), lambda: table.push([1], np.ones((1, 4))), lambda: cluster.table("x")):
-        with pytest.raises(ClosedError):
+        with pytest.raises(ClosedError, match=rf"cluster '{cluster.config.cluster}' was closed; kvemb\.connect\(source\) opens another"):
             call()
 
 

@@ -86,6 +86,20 @@ def test_what_was_sent_behind_a_refused_part_fails_and_numbering_goes_on(shards:
     assert [(p.sequence, p.tables[0].ids.tolist()) for p in shards[0].parts][-2:] == [(4, [3]), (2, [9])]
 
 
+def test_whoever_waits_in_vain_hears_why_within_the_time_that_was_given(
+    shards: list[FakeShard], connect: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards[0].script = silent
+    session, asked = connect(), list[tuple[int, float]]()
+    monkeypatch.setattr(session, "_trouble", lambda shard, deadline: asked.append((shard, deadline.timeout_s)) or "it sleeps")
+    ack = session.push(rows_of(7), soon())
+    with pytest.raises(ShardUnavailableError, match=r"not accepted within 0.2 s by shard 0 .*\(it sleeps\)"):
+        ack.wait(0.2)
+    with pytest.raises(ShardUnavailableError, match=r"within 0.3 s it has not applied .* says: it sleeps"):
+        session.wait_applied(Deadline.after(0.3))
+    assert asked == [(0, 0.2), (0, 0.3)]
+
+
 def test_a_fenced_trainer_stays_fenced(shards: list[FakeShard], connect: Connections) -> None:
     shards[0].script = refuse_once(1, FencedError("incarnation 41 was fenced"))
     session = connect()
