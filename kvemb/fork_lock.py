@@ -5,6 +5,7 @@ What must not live here: what a lock guards. A child finds that as it was at the
 
 import os
 import threading
+from contextlib import suppress
 from types import TracebackType
 from weakref import WeakSet
 
@@ -12,31 +13,29 @@ _locks: "WeakSet[ForkLock]" = WeakSet()
 
 
 class ForkLock:
-    """As threading.Lock in a `with`, for what pulls and a forked child's other calls go through. Thread- and fork-safe.
+    """As threading.RLock in a `with`, for what pulls and a forked child's other calls go through. Thread- and fork-safe.
 
     Example:
         >>> lock = ForkLock()
-        >>> with lock:
-        ...     lock.renew()  # what a fork does in the child
-        >>> with lock:
-        ...     "open"
-        'open'
+        >>> with lock, lock:
+        ...     "held twice by one thread"
+        'held twice by one thread'
     """
 
     def __init__(self) -> None:
-        self._held = threading.Lock()
+        self._held = threading.RLock()
         _locks.add(self)
 
     def __enter__(self) -> None:
         self._held.acquire()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._held.locked():  # not where it was renewed meanwhile: by a fork within the `with`
+        with suppress(RuntimeError):  # renewed meanwhile, by a fork within the `with`
             self._held.release()
 
     def renew(self) -> None:
         """Be open, whoever holds it."""
-        self._held = threading.Lock()
+        self._held = threading.RLock()
 
 
 def _renew_all() -> None:

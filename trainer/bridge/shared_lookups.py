@@ -9,7 +9,7 @@ What must not live here: modules (`table_module`), pushing (`sparse_optimizer`),
   after another is seen in one step and used in the next: the first of them pulls rows for the others, too. Such rows serve until the
   next step; a table that did not ask for them is not pulled ahead again.
 
-One thread per model.
+Several threads may look up: those that train take turns, for they share what is remembered. Steps come one after another.
 """
 
 import time
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvemb.arrays.ids import to_caller
 from kvemb.arrays.unique import Unique, unique_ascending
+from kvemb.fork_lock import ForkLock
 
 from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, RowsAhead, found_of, unique_of
 from ..report.step_times import counted
@@ -55,6 +56,7 @@ class SharedLookups:
         self._ids = np.empty(0, np.uint64)  # a copy of what it was asked for
         self._wanted = Unique(self._ids, None)
         self._ahead: dict[str, Pulled] = {}
+        self._lock = ForkLock()
 
     def look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[LookupResult]:
         """Look ids up.
@@ -63,6 +65,12 @@ class SharedLookups:
             asked: lookups that are made at the same time; those that are not installed are one pull.
             recording: whether a step will follow; without one nothing would end the use of rows pulled ahead for other tables.
         """
+        if recording:
+            with self._lock:
+                return self._look_up(asked, recording=True)
+        return self._look_up(asked, recording=False)
+
+    def _look_up(self, asked: Sequence[Asked], *, recording: bool) -> list[LookupResult]:
         found = [self._find_installed(table, ids) for table, ids in asked]
         missing = [i for i, one in enumerate(found) if one is None]
         self.n_ahead += len(asked) - len(missing)
@@ -86,9 +94,10 @@ class SharedLookups:
 
     def begin_step(self) -> Prefetched | None:
         """Drop rows that nobody asked for, which are too old after this step; return those that its push is to register, if any."""
-        self._installed = {}
-        self._drop_ahead()
-        self.state += 1 + self.state % 2
+        with self._lock:
+            self._installed = {}
+            self._drop_ahead()
+            self.state += 1 + self.state % 2
         return None if self.lookahead is None else self.lookahead.prefetched()
 
     def end_step(self, changed: Changed | None) -> None:

@@ -5,6 +5,9 @@ Strategy: between backward and step a table is one leaf tensor with a gradient, 
 one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. Among the
 parameters of the model, for torch.nn.utils.clip_grad_norm_ and what calls it. In a group of the optimizer, for GradScaler and for trainers
 that clip what their optimizer has.
+
+Backward passes may run in several threads (on GPUs torch runs them in its own). A lock keeps their gradients apart, and apart from a step
+that takes what there is.
 """
 
 import logging
@@ -19,6 +22,7 @@ from torch.autograd import Variable
 
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
+from kvemb.fork_lock import ForkLock
 
 from ...bridge.cluster_ports import TablePort
 from .parameter_walks import RankParams, n_ranks
@@ -64,10 +68,12 @@ class PendingLookups:
         table: whose.
         n_modules: over the table.
         trains: False for a copy of a module, until an optimizer is made for it.
+        lock: of all tables of one optimizer, whose step holds it; one of its own unless given.
     """
 
-    def __init__(self, table: TablePort, n_modules: int = 1, *, trains: bool = True) -> None:
+    def __init__(self, table: TablePort, n_modules: int = 1, *, trains: bool = True, lock: ForkLock | None = None) -> None:
         self.table, self._trains = table, trains
+        self._lock = ForkLock() if lock is None else lock
         self.limit, self._many = MAX_PENDING * n_modules, _MANY_PENDING * n_modules
         self._told = self._told_dropped = False
         self._n_dropped = 0  # since the last step
@@ -83,15 +89,16 @@ class PendingLookups:
 
     def add(self, leaf: Tensor, lookup: Lookup) -> None:
         """Take a lookup whose leaf has just got a gradient, in its backward pass; a second one through the same graph adds to that."""
-        if any(leaf is known for known in self.leaves):
-            return
-        self.n_backwards += 1
-        if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
-            self._keep([known.grad is not None for known in self.leaves])
-            self._tell_dropped()
-        self._append(leaf, lookup, 1)
-        if len(self.leaves) > 1:
-            Variable._execution_engine.queue_callback(self._merge)
+        with self._lock:
+            if any(leaf is known for known in self.leaves):
+                return
+            self.n_backwards += 1
+            if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
+                self._keep([known.grad is not None for known in self.leaves])
+                self._tell_dropped()
+            self._append(leaf, lookup, 1)
+            if len(self.leaves) > 1:
+                Variable._execution_engine.queue_callback(self._merge)
 
     def use_up(self) -> None:
         """Forget gradients and lookups, for a step has used them."""
@@ -101,15 +108,17 @@ class PendingLookups:
 
     def drop(self) -> None:
         """Forget gradients and lookups that no step has used."""
-        if self.leaves:
-            self._tell_dropped()
-        self.clear()
+        with self._lock:
+            if self.leaves:
+                self._tell_dropped()
+            self.clear()
 
     def clear(self) -> None:
         """Forget gradients and lookups; those whose backward is still to come are not concerned."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        self._keep([False] * len(self.leaves))
+        with self._lock:
+            for leaf in self.leaves:
+                leaf.grad = None
+            self._keep([False] * len(self.leaves))
 
     def withdraw(self) -> None:
         """Take the leaves out of the other optimizer's group, where they are no parameters to be saved or numbered."""
@@ -147,10 +156,13 @@ class PendingLookups:
 
     def _merge(self) -> None:
         """Make one leaf of all, with a row for each unique id, and the sum of its gradients."""
-        live = [leaf.grad is not None for leaf in self.leaves]
-        if sum(live) < 2:
-            return
-        self._keep(live)
+        with self._lock:
+            live = [leaf.grad is not None for leaf in self.leaves]
+            if sum(live) >= 2:
+                self._keep(live)
+                self._merge_all()
+
+    def _merge_all(self) -> None:
         pushed = [
             lookup.pushed(leaf.detach().cpu().numpy(), leaf.grad.detach().cpu().numpy())
             for leaf, lookup in zip(self.leaves, self.lookups, strict=True)

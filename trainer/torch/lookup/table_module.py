@@ -7,7 +7,7 @@ What must not live here: how rows are combined (`embedding`), what waits for a s
 Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch's own functions index into it, so forward and backward are
 torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the leaf's hook). A forward pass whose loss is
 thrown away leaves nothing behind. Backward hands the lookup to its `PendingLookups`, where the optimizer finds it, and `parameters()` until
-the step. One thread per model.
+the step.
 """
 
 import json

@@ -5,11 +5,14 @@ model.parameters(), and the one that was given to distribute is never called aga
 every optimizer's step. One that has weights of the joined optimizer, while gradients of rows wait, is remembered. If it steps again after
 another backward, and the joined one has not stepped in between, nobody pushes. Once is no proof: wrappers step before the optimizer inside
 of them does, and two optimizers may share weights.
+
+The hook runs in every thread that steps an optimizer, and the model may be trained in another one: lists and counts are looked at, and no
+tensor's gradient, which backward replaces without Python's lock.
 """
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from kvemb.errors import InvalidInputError
 from ..lookup.pending_lookups import KEEP, PendingLookups
 from .sparse_optimizer import SparseOptimizer
 
-_all: "WeakSet[OtherOptimizers]" = WeakSet()
+_all: "WeakValueDictionary[int, OtherOptimizers]" = WeakValueDictionary()  # by id()
 _registered: list[Any] = []  # torch's handle of the one hook
 
 
@@ -44,7 +47,7 @@ class OtherOptimizers:
         Raises:
             InvalidInputError: saying what to do. This step has changed nothing, and gradients still wait.
         """
-        if optimizer is self._joined or not self._waits() or not self._shares(optimizer):
+        if optimizer is self._joined or not any(pending.leaves for pending in self._pendings) or not self._shares(optimizer):
             return
         steps, backwards = (sum(getattr(one, count) for one in self._pendings) for count in ("n_steps", "n_backwards"))
         seen = self._seen.get(optimizer)
@@ -52,9 +55,6 @@ class OtherOptimizers:
             self._seen[optimizer] = steps, backwards
         elif seen[1] != backwards:
             raise InvalidInputError(self._message(type(optimizer).__name__))
-
-    def _waits(self) -> bool:
-        return any(leaf.grad is not None for pending in self._pendings for leaf in pending.leaves)
 
     def _shares(self, optimizer: torch.optim.Optimizer) -> bool:
         mine = {id(param) for group in self._joined.param_groups for param in group["params"]} | self._stand_ins.keys()
@@ -76,7 +76,7 @@ def watch(joined: torch.optim.Optimizer, pendings: Sequence[PendingLookups], sta
     watching = OtherOptimizers(joined, pendings, stand_ins)
     for pending in pendings:
         pending.watching = watching
-    _all.add(watching)
+    _all[id(watching)] = watching
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_before_any_step))
 
@@ -84,5 +84,6 @@ def watch(joined: torch.optim.Optimizer, pendings: Sequence[PendingLookups], sta
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or isinstance(optimizer, SparseOptimizer):
         return
-    for watching in list(_all):
-        watching.before_step(optimizer)
+    for found in _all.valuerefs():  # a copy: other threads call distribute meanwhile
+        if (watching := found()) is not None:
+            watching.before_step(optimizer)

@@ -2,7 +2,8 @@
 
 What must not live here: update rules (the parameter servers apply them) and lookups (`table_module`). A group per table holds the run-time
 values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them. `group["params"]` holds the leaves
-that wait for a step, so that GradScaler sees their gradients. Use it from one thread; it does not survive fork().
+that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several threads; a step and they wait for one
+another. It does not survive fork().
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from kvemb.errors import InvalidInputError
+from kvemb.fork_lock import ForkLock
 
 from ...bridge.cluster_ports import AckPort, ClusterPort
 from ...bridge.pushed_steps import GradientPart, PushedSteps
@@ -66,7 +68,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, *, timeout_s: float | None = None, max_unapplied: int = MAX_UNAPPLIED) -> None:
         self._modules_of = modules_by_table(model)
-        self._pending = {name: PendingLookups(ms[0].table, len(ms)) for name, ms in self._modules_of.items()}
+        self._lock = ForkLock()
+        self._pending = {name: PendingLookups(ms[0].table, len(ms), lock=self._lock) for name, ms in self._modules_of.items()}
         cluster: ClusterPort = next(iter(self._pending.values())).table.cluster
         id_dtypes = {name: pending.table.definition.id_dtype for name, pending in self._pending.items()}
         self._steps = PushedSteps(cluster, id_dtypes, timeout_s=timeout_s, max_unapplied=max_unapplied)
@@ -118,7 +121,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_owned()
-        self._steps.take(self._sharing(), self._parts, self._hypers, use_up=self._use_up, loss=loss)
+        with self._lock:
+            self._steps.take(self._sharing(), self._parts, self._hypers, use_up=self._use_up, loss=loss)
         return loss
 
     def _use_up(self) -> None:
