@@ -119,22 +119,25 @@ class ServersConfig:
     tls: TlsConfig | None = None
     insecure: bool = False
 
-    def metrics_port_of(self, shard: int, host: str = "") -> int:
+    def metrics_port_of(self, shard: int, address: str = "") -> int:
         """The port on which a shard is scraped; 0 where it is not.
 
         Args:
             shard: number.
-            host: that it listens on; asked for only if this file does not name the shard, because it joined later.
+            address: where it is; by that it is found in this file, whose order need not be that of numbers once shards have left.
 
         Example:
             >>> servers = ServersConfig(("a:7070", "b:7070", "a:7071"), metrics_port=9300)
-            >>> servers.metrics_port_of(2), servers.metrics_port_of(3, "c"), servers.metrics_port_of(4, "a")
+            >>> servers.metrics_port_of(2), servers.metrics_port_of(3, "c:7070"), servers.metrics_port_of(4, "a:7072")
             (9301, 9300, 9303)
+            >>> servers.metrics_port_of(5, "b:7070")
+            9300
         """
         hosts = [address.rpartition(":")[0] for address in self.shards]
-        if shard < len(hosts):
-            return self.metrics_port and self.metrics_port + hosts[:shard].count(hosts[shard])
-        n_here = hosts.count(host)  # numbers between may be of the same machine, too
+        at = self.shards.index(address) if address in self.shards else shard
+        if at < len(hosts):
+            return self.metrics_port and self.metrics_port + hosts[:at].count(hosts[at])
+        n_here = hosts.count(address.rpartition(":")[0])  # numbers between may be of the same machine, too
         return self.metrics_port and self.metrics_port + (n_here and n_here + shard - len(hosts))
 
     def last_words(self, shard: int) -> Path:

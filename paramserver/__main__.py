@@ -23,6 +23,7 @@ from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts.stop_flag import StopFlag
 
 from .disk.disk_errors import named
+from .lifecycle.join_cluster import kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
 from .lifecycle.storage_wait import StoppedError
@@ -56,12 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLines) -> int:
     lines.named(config.cluster)
-    if args.shard < 0 or (args.shard >= len(config.servers.shards) and not args.listen):
+    servers = config.servers
+    # Once shards have left, the file's order is not that of numbers; what the shard's own folder knows of the cluster comes first.
+    known = kept_place(Path(servers.data_dir), args.shard, servers.shards)
+    args.listen = args.listen or known or next(iter(servers.shards[args.shard : args.shard + 1]), "")
+    if args.shard < 0 or not args.listen:
         raise ConfigError(
-            f"--shard {args.shard}: parameter_servers.shards has {len(config.servers.shards)} entries, counted from 0; a shard that is to "
-            "join needs --listen host:port"
+            f"--shard {args.shard}: parameter_servers.shards has {len(servers.shards)} entries, counted from 0, and the shard's folder in "
+            f"{servers.data_dir} does not say where it was: give --listen host:port, as to a shard that is to join"
         )
-    require_encrypted(config, args.listen or "")
+    require_encrypted(config, args.listen)
     AccessControl.of(config)  # what it cannot use is said before anything is started
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
@@ -70,7 +75,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
         if stop.wait(pause_s):
             raise StoppedError
 
-    listen, take_over, roll_back = args.listen or config.servers.shards[args.shard], args.take_over, args.roll_back
+    listen, take_over, roll_back = args.listen, args.take_over, args.roll_back
     while True:
         again = threading.Event()
         shard = start(

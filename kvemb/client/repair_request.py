@@ -10,8 +10,8 @@ from kvemb.protocol.messages import RepairReply, RepairRequest
 _ANSWER_MARGIN_S = 1.0  # a shard gives up before we do, and says what it waited for
 
 
-def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = False, timeout_s: float = 3600.0) -> list[RepairReply]:
-    """Restore the rows of every node that has lost them; return what each shard did, when all have done their part.
+def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = False, timeout_s: float = 3600.0) -> dict[int, RepairReply]:
+    """Restore the rows of every node that has lost them; return what each shard did, by its number, when all have done their part.
 
     Args:
         config: of the cluster.
@@ -30,6 +30,6 @@ def repair(config: Config, addresses: Sequence[str] = (), *, all_nodes: bool = F
         request = RepairRequest(list(addresses), all_nodes, max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2))
         deadline = Deadline.after(timeout_s)
         servers.ask_map(deadline)
-        return list(servers.call_each("Repair", request, RepairReply, deadline).values())
+        return servers.call_each("Repair", request, RepairReply, deadline)
     finally:
         servers.close()

@@ -147,7 +147,7 @@ def _line(one: Listed) -> tuple[object, ...]:
     kind = ("incremental" if manifest.base else "full") + (", weights only" if manifest.weights_only else "")
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
     base = manifest.base.name if manifest.base else "-"
-    return one.name, saved, kind, f"{manifest.n_rows:,}", f"{manifest.size_bytes / 1e6:.1f}", manifest.n_shards, base
+    return one.name, saved, kind, f"{manifest.n_rows:,}", f"{manifest.size_bytes / 1e6:.1f}", manifest.n_writers, base
 
 
 def _print_contents(manifest: CheckpointManifest) -> None:

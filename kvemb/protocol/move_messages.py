@@ -53,7 +53,8 @@ class MoveStatusReply(Message):
 
     Args:
         cluster_map: its bytes.
-        reports: of each shard, b"" where it has said nothing of this map.
+        reports: of each shard, b"" where it has said nothing of this map. While nothing moves shard 0's says why the last move was taken
+            back.
         places: the address of every node number, "" of those that are gone.
     """
 

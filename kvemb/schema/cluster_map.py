@@ -127,6 +127,10 @@ class ClusterMap:
             places.append(found)
         return tuple(places)
 
+    def place_of(self, shard: int, in_file: Sequence[str]) -> str:
+        """Return where one shard is, "" where it is none of the cluster's, or gone."""
+        return self.shard_places(in_file)[shard] if shard in self.shard_numbers else ""
+
     @cached_property
     def shard_numbers(self) -> tuple[int, ...]:
         """The shards that there are, ascending; with and without slots."""

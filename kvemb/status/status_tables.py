@@ -4,7 +4,7 @@ HEADROOM counts what a node says it stores. memcached counts stored bytes, not t
 rows of one size while some headroom is left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from kvemb.protocol.messages import RepairReply
 from kvemb.status.cluster_status import ClusterStatus, ShardStatus
@@ -50,22 +50,22 @@ def _held_lines(status: ClusterStatus) -> list[str]:
     return ["", *_table(("ROWS OF", *(node.address for node in status.nodes)), rows)]
 
 
-def render_repair(replies: Sequence[RepairReply]) -> str:
+def render_repair(replies: Mapping[int, RepairReply]) -> str:
     """Return what a repair did, shard by shard and in all.
 
     Example:
-        >>> print(render_repair([RepairReply(1, 4000, 0.5), RepairReply(1, 2000, 0.25)]))
+        >>> print(render_repair({0: RepairReply(1, 4000, 0.5), 2: RepairReply(1, 2000, 0.25)}))
         shard 0: 4,000 rows rewritten on 1 node in 0.5 s (8,000 rows/s)
-        shard 1: 2,000 rows rewritten on 1 node in 0.2 s (8,000 rows/s)
+        shard 2: 2,000 rows rewritten on 1 node in 0.2 s (8,000 rows/s)
         in all: 6,000 rows in 0.5 s (12,000 rows/s)
     """
-    if not any(reply.nodes for reply in replies):
+    if not any(reply.nodes for reply in replies.values()):
         return "no node has lost its rows; give --node or --all to compare nodes row by row"
     lines = []
-    for shard, reply in enumerate(replies):
+    for shard, reply in replies.items():
         nodes = f"{reply.nodes} node{'s' if reply.nodes != 1 else ''}"
         lines.append(f"shard {shard}: {reply.rows:,} rows rewritten on {nodes} in {_rate(reply.rows, reply.seconds)}")
-    n_rows, seconds = sum(reply.rows for reply in replies), max(reply.seconds for reply in replies)
+    n_rows, seconds = sum(reply.rows for reply in replies.values()), max(reply.seconds for reply in replies.values())
     return "\n".join([*lines, f"in all: {n_rows:,} rows in {_rate(n_rows, seconds)}"])
 
 

@@ -83,7 +83,8 @@ class Front:
     def _opened(self) -> tuple[Server, MetricsEndpoint | None]:
         server = Server(self._listen, AccessControl.of(self._config), self._shard, self._report)
         host = server.address.rpartition(":")[0]  # what Prometheus scrapes is on the host that the shard listens on
-        port = self._config.servers.metrics_port_of(self._shard, host)
+        servers = self._config.servers
+        port = servers.metrics_port_of(self._shard, self._listen if self._listen in servers.shards else server.address)
         try:
             return server, MetricsEndpoint(self, host, port, "Is another process there? See docs/operations.md.") if port else None
         except ConfigError:

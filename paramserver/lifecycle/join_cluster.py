@@ -7,7 +7,8 @@ cluster; a folder that has seen one never provisions again.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -27,7 +28,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
-from ..disk.data_dir import DataDir
+from ..disk.data_dir import DataDir, folder_of
 from .storage_wait import ABSENT, StorageWait
 
 CLUSTER, INTENT = "cluster", "provision-intent"
@@ -120,6 +121,15 @@ def keep_map(data: DataDir, cluster_map: ClusterMap, check: Callable[[], None]) 
     """
     kept = data.read(CLUSTER)
     data.write(CLUSTER, [_packed(_unpack(kept, "cluster_id"), _unpack(kept, "generation"), cluster_map)], check=check)
+
+
+def kept_place(root: Path, shard: int, in_file: Sequence[str]) -> str:
+    """Return where a shard is, as its folder has kept the cluster's map; "" where it does not say. Nothing is opened for that."""
+    try:
+        kept = _unpack((folder_of(root, shard) / CLUSTER).read_bytes(), "map", b"")
+        return decode_map(kept).place_of(shard, in_file) if kept else ""
+    except (OSError, KvembError):  # which the start will say
+        return ""
 
 
 def _packed(cluster_id: bytes, generation: bytes, cluster_map: ClusterMap) -> bytes:

@@ -70,7 +70,7 @@ class MoveCarrier:
         self._store, self._keep, self._planner, self._left, self._timeout_s = store, keep, planner, left, timeout_s
         self._sync = sync
         self._lock = threading.Lock()
-        self._said = ""
+        self._said = self._taken_back = ""
 
     # --- what operators ask for -------------------------------------------------------------------------------------------------
 
@@ -85,6 +85,7 @@ class MoveCarrier:
         """
         with self._lock:
             planned = self._planner.plan(self._store.cluster_map, wanted, deadline)
+            self._taken_back = ""
             self._follow(planned)
             log.info("a move of slots begins (map version %d)", planned.version)
             return planned
@@ -138,6 +139,11 @@ class MoveCarrier:
             self._follow(changed)
             log.warning("node %d, which was at %s, is now at %s: its rows are brought back there", number, before, address)
             return self._store.cluster_map
+
+    @property
+    def taken_back(self) -> str:
+        """Why the last move was taken back, as far as this process knows; "" where it was not."""
+        return self._taken_back
 
     def left_session(self, shard: int, trainer: str, incarnation: int) -> int:
         """See `LeftSessions.find`."""
@@ -215,6 +221,7 @@ class MoveCarrier:
 
     def _abort(self, now: ClusterMap, plan: MovePlan, why: str) -> None:
         log.warning("the move is taken back: %s", why)
+        self._taken_back = why
         if plan.kind == SHARDS and plan.phase in (MOVING, HOLDING):  # nothing was taken over yet
             self._end(now, plan)
             return

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.coordination.move_report import MoveReport
 from kvemb.errors import InvalidInputError, MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, HelloReply
@@ -81,6 +82,8 @@ class MoveHandlers:
         cluster_map = self._store.cluster_map
         reports = self._on_shard_0().reports(cluster_map.n_shards) if cluster_map.plan is not None else [None] * cluster_map.n_shards
         told = [b"" if one is None else one.encode() for one in reports]
+        if cluster_map.plan is None and (why := self._on_shard_0().taken_back):
+            told[0] = MoveReport(0, cluster_map.version, True, trouble=why).encode()
         return MoveStatusReply(cluster_map.encode(), told, list(self._store.places))
 
     def slot_sizes(self, request: Empty, deadline: Deadline) -> SlotSizesReply:

@@ -132,7 +132,7 @@ def test_rows_deleted_behind_our_back_are_restored_on_request(kind: str, cache_m
         assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["shard 0", "shard 1", "in all"]
         assert f"in all: {len(gone)} rows in" in done.stdout
         require_same(local, table, before)
-        assert sum(reply.rows for reply in repair(load(local.config_path, {}), all_nodes=True, timeout_s=PATIENCE_S)) == 0
+        assert sum(reply.rows for reply in repair(load(local.config_path, {}), all_nodes=True, timeout_s=PATIENCE_S).values()) == 0
         train_on(table)
 
 
@@ -143,10 +143,10 @@ def test_only_the_named_node_is_compared(kind: str) -> None:
         for server in local.servers:
             delete_rows(server, table, IDS[:200])
         first, second = (server.address for server in local.servers)
-        n_first = sum(reply.rows for reply in repair(config, [first], timeout_s=PATIENCE_S))
+        n_first = sum(reply.rows for reply in repair(config, [first], timeout_s=PATIENCE_S).values())
         assert 0 < n_first < 200
         assert int((~records(local, table)[1]).sum()) == 200 - n_first
-        assert sum(reply.rows for reply in repair(config, [second], timeout_s=PATIENCE_S)) == 200 - n_first
+        assert sum(reply.rows for reply in repair(config, [second], timeout_s=PATIENCE_S).values()) == 200 - n_first
         require_same(local, table, before)
         with pytest.raises(InvalidInputError, match=r"no storage node 127.0.0.1:1; there are 127"):
             repair(config, ["127.0.0.1:1"], timeout_s=PATIENCE_S)

@@ -52,6 +52,7 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, 
             refused("is shard 0, which carries moves and stays", "remove", path, first, "--yes")
             refused("give host:port of the shard", "add", path)
 
+            refused(f"kvemb shard --config kvemb.yaml --shard 2 --listen {address}", "add", path, address, "--yes")
             local.start_shard(2, "--listen", address)
             dry = run("shards", "add", path, address, "--dry-run")
             assert f"joins: {address}" in dry.stdout, dry.stderr
@@ -59,6 +60,7 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, 
             done = run("shards", "add", path, address, "--yes")
             assert done.returncode == 0, done.stderr
             assert "shards 0, 1, 2 (cluster map" in done.stdout
+            assert done.stdout.splitlines()[-1].endswith(f"parameter_servers.shards: [{first}, {second}, {address}]")
             shown = run("shards", path).stdout
             assert address in shown
             assert "nothing moves" in shown
@@ -77,6 +79,12 @@ def test_a_shard_joins_by_one_command_and_another_leaves_from_python(kind: str, 
             last = cluster.save(f"{local.folder}/saves/last")
             moved = table.pull(IDS)
             assert run("verify", last.url).returncode == 0
+            assert {line.split()[-2] for line in run("ls", f"{local.folder}/saves").stdout.splitlines()[1:]} == {"2", "3"}
+            local.config_path.write_text(local.config_path.read_text().replace(second, address))  # two entries, for shards 0 and 2
+            local.shards[2].stop(PATIENCE_S)
+            local.start_shard(2)
+            assert run("shards", path).returncode == 0
+            assert "\nshard 2: " in run("repair", "--all", "--config", path).stdout
             for url, rows in ((base.url, before), (after.url, before), (last.url, moved)):
                 cluster.load(url)
                 np.testing.assert_array_equal(table.pull(IDS, timeout_s=PATIENCE_S), rows)

@@ -98,6 +98,8 @@ def test_a_waiting_shard_that_starts_again_in_an_empty_folder_joins(local: Local
     moves.abort()
     local.shards[1].signal(signal.SIGCONT)
     assert moves.wait().shard_numbers == (0, 1)
+    with kvemb.connect(local.url) as cluster:
+        assert cluster.shards.state().troubles == ("a test",)
     moves.begin(owners, join_shards=[waiting.address])  # the number that was taken back is the next one again
     assert moves.wait().shard_numbers == (0, 1, 2)
     moves.close()

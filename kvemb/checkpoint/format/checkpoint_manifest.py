@@ -99,8 +99,13 @@ class CheckpointManifest:
 
     @property
     def n_shards(self) -> int:
-        """Shards of the cluster that was saved."""
+        """Numbers given to shards of the cluster that was saved, those gone included."""
         return len(self.cuts)
+
+    @property
+    def n_writers(self) -> int:
+        """Shards that had slots."""
+        return self.n_shards if self.slot_shards is None else len(np.unique(self.slot_shards))
 
     @cached_property
     def n_rows(self) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvemb.client.resizing.slot_moves import MoveState, SlotMoves, state_of
 from kvemb.client.shard_channel import ShardChannel
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.messages import DescribeReply, Empty
@@ -21,6 +21,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.slot_dealing import deal
 from kvemb.schema.slots import runs_of
 
+_ANSWER_S = 5.0  # of a shard that runs already
 INDEX_BYTES = 16  # of a row, which the shard that takes it is told
 
 
@@ -112,10 +113,15 @@ class ShardScaling(SlotMoves):
 
     def _require_next(self, address: str, number: int, ours: DescribeReply) -> None:
         """Refuse a server that is no shard of this cluster with the number that it is to have."""
-        deadline, tls = Deadline.after(self._timeout_s), self._servers.tls
+        deadline, tls = Deadline.after(min(self._timeout_s, _ANSWER_S)), self._servers.tls
         channel = ShardChannel(number, address, None, None if tls is None else TlsFiles(tls, "parameter_servers.tls"))
         try:
             theirs = channel.call("Describe", Empty(), DescribeReply, deadline)
+        except ShardUnavailableError as error:
+            raise ShardUnavailableError(
+                f"{error}. Nothing was changed. Start the shard there, and ask again: kvemb shard --config kvemb.yaml --shard {number} "
+                f"--listen {address}"
+            ) from error
         finally:
             channel.close()
         got, expected = ((one.shard, one.cluster, one.cluster_id.hex(), one.mode) for one in (theirs, ours))

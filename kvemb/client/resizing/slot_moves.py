@@ -33,7 +33,7 @@ class MoveState:
         map: the cluster map in force; its `plan` is None while nothing moves.
         places: address of every node number, "" of those that are gone.
         rows, n_rows: gone through in this phase, and in all, as far as the shards have said.
-        troubles: why shards do not come further.
+        troubles: why shards do not come further; while nothing moves, why the last move was taken back.
         silent: shards that have said nothing of this phase.
     """
 
@@ -123,7 +123,7 @@ class SlotMoves:
             progress(state)
             if state.map.plan is None:
                 if why or state.map.serial == unflipped:
-                    reason = why or "an operator asked for it, or a shard was in trouble (shard 0's log says why)"
+                    reason = why or "; ".join(state.troubles) or "shard 0 was started anew since; the log of the one before says why"
                     raise MoveRefusedError(f"the move was taken back, and everything is as before: {reason}")
                 return state
             unflipped = 0 if state.map.plan.flipped else state.map.serial
@@ -140,8 +140,9 @@ def state_of(reply: MoveStatusReply) -> MoveState:
     """What shard 0 has answered."""
     cluster_map = decode_map(reply.cluster_map)
     reports = [newest_report([report or None]) for report in reply.reports]
-    troubles = tuple(f"shard {shard}: {one.trouble}" for shard, one in enumerate(reports) if one is not None and one.trouble)
-    silent = tuple(shard for shard in cluster_map.shard_numbers if reports[shard] is None) if cluster_map.plan is not None else ()
+    plan = cluster_map.plan
+    troubles = tuple(f"shard {shard}: {one.trouble}" if plan else one.trouble for shard, one in enumerate(reports) if one and one.trouble)
+    silent = tuple(shard for shard in cluster_map.shard_numbers if reports[shard] is None) if plan is not None else ()
     said = [one for one in reports if one is not None]
     rows, n_rows = sum(one.rows for one in said), sum(one.n_rows for one in said)
     return MoveState(cluster_map, tuple(reply.places), rows, n_rows, troubles, silent)

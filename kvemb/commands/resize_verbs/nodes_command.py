@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -99,7 +99,8 @@ def describe(state: MoveState) -> str:
     """Return what is under way, in words."""
     plan = state.map.plan
     if plan is None:
-        return f"nothing moves; the cluster map is of version {state.map.version}"
+        last = "".join(f"\nthe last move was taken back: {why}" for why in state.troubles)
+        return f"nothing moves; the cluster map is of version {state.map.version}{last}"
     owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
     n_slots = int(np.count_nonzero(owners != plan.slot_owners))
     rows = f", {state.rows:,} of {state.n_rows:,} rows gone through" if state.n_rows else ""
@@ -163,7 +164,15 @@ def _carry_out(moves: NodeMoves, plan: NodePlan, args: argparse.Namespace) -> in
     if not agreed(args, "begin"):
         return 1
     moves.begin(plan, max_mb_per_s=args.max_mb_per_s)
-    return look_on(moves)
+    code = look_on(moves)
+    if plan.join or plan.leave:
+        print(for_the_file("storage.nodes", moves.state().nodes.values()))
+    return code
+
+
+def for_the_file(key: str, addresses: Iterable[str]) -> str:
+    """Return what kvemb.yaml is to say now, as a line."""
+    return f"put into kvemb.yaml, when it suits you: {key}: [{', '.join(addresses)}]"
 
 
 def look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:

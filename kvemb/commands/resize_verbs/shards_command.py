@@ -9,7 +9,7 @@ from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan, Shar
 from kvemb.commands.config_option import words_of
 from kvemb.commands.resize_verbs.cluster_nodes_command import agreed
 from kvemb.commands.resize_verbs.nodes_command import COMMANDS as MOVE_COMMANDS
-from kvemb.commands.resize_verbs.nodes_command import Command, describe, look_on, nothing_to_do, weights_of
+from kvemb.commands.resize_verbs.nodes_command import Command, describe, for_the_file, look_on, nothing_to_do, weights_of
 from kvemb.commands.text_table import text_table
 from kvemb.config import load
 from kvemb.errors import ConfigError
@@ -72,7 +72,10 @@ def _carry_out(shards: ShardScaling, plan: ShardMovePlan, args: argparse.Namespa
     if not agreed(args, "begin"):
         return 1
     shards.begin(plan)
-    return look_on(shards)
+    code = look_on(shards)
+    if plan.join or plan.leave:
+        print(for_the_file("parameter_servers.shards", shards.addresses().values()))
+    return code
 
 
 COMMANDS: Mapping[str, Command] = {**MOVE_COMMANDS, "shards": shards_command}
