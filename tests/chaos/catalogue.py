@@ -216,6 +216,14 @@ def _asked_of_shards(what: str) -> Callable[[Scene], None]:
     return act
 
 
+def shard_emptied(scene: Scene) -> None:
+    """A shard loses its slots and stays, or gets some back; steps go on that it does not hear of, and a trainer is killed."""
+    _asked("empty_shard")(scene)
+    scene.run.wait_for_acks(5, Deadline.after(_GOODBYE_S))
+    if scene.random.random() < 0.5:
+        trainer_killed(scene)
+
+
 def _flows(*flows: Flow, way: str | None = None) -> Callable[[Scene], None]:
     """A fault that sets one of these flows on one proxy for a while."""
 
@@ -279,6 +287,7 @@ FAULTS = (
     Fault("shards added", _asked_of_shards("add_shards"), needs=_needs("moves")),
     Fault("shard removed", _asked_of_shards("remove_shard"), needs=_needs("moves")),
     Fault("shards rebalanced", _asked_of_shards("rebalance_shards"), needs=_needs("moves")),
+    Fault("shard emptied", shard_emptied, needs=_needs("moves")),
     Fault("shard hangs", shard_hangs),
     Fault("shard ends", shard_ends),
     Fault("shards roll", shards_roll),

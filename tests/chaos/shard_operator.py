@@ -45,6 +45,16 @@ class ShardOperator(Operator):
 
         self._move_shards(plan)
 
+    def empty_shard(self) -> None:
+        """A shard keeps no slots, and stays; where one has none, all have the same share again."""
+
+        def plan(shards: ShardScaling, state: MoveState) -> ShardMovePlan | None:
+            there = state.map.shard_numbers
+            all_write = len(there) == len(state.map.writing_shards)
+            return shards.rebalance({self._address(self._random.choice(there)): 0.0} if all_write else {})
+
+        self._move_shards(plan)
+
     def state(self) -> MoveState:
         """The same; the ledger is told who has written each slot so far."""
         state, known = super().state(), self._cluster.slot_shards
