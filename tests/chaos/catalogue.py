@@ -295,7 +295,7 @@ FAULTS = (
     Fault("shard replaced", shard_replaced, needs=_needs("takeover")),
     Fault("trainer killed", trainer_killed),
     Fault("trainer hangs", trainer_hangs),
-    Fault("trainer rests", trainer_rests, alone=True, needs=_needs("goodbye")),
+    Fault("trainer rests", trainer_rests, alone=True),
     Fault("slow network", _flows(Flow(delay_s=0.02, jitter_s=0.08), Flow(bytes_per_s=300_000)), network=True),
     Fault("tiny packets", _flows(Flow(slice_bytes=1), Flow(slice_bytes=7, jitter_s=0.01)), network=True),
     Fault("partition", _flows(Flow(swallow=True)), network=True),

@@ -28,6 +28,7 @@ _CREATE_S = 30.0
 _TRY_S = 1.0
 _PAUSE_S = 0.2
 _END_S = 15.0
+_FLUSH_S = 120.0  # longer than what counts as stuck
 REST_S = 5.0
 _STUCK = 3  # exit code: it hung, and has told where
 
@@ -92,6 +93,8 @@ class LedgerTrainer:
                 self._await_oldest()
             if self._n % self._check_every == 0 and self._waiting:
                 self._look(table)
+            if self._random.random() < 0.02:
+                cluster.flush(timeout_s=_FLUSH_S)
             if self.rest:
                 self.stop.wait(REST_S)
                 self.rest = False
