@@ -147,9 +147,11 @@ def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPl
     """Return what the shards take, on hosts of so much memory."""
     record, dim = work.table.record, work.table.dim
     index_bytes, cut_bytes = float(work.n_rows * costs.INDEX_BYTES_PER_ROW), float(work.n_rows * costs.CUT_BYTES_PER_ROW)
-    room = FULL * shard_bytes - cache_bytes
+    room = FULL * shard_bytes - cache_bytes - costs.PROCESS_BYTES
     if room <= 0:
-        raise InvalidInputError(f"a shard's cache of {cache_bytes:,} bytes leaves no room for its index in {shard_bytes:,.0f} bytes")
+        raise InvalidInputError(
+            f"a shard's cache of {cache_bytes:,} bytes and its process leave no room for its index in {shard_bytes:,.0f} bytes"
+        )
     shard_us, trainer_us = (costs.interpolated(costs.TRAINED_US[part], record.size_bytes) for part in ("shard", "trainer"))
     shards = Counted(_times(index_bytes + cut_bytes, room), _times(work.rows_per_s * shard_us, BUSY * 1e6))
     return ShardPlan(

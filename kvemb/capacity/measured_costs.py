@@ -57,6 +57,9 @@ SAVE_ROWS_S = 545.08e3
 INDEX_BYTES_PER_ROW = 24
 """Memory of a shard's index: 20 to 23.7 bytes (`kvemb.index.row_index`)."""
 
+PROCESS_BYTES = 250e6
+"""Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""
+
 CUT_BYTES_PER_ROW = 16
 """What a save copies of the index at its cut, and holds until it has ended (docs/adr/0012)."""
 

@@ -87,6 +87,7 @@ def _shard_text(args: argparse.Namespace, work: Workload, plan: ShardPlan) -> st
             f"  index     {_bytes(plan.index_bytes)} of memory, {costs.INDEX_BYTES_PER_ROW} bytes for every row; "
             f"{_bytes(plan.cut_bytes)} more while a checkpoint is saved; each shard {_bytes((plan.index_bytes + plan.cut_bytes) / n)}",
             f"  cache     {_bytes(plan.cache_bytes)} of records each",
+            f"  process   {_bytes(costs.PROCESS_BYTES)} each, at most: code, connections, pushes and batches on their way",
             f"  disk      {_bytes(plan.snapshot_bytes / n)} each for local snapshots, at most, and journal_max_mb; "
             f"the journal grows by {_bytes(plan.journal_bytes_per_s / n)}/s",
             f"  network   each takes {_bytes(work.rows_per_s / n * plan.push_bytes)}/s of pushes, and writes "

@@ -140,7 +140,7 @@ def test_a_layout_that_refuses_such_records_is_left_out_and_what_was_never_measu
 
 
 def test_a_cache_as_large_as_the_shard_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="leaves no room for its index"):
+    with pytest.raises(InvalidInputError, match="leave no room for its index"):
         plan_shards(workload(), 1 * GB, int(GB))
 
 
