@@ -136,7 +136,10 @@ class ShardStartingError(ShardUnavailableError):
 
 
 class ShardFailedError(ParameterServerError):
-    """A shard stopped applying after an error it may not go on from; the message holds the cause. Restart it once that is mended."""
+    """A shard stopped applying after an error it may not go on from; the message holds the cause. Restart it once that is mended.
+
+    Connections of async jobs push on then; trainers of a sync job connect again.
+    """
 
 
 class PushRejectedError(ParameterServerError):

@@ -142,6 +142,14 @@ class Outbox:
             "storage."
         )
 
+    def resume(self, last_sequence: int) -> bool:
+        """Number on behind the last part that the shard knows, while nothing is open; False where it has forgotten acknowledged ones."""
+        if last_sequence < self._last_accepted:
+            return False
+        self._last_sequence = self._last_accepted = last_sequence
+        self._cursor, self._refused_at = last_sequence + 1, None
+        return True
+
     def split(self, last_sequence: int) -> tuple[list[Sent], list[Sent]]:
         """Forget everything; return the parts up to this sequence, and those behind it, whose numbers are free again."""
         taken = [sent for sequence, sent in self._parts.items() if sequence <= last_sequence]

@@ -64,6 +64,9 @@ class PushSender:
         row_cache: takes the rows that come back, if the trainer keeps rows.
         on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
             applied until `resent` says that other parts have taken their place.
+        introduced: whether the shard has had the first hello.
+        recovers: whether the stream goes on when a shard that had stopped applying was mended: its parts have failed, and later ones are
+            sent. Not so in a sync job, of whose step the shard has had nothing: its trainers connect anew.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class PushSender:
         on_moved: Callable[[], None] = lambda: None,
         *,
         introduced: bool = True,
+        recovers: bool = True,
     ) -> None:
         self._channel, self._hello, self._row_cache, self._on_moved = channel, hello, row_cache, on_moved
-        self._introduced = introduced
+        self._introduced, self._recovers = introduced, recovers
         self._moved: list[Sent] = []
         self._changed = threading.Condition()
         self._outbox = Outbox(str(channel))
@@ -111,6 +115,7 @@ class PushSender:
             ShardUnavailableError: it had none within the deadline.
             KvembError: the stream has failed for good.
         """
+        self._ask_again(deadline)
         full = f"its window of {WINDOW_PARTS} unaccepted or {MAX_UNAPPLIED_PARTS} unapplied parts is full; nothing was sent"
         self._wait(lambda: self._outbox.has_room, deadline, full)
 
@@ -185,12 +190,39 @@ class PushSender:
 
     def _wait(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
         with self._changed:
-            over = self._changed.wait_for(lambda: bool(self._failure) or done(), deadline.remaining_s())
-            if self._failure is not None:
-                raise copied(self._failure)
+            over = self._changed.wait_for(lambda: self._is_final or done(), deadline.remaining_s())
+            if self._failure is not None and self._is_final:
+                error = copied(self._failure)
+                if isinstance(error, ShardFailedError):
+                    error.add_note("Once the shard is mended, connect again, to take part in the next step of the sync job.")
+                raise error
         if not over:
             why = self._trouble or "connected"
             raise ShardUnavailableError(f"{self._channel}: within {deadline.timeout_s:g} s {what} ({why})")
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether nothing will ever be sent again."""
+        return self._failure is not None and not (self._recovers and isinstance(self._failure, ShardFailedError))
+
+    def _ask_again(self, deadline: Deadline) -> None:
+        """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
+
+        Raises:
+            ShardFailedError: it is not, or has forgotten what it had acknowledged.
+            ShardUnavailableError: it does not answer within the deadline.
+        """
+        failure = self._failure
+        if failure is None or self._is_final:
+            return
+        try:
+            reply = self._hello(deadline)
+        except ShardLeftError:
+            raise copied(failure) from None
+        with self._changed:
+            if not self._outbox.resume(reply.last_sequence):
+                raise copied(failure)
+            self._failure, self._thread, self._introduced, self._trouble = None, None, True, ""
 
     # --- the thread
 

@@ -253,7 +253,9 @@ class PushSession:
         stream = self._streams.get(shard)
         if stream is None:
             channel = self._servers.channels[shard]
-            stream = PushSender(channel, self._hello_of(shard), self.row_cache, self._route_again_soon, introduced=introduced)
+            stream = PushSender(
+                channel, self._hello_of(shard), self.row_cache, self._route_again_soon, introduced=introduced, recovers=not self.sync
+            )
             self._streams[shard] = stream
         elif (channel := self._servers.channels.get(shard, stream.channel)) is not stream.channel:
             stream.use(channel)

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from memory_store import MemoryStore
 
 import kvemb
+import kvemb.init
 from kvemb.config import StorageConfig
 from kvemb.errors import ShardFailedError
 from kvemb.local_cluster import LocalCluster
@@ -69,9 +70,10 @@ def test_where_evictions_are_allowed_only_rows_that_went_with_slab_pages_are_loo
     assert "node-0:1: has thrown 3 keys away" in said[0]
 
 
-def test_a_shard_stops_when_a_node_is_set_to_evict_before_it_does() -> None:
+def test_a_shard_stops_when_a_node_is_set_to_evict_before_it_does_and_trainers_go_on_once_it_is_mended() -> None:
     with LocalCluster("redis", 1, memory_mb=64) as local, kvemb.connect(local.url) as cluster:
-        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0))
+        table = cluster.create_table("t", dim=4, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+        table.push([1], np.ones((1, 4))).wait_applied(timeout_s=20)
         with redis.Redis(port=local.servers[0].port) as client:
             client.config_set("maxmemory-policy", "allkeys-lru")
             assert any("maxmemory-policy is allkeys-lru" in node.unsafe for node in cluster.status().nodes)
@@ -82,7 +84,12 @@ def test_a_shard_stops_when_a_node_is_set_to_evict_before_it_does() -> None:
             with pytest.raises(ShardFailedError, match="maxmemory-policy is allkeys-lru"):
                 table.push([1], np.ones((1, 4))).wait_applied(timeout_s=20)
             assert client.info("stats")["evicted_keys"] == 0
+            client.config_set("maxmemory-policy", "noeviction")
         assert "maxmemory-policy is allkeys-lru" in local.shards[0].log_tail()
+        local.shards[0].kill()
+        local.start_shard(0)
+        table.push([1], np.ones((1, 4))).wait_applied(timeout_s=60)
+        np.testing.assert_array_equal(table.pull([1]), np.full((1, 4), -2.0, np.float32))
 
 
 def test_a_shard_stops_when_a_node_evicts_and_is_then_live_but_not_ready() -> None:

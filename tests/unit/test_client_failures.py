@@ -136,6 +136,34 @@ def test_after_a_break_unapplied_parts_are_sent_again_unchanged(shards: list[Fak
     assert [h.incarnation for h in shards[0].hellos] == [0, 41]
 
 
+def test_a_shard_that_had_stopped_is_asked_again_and_pushes_go_on_once_it_is_mended(shards: list[FakeShard], connect: Connections) -> None:
+    def stopped(shard: FakeShard, part: PushPart) -> Iterator[PushReply]:
+        return iter([PushReply(part.sequence, "failed", error=to_wire(ShardFailedError("no room")))])
+
+    session = connect()
+    session.push(rows_of(1), soon()).wait_applied()
+    shards[0].script = stopped
+    with pytest.raises(ShardFailedError, match="no room"):
+        session.push(rows_of(2), soon()).wait()
+    session.wait_applied(soon())  # nothing of it is left to be waited for
+    shards[0].hello_error = ShardFailedError("still no room")
+    with pytest.raises(ShardFailedError, match="still no room"):
+        session.push(rows_of(3), soon())
+    shards[0].hello_error, shards[0].script = None, apply
+    for row in (4, 5):
+        session.push(rows_of(row), soon()).wait_applied()
+    assert [(part.sequence, int(part.tables[0].ids[0])) for part in shards[0].parts] == [(1, 1), (2, 2), (2, 4), (3, 5)]
+
+
+def test_a_trainer_of_a_sync_job_does_not_go_on_behind_a_step_that_failed(shards: list[FakeShard], connect: Connections) -> None:
+    shards[0].script = refuse_once(1, ShardFailedError("no room"))
+    session = connect(2, sync=True)
+    with pytest.raises(ShardFailedError):
+        session.push(rows_of(1), soon()).wait()
+    with pytest.raises(ShardFailedError, match="no room"):
+        session.push(rows_of(2), soon())
+
+
 def test_a_shard_that_forgot_acknowledged_pushes_is_an_error(shards: list[FakeShard], connect: Connections) -> None:
     shards[0].script = accept
     session = connect()
