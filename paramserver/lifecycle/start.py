@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME
-from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, StorageError
+from kvemb.errors import ConfigError, JournalBehindError, ParameterServerError, ShardUnavailableError, StorageError
 from kvemb.index.record_cache import CacheBudget
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
@@ -197,7 +197,8 @@ class _Start:
                     there[table.name].require_same(table.opened_as(there[table.name]))
 
         def left() -> list[tuple[str, int, int]]:
-            return sessions_in(OtherShards(self._store, servers).left(shard, storage.deadline).sessions)
+            others, left_s = OtherShards(self._store, servers), self._start_timeout_s
+            return sessions_in(storage(lambda: others.left(shard, Deadline.after(left_s)), (ShardUnavailableError,)).sessions)
 
         state = claim_shard(self._store, data, shard, cluster_id, timeout_s, check=check, left=left, again=storage)
         claim = Claim(data, self._store, shard, state.epoch, timeout_s)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvemb.errors import DeadlineExceededError, NodeRefusesError, NodeUnavailableError, StorageError
+from kvemb.errors import DeadlineExceededError, KvembError, NodeRefusesError, NodeUnavailableError, StorageError
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
@@ -39,8 +39,8 @@ class StorageWait:
     def __call__(
         self,
         step: Callable[[], T],
-        errors: tuple[type[StorageError], ...] = ABSENT,
-        may_pass: Callable[[StorageError], bool] = lambda error: True,
+        errors: tuple[type[KvembError], ...] = ABSENT,
+        may_pass: Callable[[KvembError], bool] = lambda error: True,
     ) -> T:
         """Take a step that may be taken again after any of these errors.
 
@@ -50,7 +50,7 @@ class StorageWait:
             may_pass: whether this one is.
 
         Raises:
-            StorageError: the last one, once the deadline has passed; at once that a node refuses us: its user may never have been right.
+            KvembError: the last one, once the deadline has passed; at once that a node refuses us: its user may never have been right.
         """
         waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
@@ -60,7 +60,7 @@ class StorageWait:
                 if isinstance(error, NodeRefusesError) or not may_pass(error) or self.deadline.expired:
                     raise
                 if self._said != (said := str(error)):
-                    log.info("waiting for storage: %s", error)
+                    log.info("waiting for %s: %s", "storage" if isinstance(error, StorageError) else "shard 0", error)
                 self._said = said
                 self._report.waits(said)
             self._wait(min(next(waits), self.deadline.remaining_s()))

@@ -9,12 +9,13 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+from matrix import one_of
 from shard_moves import N_IDS, HastyTrainer, ShardMoves
 
 import kvemb
 import kvemb.config
 from kvemb.client.shard_channel import ShardChannel
-from kvemb.errors import SlotsMovedError, from_wire
+from kvemb.errors import MoveRefusedError, SlotsMovedError, from_wire
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
@@ -105,7 +106,7 @@ def test_a_waiting_shard_that_starts_again_in_an_empty_folder_joins(local: Local
     moves.close()
 
 
-@pytest.mark.parametrize("folder", ["its folder", "an empty folder"])
+@pytest.mark.parametrize("folder", one_of("an empty folder", "its folder"))
 def test_a_number_that_left_comes_back_and_every_push_is_applied_once(local: LocalCluster, waiting: ShardChannel, folder: str) -> None:
     thirds = np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2))
     hasty, moves = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)], ShardMoves(local.url)
@@ -138,6 +139,36 @@ def test_a_number_that_left_comes_back_and_every_push_is_applied_once(local: Loc
         counts = [trainer.stop() for trainer in hasty]
     with kvemb.connect(local.url) as cluster:
         np.testing.assert_array_equal(-cluster.table("h").pull(np.arange(N_IDS), timeout_s=PATIENCE_S)[:, 0], sum(counts))
+
+
+def test_a_process_that_left_and_still_runs_is_not_taken_in_again_and_is_shut_out_by_the_next(
+    local: LocalCluster, waiting: ShardChannel, tmp_path: Path
+) -> None:
+    thirds, moves, hasty = np.where(np.arange(N_SLOTS) % 3 == 0, 2, equal_runs(2)), ShardMoves(local.url), HastyTrainer(local.url, "h", 1)
+    try:
+        with kvemb.connect(local.url) as cluster:
+            moves.begin(thirds, join_shards=[waiting.address])
+            moves.wait()
+            moves.begin(equal_runs(2), leave_shards=[2])
+            moves.wait()
+            moves.begin(thirds, join_shards=[waiting.address])
+            with pytest.raises(MoveRefusedError, match="has had slots and has left: start it again"):
+                cluster.shards.wait(timeout_s=PATIENCE_S)
+            left, text = local.shards[2], local.config_path.read_text(encoding="utf-8")  # the next one is on a machine with other disks
+            local.config_path.write_text(text.replace(str(local.folder / "shards"), str(tmp_path / "shards")), encoding="utf-8")
+            address = f"127.0.0.1:{free_ports(1)[0]}"
+            local.start_shard(2, "--listen", address)
+            until(lambda: left.poll() is not None, PATIENCE_S)
+            assert left.poll() == 5
+            moves.begin(thirds, join_shards=[address])
+            assert moves.wait().shard_numbers == (0, 1, 2)
+            pushed = hasty.n_pushed
+            until(lambda: hasty.n_pushed > pushed + 5, PATIENCE_S)
+    finally:
+        moves.close()
+        counts = hasty.stop()
+    with kvemb.connect(local.url) as cluster:
+        np.testing.assert_array_equal(-cluster.table("h").pull(np.arange(N_IDS), timeout_s=PATIENCE_S)[:, 0], counts)
 
 
 def test_the_next_owner_of_a_number_knows_what_the_last_one_had_taken(local: LocalCluster, waiting: ShardChannel) -> None:
@@ -173,7 +204,7 @@ def owner_epoch(local: LocalCluster) -> int:
         return store.owner_epoch(2, Deadline.after(PATIENCE_S))
 
 
-@pytest.mark.parametrize("started", ["before the load", "when the checkpoint is gone"])
+@pytest.mark.parametrize("started", one_of("before the load", "when the checkpoint is gone"))
 def test_it_joins_after_a_load_whose_checkpoint_is_gone_and_keeps_its_rows_at_a_new_start(
     local: LocalCluster, tmp_path: Path, started: str
 ) -> None:

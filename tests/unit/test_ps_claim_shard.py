@@ -11,7 +11,8 @@ from memory_store import MemoryStore
 import kvemb.init
 import kvemb.optim
 from kvemb.config import StorageConfig
-from kvemb.coordination.shard_owners import newest_owner, owner_name
+from kvemb.coordination.shard_notes import ShardNote, note_name
+from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
 from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
@@ -113,6 +114,32 @@ def test_a_shard_that_is_to_take_slots_starts_above_the_epoch_of_their_giver(fol
     assert claim_shard(opened_store(nodes), data, 0, first.cluster_id, 5, above=6).epoch == 7
     assert (read_epoch(data), stored_epoch(nodes)) == (7, 7)
     assert start(nodes, data).epoch == 8
+
+
+def test_a_process_does_not_rise_above_another_one_that_has_claimed_its_number_from_another_folder(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    old, new = folder(tmp_path / "old", 2), folder(tmp_path / "new", 2)
+    claims = []
+    for waiting in (old, new):
+        store = opened_store(nodes)
+        state = claim_shard(store, waiting, 2, join(nodes, waiting, 2), 5)
+        claims.append(Claim(waiting, store, 2, state.epoch, 5))
+    assert [claim.epoch for claim in claims] == [1, 2]
+    with pytest.raises(FencedError):
+        claims[0].rise_above(7, lambda epoch: None)
+    claims[1].rise_above(7, lambda epoch: None)
+    assert claims[1].epoch == 8
+
+
+def test_a_number_that_has_left_goes_on_in_an_empty_folder_with_the_sessions_that_were_left(folder: Folder, tmp_path: Path) -> None:
+    nodes, data = addresses(), folder(tmp_path, 0)
+    start(nodes, data)
+    store, empty = opened_store(nodes), folder(tmp_path / "new", 2)
+    store.put_meta(owner_name(2), Owner(4, 3).encode(), Deadline.after(5))
+    store.put_meta(note_name(2), ShardNote(4, 90).encode(), Deadline.after(5))
+    state = claim_shard(store, empty, 2, join(nodes, empty, 2), 5, left=lambda: [("never", 1, 1)])
+    assert (state.epoch, state.k, state.sessions) == (5, 90, ())  # this map has no such number: it never had a slot
 
 
 def test_the_state_of_a_journaled_shard_is_kept(folder: Folder, tmp_path: Path) -> None:

@@ -177,6 +177,17 @@ def test_an_erase_waits_no_longer_than_it_may_and_is_refused_when_its_rows_have_
     assert gated.ingest.backlog.n_and_age_s()[0] == 0
 
 
+def test_a_process_that_is_not_the_shard_any_more_takes_nothing_though_its_number_has_slots_again() -> None:
+    gated = Gated()
+    gated.ingest.gate.leaves()
+    gated.serial = 2
+    with pytest.raises(ShardUnavailableError, match="another process has its slots"):
+        gated.push(1, 2)
+    gated.ingest.gate.joins()
+    gated.push(1, 2)
+    assert gated.taken() == 1
+
+
 @pytest.mark.parametrize(
     ("phase", "giver_waits", "taker_waits"),
     [(MOVING, False, False), (DRAINING, True, False), (FLIPPED, True, True), (SERVING, False, False), (ABORTING, True, False)],
