@@ -250,3 +250,62 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(cluster: MemoryCluster) ->
         step({}, {}, {})
     with pytest.raises(InvalidInputError, match="expected integers"):
         step({}, {"word": np.array([[0.5]]), "user": np.array([1])})
+
+
+def clip_all(grads: Any, row_grads: Any) -> Any:
+    return optax.clip_by_global_norm(0.05).update((grads, row_grads), optax.EmptyState())[0]
+
+
+def test_rows_and_parameters_are_clipped_by_one_norm(cluster: MemoryCluster) -> None:
+    of = memory_tables(cluster)
+    step = kj.embed(
+        lambda params, rows, batch: loss_fn(params, rows, batch), of, optimizer=optax.sgd(0.1), row_grads=clip_all, padding_id=-1
+    )
+    (batch,) = batches(1)
+    batch["word"][:4, 1] = -1
+    ids = {"word": np.unique(batch["word"])[1:], "user": np.unique(batch["user"])}
+    before = {name: of[name].pull(ids[name]) for name in of}
+
+    def by_rows(params: Any, rows: Any) -> Any:
+        padded = jnp.concatenate([rows["word"], jnp.zeros((1, DIM))])
+        at = np.where(batch["word"] == -1, len(ids["word"]), np.searchsorted(ids["word"], batch["word"]))
+        return loss_fn(params, {"word": padded[at], "user": rows["user"][np.searchsorted(ids["user"], batch["user"])]}, batch)
+
+    grads, row_grads = clip_all(*jax.grad(by_rows, (0, 1))(first_params(), {name: jnp.asarray(rows) for name, rows in before.items()}))
+    params, _, _ = step(first_params(), optax.sgd(0.1).init(first_params()), batch)
+    np.testing.assert_allclose(params["w"], first_params()["w"] - 0.1 * grads["w"], rtol=1e-5)
+    for name in of:
+        np.testing.assert_allclose(of[name].pull(ids[name]), before[name] - RATE * row_grads[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+        optax.MultiSteps(optax.adam(0.1), 4),
+        optax.multi_transform({"all": optax.chain(optax.zero_nans(), optax.sgd(0.1))}, "all"),
+    ],
+    ids=["clip", "MultiSteps", "within others"],
+)
+def test_a_transformation_of_all_gradients_is_refused_unless_it_is_said_what_rows_get(cluster: MemoryCluster, rule: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"holds optax's .* not those of rows. Give what changes gradients as row_grads="):
+        kj.embed(loss_fn, memory_tables(cluster), optimizer=rule)
+    kj.embed(loss_fn, memory_tables(cluster), optimizer=rule, row_grads=lambda grads, rows: (grads, rows))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_that_rows_do_not_follow_is_told_once(cluster: MemoryCluster) -> None:
+    data, rule = batches(5), optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+    with pytest.warns(UserWarning, match=r"set step.hyper\[table\]") as said:
+        with_rule(kj.embed(loss_fn, memory_tables(cluster), optimizer=rule), rule, data)
+    assert len(said) == 1
+    followed = kj.embed(loss_fn, memory_tables(cluster), optimizer=rule)
+    followed.hyper["word"]["lr"] = 0.01
+    with_rule(followed, rule, data)
+
+
+def with_rule(step: Any, rule: Any, data: list[Any]) -> None:
+    params = first_params()
+    state = rule.init(params)
+    for batch in data:
+        params, state, _ = step(params, state, batch)

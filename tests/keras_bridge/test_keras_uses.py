@@ -13,7 +13,7 @@ from keras_models import CLOSE, DIM, N_WORDS, SEED, both, functional, names_of, 
 
 import kvemb
 from kvemb.errors import InvalidInputError
-from kvemb.keras import Embedding, distribute, materialize
+from kvemb.keras import Embedding, distribute, materialize, prepare
 
 
 def trained(cluster: kvemb.Cluster, name: str, make: Any = functional) -> tuple[Any, Any, Any]:
@@ -157,6 +157,53 @@ def test_embeddings_that_cannot_be_tables_are_named_with_why(cluster: kvemb.Clus
         distribute(model, cluster, min_rows=1, names=names_of(name), quiet=True)
     with pytest.raises(InvalidInputError, match=r"there is no keras.layers.Embedding to replace: 'held' stays"):
         distribute(model, cluster, min_rows=1, leave=["held"], quiet=True)
+
+
+def choosing(of_rows: bool) -> Any:
+    """A model whose ids come from logits: of a dense layer, or of rows."""
+    keras.utils.set_random_seed(SEED)
+    words = keras.Input((3,), dtype="int32")
+    seen = keras.layers.Embedding(N_WORDS, DIM, name="seen")(words) if of_rows else keras.ops.cast(words, "float32")
+    chosen = keras.ops.argmax(keras.layers.Dense(N_WORDS)(keras.layers.Flatten()(seen)), axis=-1)
+    return keras.Model(words, keras.layers.Dense(1)(keras.layers.Embedding(N_WORDS, DIM, name="vocabulary")(chosen)))
+
+
+def test_ids_from_logits_are_computed_with_the_weights_of_now(cluster: kvemb.Cluster, name: str) -> None:
+    plain, ours = both(lambda: choosing(False))
+    (table,) = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    (_, x), y = pairs(60)
+    for model in (plain, ours):
+        model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    np.testing.assert_allclose(table.pull(np.arange(N_WORDS)), plain.get_layer("vocabulary").get_weights()[0], **CLOSE)
+    prepare(ours)
+    with pytest.raises(InvalidInputError, match=r"computed by layers with weights.*Train it without prepare"):
+        ours.fit(x, y, verbose=0)
+    of_rows = both(lambda: choosing(True))[1]
+    distribute(of_rows, cluster, min_rows=1, names=names_of(f"{name}.r"), quiet=True)
+    with pytest.raises(InvalidInputError, match="ids are computed from rows of layer 'seen'"):
+        of_rows.fit(x, y, verbose=0)
+
+
+def test_a_layer_that_is_distributed_in_time_is_refused_with_what_to_do(cluster: kvemb.Cluster, name: str) -> None:
+    words = keras.Input((4, 3), dtype="int32")
+    rows = keras.layers.TimeDistributed(keras.layers.Embedding(N_WORDS, DIM, name="vocabulary"))(words)
+    model = keras.Model(words, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
+    model.compile(sgd(), "mse")
+    with pytest.raises(InvalidInputError, match=r"'vocabulary': TimeDistributed .* takes ids of any shape"):
+        distribute(model, cluster, min_rows=1, names=names_of(name), quiet=True)
+
+
+def test_a_model_of_keras_2_is_told_its_way(cluster: kvemb.Cluster) -> None:
+    old = type("Model", (), {"__module__": "tf_keras.src.engine.training"})
+    with pytest.raises(InvalidInputError, match=r"got Model, of Keras 2 .*kvemb.tensorflow"):
+        distribute(old(), cluster)
+
+
+def test_a_table_that_was_trained_before_is_told(cluster: kvemb.Cluster, name: str) -> None:
+    trained(cluster, name)
+    again = distribute(both(functional)[1], cluster, min_rows=1, names=names_of(name), quiet=True)
+    assert f"table '{name}.vocabulary' has {N_WORDS} rows after 3 steps of training, which goes on" in str(again)
+    assert "steps of training" not in str(distribute(both(functional)[1], cluster, min_rows=1, names=names_of(f"{name}.new"), quiet=True))
 
 
 @pytest.mark.parametrize("after", [keras.layers.GlobalAveragePooling1D, keras.layers.Flatten])

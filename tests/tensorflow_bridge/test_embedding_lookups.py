@@ -185,3 +185,10 @@ def test_what_a_lookup_does_not_take_is_refused(call: Callable[[Any], Any], why:
     table.minus_one_allowed = False
     with pytest.raises(InvalidInputError, match=why):
         call(table)
+
+
+def test_a_graph_of_tensorflow_1_is_refused_and_leaves_nothing_behind() -> None:
+    table = MemoryCluster("sync").table("word", DIM)
+    with tf.Graph().as_default(), pytest.raises(InvalidInputError, match=r"graph of TensorFlow 1.*make the step a tf.function"):
+        kt.embedding_lookup(table, tf.constant([1, 2]))
+    np.testing.assert_array_equal(kt.embedding_lookup(table, tf.constant([1])), table.pull([1]))

@@ -255,6 +255,16 @@ def test_a_rule_for_all_tables_goes_with_a_sparse_optimizer(cluster: kvemb.Clust
     assert len(done.tables[0]) == 1
 
 
+def test_a_table_that_was_trained_before_is_told(cluster: kvemb.Cluster, name: str) -> None:
+    model = model_of()
+    assert "steps of training" not in str(run(model, cluster, name, optimizer=optim.sgd(lr=0.5)))
+    optimizer = SparseOptimizer(model)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    cluster.flush()
+    assert f"note: table '{name}' has 20 rows after 1 steps of training" in str(run(model_of(), cluster, name, optimizer=optim.sgd(lr=0.5)))
+
+
 def test_without_an_optimizer_tables_are_opened_as_they_are_and_reading_is_enough(url: str, cluster: kvemb.Cluster, name: str) -> None:
     trained = model_of()
     run(trained, cluster, name, carry_weights=True)

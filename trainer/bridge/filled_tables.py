@@ -5,7 +5,7 @@ rows are assigned: CARRIED, zeros under a name that nobody gives. So another tra
 rows that are drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
@@ -147,3 +147,16 @@ def fill(tables: Sequence[SiteTable[SiteT]], carry: Carry) -> None:
     for one in tables:
         if one.first.carried:
             wait_assigned(one.table, one.site)
+
+
+def trained_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
+    """Say which tables were opened and had steps of training before: by this job, which goes on, or by another one."""
+    for one in tables:
+        table = one.table
+        if one.made or table.cluster.read_only:
+            continue
+        if steps := table.steps():
+            yield (
+                f"note: table {one.site.table!r} has {len(table)} rows after {steps} steps of training, which goes on. A run that is to "
+                "begin anew, as each trial of a study, needs tables of its own: names="
+            )

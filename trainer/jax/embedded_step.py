@@ -8,6 +8,7 @@ the rows' gradients were handed over: a push that failed has changed nothing. Th
 runtime has one thread, and costs more than a pull.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,13 @@ from ..bridge.unapplied_pushes import MAX_UNAPPLIED
 from ..lookahead.pool_sizes import AUTO
 from ..lookahead.pull_threads import Executor
 from ..report.step_report import StepReport
+from .optax_names import follows_schedule, of_all_gradients
 from .padded_rows import capacity_of, padded, positions
 
 Loss = Callable[[Any, Mapping[str, jax.Array], Any], Any]
+Grads = Callable[[Any, dict[str, jax.Array]], tuple[Any, dict[str, jax.Array]]]
+"""From the gradients of parameters and of rows, by feature [capacity, dim], to those that are used."""
+_PATIENCE = 3  # steps
 _WHOLE_IN_32_BITS = 1 << 31
 
 
@@ -59,10 +64,13 @@ class EmbeddedStep:
         optimizer: Any,
         has_aux: bool,
         tables_of_step: StepTables,
+        on_grads: Grads | None,
     ) -> None:
         self._table_of, self._ids, self._padding_id, self._optimizer = dict(tables), ids, padding_id, optimizer
         self._tables, self._process = tables_of_step, OwnProcess("JAX")
         self._capacity = {feature: 0 for feature in tables}
+        self._rates_to_follow = _PATIENCE if optimizer is not None and follows_schedule(optimizer) else 0
+        self._first_hyper = {name: dict(values) for name, values in tables_of_step.hyper.items()}
 
         def loss_of(params: Any, rows: Mapping[str, jax.Array], at: Mapping[str, jax.Array], batch: Any) -> Any:
             return loss_fn(params, {feature: rows[feature][at[feature]] for feature in rows}, batch)
@@ -71,7 +79,15 @@ class EmbeddedStep:
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return jax.tree.map(jnp.add, params, updates), opt_state
 
-        self._value_and_grad = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=has_aux))
+        differentiated = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=has_aux)
+
+        def grads_of(*args: Any) -> Any:
+            loss, (grads, row_grads) = differentiated(*args)
+            if on_grads is not None:  # the last row stands for padding, which trains nothing
+                grads, row_grads = on_grads(grads, {feature: grad.at[-1].set(0) for feature, grad in row_grads.items()})
+            return loss, (grads, row_grads)
+
+        self._value_and_grad = jax.jit(grads_of)
         self._value = jax.jit(loss_of)
         self._update = jax.jit(update, donate_argnums=(1, 2))
 
@@ -112,7 +128,18 @@ class EmbeddedStep:
         self._tables.push(gradients, loss=loss[0] if isinstance(loss, tuple) else loss)
         if self._optimizer is None:
             return loss, grads
+        self._say_rates_stay()
         return (*self._update(grads, state[0], params), loss)
+
+    def _say_rates_stay(self) -> None:
+        """Warn, once, where the parameters' rate changes and after a few steps nobody has changed that of rows."""
+        self._rates_to_follow -= 1
+        if self._rates_to_follow == 0 and self._tables.hyper == self._first_hyper:
+            warnings.warn(
+                "the optimizer's learning rate follows a schedule, and that of rows stays as their tables were created: set "
+                "step.hyper[table]['lr'] before each step",
+                stacklevel=3,
+            )
 
     def evaluate(self, params: Any, batch: Any) -> Any:
         """Return the loss of a batch, with aux where there is one. Nothing is pushed; raises as a step."""
@@ -203,6 +230,7 @@ def embed(
     padding_id: int | None = None,
     optimizer: Any = None,
     has_aux: bool = False,
+    row_grads: Grads | None = None,
     timeout_s: float | None = None,
     max_unapplied: int = MAX_UNAPPLIED,
 ) -> EmbeddedStep:
@@ -217,12 +245,20 @@ def embed(
         padding_id: an id that stands for none: its row is zeros, and nothing is pulled or trained.
         optimizer: an optax transformation for the parameters. Rows have the optimizer that their table was created with.
         has_aux: whether the loss returns (loss, aux).
+        row_grads: `row_grads(grads, row_grads)` returns both as they are used: what clips or changes the gradients of the whole model, rows
+            among them. Pure, compiled with the loss. Rows' gradients come by feature [capacity, dim], summed by id within a feature, zeros
+            beyond the batch's rows. A transformation for the parameters alone that does so is refused without.
         timeout_s: how long a step waits for the other trainers' parts in a sync job, for pushes to be applied in an async one;
             as long as a shard may be away (`parameter_servers.away_timeout_s`) unless given.
         max_unapplied: in an async job, how many pushes may not be applied yet when a step is over.
 
     Raises:
         InvalidInputError: no tables, tables of several clusters, or an option that cannot be.
+
+    Example: clip rows and parameters by one norm.
+        def clipped(grads, row_grads):
+            return optax.clip_by_global_norm(1.0).update((grads, row_grads), optax.EmptyState())[0]
+        step = embed(loss_fn, tables, optimizer=optax.adam(1e-3), row_grads=clipped)
 
     Example:
         >>> import jax.numpy as jnp, kvemb, numpy as np
@@ -242,8 +278,14 @@ def embed(
         raise InvalidInputError(f"tables must be a mapping from feature to kvemb table, got {tables!r}")
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InvalidInputError(f"optimizer is {type(optimizer).__name__}; give an optax transformation, for the parameters")
+    if row_grads is None and (parts := of_all_gradients(optimizer)):
+        raise InvalidInputError(
+            f"the optimizer holds optax's {', '.join(parts)}, which would see the gradients of the parameters and not those of rows. "
+            "Give what changes gradients as row_grads=, a function of both (row_grads=lambda grads, rows: (grads, rows) leaves rows out on "
+            "purpose). For several batches in one step take a larger batch"
+        )
     of_step = StepTables(list(tables.values()), timeout_s=timeout_s, max_unapplied=max_unapplied)
-    return EmbeddedStep(loss_fn, tables, ids, padding_id, optimizer, has_aux, of_step)
+    return EmbeddedStep(loss_fn, tables, ids, padding_id, optimizer, has_aux, of_step, row_grads)
 
 
 def prepare(

@@ -3,13 +3,24 @@
 An optax transformation is a pair of closures, which cannot be asked what it is: so it is said once more, by these. What a parameter server
 cannot do is refused by name. Rows that are in no batch stay as they are, which optax with dense gradients moves (momentum, decay).
 
+A transformation for the dense parameters is looked into nevertheless: what would have to see the gradients of rows, too, is told by the
+names of the functions in its closures.
+
 What must not live here: optax itself, tables, steps. Pure.
 """
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kvemb import optim
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
+_OF_ALL_GRADIENTS = {
+    *("clip", "clip_by_global_norm", "clip_by_block_rms", "adaptive_grad_clip", "zero_nans", "apply_if_finite", "skip_not_finite"),
+    *("skip_large_updates", "centralize", "add_noise", "MultiSteps"),
+}
+_OF_RATES = {"scale_by_schedule", "inject_hyperparams", "inject_stateful_hyperparams", "reduce_on_plateau"}
 _NONE = 1e-30  # the least that a parameter server takes behind the root
 
 
@@ -70,3 +81,44 @@ def _rate(learning_rate: object) -> float:
     if callable(learning_rate):
         raise InvalidInputError("learning_rate is a schedule; give its first value here, and set step.hyper[table]['lr'] before each step")
     return float(learning_rate)  # type: ignore[arg-type]
+
+
+def of_all_gradients(optimizer: Any) -> list[str]:
+    """Return what a transformation holds that acts on a model's gradients as a whole, or on several steps' of them."""
+    return sorted(_OF_ALL_GRADIENTS & set(_names(optimizer, set())))
+
+
+def follows_schedule(optimizer: Any) -> bool:
+    """Whether a transformation's rate changes from step to step."""
+    return not _OF_RATES.isdisjoint(_names(optimizer, set()))
+
+
+def _names(of: Any, seen: set[int]) -> Iterator[str]:
+    """The names of optax's functions that made a transformation, and those within it."""
+    if id(of) in seen:
+        return
+    seen.add(id(of))
+    module = getattr(of, "__module__", None) or ""
+    if callable(of) and hasattr(of, "__qualname__"):
+        of = getattr(of, "__func__", of)
+        if module.startswith("optax"):
+            yield of.__qualname__.partition(".")[0]
+        inside = [cell.cell_contents for cell in getattr(of, "__closure__", None) or () if _filled(cell)]
+    elif isinstance(of, Mapping):
+        inside = list(of.values())
+    elif isinstance(of, list | tuple):
+        inside = list(of)
+    elif type(of).__module__.startswith("optax"):
+        yield type(of).__name__
+        inside = list(vars(of).values()) if hasattr(of, "__dict__") else []
+    else:
+        return
+    for one in inside:
+        yield from _names(one, seen)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

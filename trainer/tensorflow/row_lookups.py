@@ -106,7 +106,7 @@ def anchor() -> Any:
     """Return the variable that every lookup's rows depend on, in name only."""
     if not _anchors:
         with tf.init_scope():
-            _anchors.append(tf.Variable(0.0, name="kvemb_rows"))
+            _anchors.append(tf.Variable(0.0, name="kvemb_rows_are_in_a_cluster_and_in_no_SavedModel"))
     return _anchors[0]
 
 
@@ -124,11 +124,16 @@ def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
         asked: tables, each with a tensor of integer ids [m].
 
     Raises:
-        InvalidInputError: what is no table, ids it does not take, or a replica of a tf.distribute strategy.
+        InvalidInputError: what is no table, ids it does not take, a graph of TensorFlow 1, or a replica of a tf.distribute strategy.
     """
     for table, _ in asked:
         check_table(table)
     _refuse_replicas()
+    if not (tf.executing_eagerly() or tf.inside_function()):
+        raise InvalidInputError(
+            "a lookup stands in a graph of TensorFlow 1, which a session runs: its gradients reach nobody. Run eagerly, or make the step a "
+            "tf.function (tf.compat.v1.wrap_function takes code of TensorFlow 1)"
+        )
     slots = here.slots
     if slots is not None and slots.graph is tf.compat.v1.get_default_graph():
         return [_anchored(*slots.next(table, ids)) for table, ids in asked]

@@ -17,7 +17,7 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, fill, make_table
+from ...bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, fill, make_table, trained_already
 from ...bridge.pushed_steps import PushedSteps
 from ...bridge.shared_lookups import SharedLookups
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
@@ -135,7 +135,7 @@ def distribute(
             layer.connect(opened[layer.table_name])
     own = {of.config.name: of for of in declared}
     connected = _connect(model, hands, mapped, own, dict(features or {}), max_unapplied)
-    lines = [*_lines(tables, left, ours), _ahead_line(cluster.mode)]
+    lines = [*_lines(tables, left, ours), *trained_already(tables), _ahead_line(cluster.mode)]
     done = DistributedKeras(tuple(connected.tables.values()), connected.steps, tuple(lines))
     if not quiet:
         print(done, file=sys.stderr)
@@ -144,7 +144,11 @@ def distribute(
 
 def _check(model: Any, cluster: Any, optimizer: object) -> None:
     if not isinstance(model, keras.Model):
-        raise InvalidInputError(f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}")
+        old = any(kind.__module__.partition(".")[0] == "tf_keras" for kind in type(model).__mro__)
+        raise InvalidInputError(
+            f"the model must be a keras.Model, got {model if isinstance(model, type) else type(model).__name__}"
+            + (", of Keras 2 (tf_keras): look its rows up with kvemb.tensorflow, in its train_step (docs/frameworks.md)" if old else "")
+        )
     if not hasattr(cluster, "create_table"):
         raise InvalidInputError(f"cluster is a {type(cluster).__name__}; give a connection, of kvemb.connect")
     if is_connected(model):

@@ -77,12 +77,13 @@ def find_sites(model: Any, min_rows: int, names: Names | None, leave: Collection
         if unknown := sorted(given - known):
             raise InvalidInputError(f"{what}: no embedding is named {', '.join(unknown)}; there are: {', '.join(sorted(known)) or 'none'}")
     sites, left, problems = [], [], []
+    timed = {id(one.layer) for one in model._flatten_layers() if isinstance(one, keras.layers.TimeDistributed)}
     for layer in plain:
         why = "leave=[…] names it" if layer.name in leave else _reason_to_stay(layer, min_rows)
         if why:
             left.append((layer.name, why))
             continue
-        problems += [f"{layer.name!r}: {problem}" for problem in _problems(layer)]
+        problems += [f"{layer.name!r}: {problem}" for problem in _problems(layer, id(layer) in timed)]
         sites.append(KerasSite(_name(layer.name, names), layer))
     if problems:
         raise InvalidInputError(
@@ -133,7 +134,9 @@ def _reason_to_stay(layer: Any, min_rows: int) -> str:
     return "" if layer.trainable else "frozen: it is not trained"
 
 
-def _problems(layer: Any) -> Iterator[str]:
+def _problems(layer: Any, timed: bool) -> Iterator[str]:
+    if timed:
+        yield "TimeDistributed calls it once for each step of time: it takes ids of any shape, so call it without that layer"
     if type(layer) is not keras.layers.Embedding:
         yield f"{type(layer).__name__} is a class of its own"
     if layer.embeddings_regularizer is not None:

@@ -109,6 +109,12 @@ def _kept(value: Any) -> Any:
 def _asked_by(plans: Mapping[bool, IdsPlan]) -> AskedOf:
     def asked(batch: Any) -> Any:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return wanted_of(plans[y is not None].ids(x, y)).asked
+        plan = plans[y is not None]
+        if plan.weighs:
+            raise InvalidInputError(
+                "ids of this model are computed by layers with weights, which the steps before a batch change: its rows cannot be pulled "
+                "ahead. Train it without prepare"
+            )
+        return wanted_of(plan.ids(x, y)).asked
 
     return asked

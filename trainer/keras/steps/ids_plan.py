@@ -51,6 +51,8 @@ class IdsPlan:
 
     def __init__(self, model: Any, x: Any, y: Any, features: Mapping[str, Feature | Sequence[Feature]]) -> None:
         self._model, self.calls, self._named = model, list[LayerCall](), list[tuple[RowEmbedding, Feature]]()
+        self.weighs = False
+        """Whether ids are computed by layers with weights, which each step changes."""
         layers = layers_over_tables(model)
         named = {layer.name for layer in layers if layer.name in features}
         for layer in layers:
@@ -61,7 +63,7 @@ class IdsPlan:
             walked = _walked(named, model, x, y)
             if walked.constants:
                 _refuse_drawn(walked.constants, _walked(named, model, x, y).constants)
-            self.calls = walked.calls
+            self.calls, self.weighs = walked.calls, walked.weighs
 
     def ids(self, x: Any, y: Any = None) -> list[tuple[RowEmbedding, Any]]:
         """Return each call's layer and its ids, an array of the shape that the layer is called with."""
@@ -148,6 +150,8 @@ class _SymbolWalk:
         self.calls: list[LayerCall] = []
         self.constants: list[tuple[str, Any]] = []
         """By layer's name: ids that do not come from the batch."""
+        self.weighs = False
+        """Whether ids are computed by layers with weights."""
         self._named = named
         self._symbols: dict[int, Compute] = {}
         self._kept: list[Any] = []  # symbols whose id() is a key
@@ -243,6 +247,12 @@ class _SymbolWalk:
                 "cannot tell where the ids of a layer over a table come from: its input is none of the model's; name it with "
                 "distribute(features=…)"
             )
+        if isinstance(operation, RowEmbedding):
+            raise InvalidInputError(
+                f"ids are computed from rows of layer {operation.name!r}, which are pulled in the same moment. Compute these ids before, "
+                "with a model of its own, and hand them in as an input"
+            )
+        self.weighs |= isinstance(operation, keras.Layer) and bool(operation.weights)
         node = operation._inbound_nodes[node_index]
         before = {id(one): self._of(one) for one in node.input_tensors}
         place, key = id(node), tensor_index
@@ -263,8 +273,8 @@ def _run(operation: Any, args: Any, kwargs: Any) -> Any:
     if type(operation).__name__ == "GetItem":
         key = args[1] if len(args) > 1 else kwargs["key"]
         return host(args[0])[tuple(key) if isinstance(key, list) else key]
-    if isinstance(operation, keras.Layer):
-        return operation(*args, training=False, **kwargs) if operation._call_has_training_arg else operation(*args, **kwargs)
+    if isinstance(operation, keras.Layer) and operation._call_has_training_arg:
+        kwargs = {**kwargs, "training": False}
     return operation(*args, **kwargs)
 
 

@@ -116,7 +116,9 @@ class ConnectedModel:
     def wanted(self, batch: Any) -> AskedByLayers:
         """What a batch asks for."""
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return wanted_of(self.plan(batch).ids(x, y))
+        plan = self.plan(batch)
+        with in_place(self.model, self._state) if plan.weighs else nullcontext():
+            return wanted_of(plan.ids(x, y))
 
     @contextmanager
     def of_call(self, state: list[Any]) -> Iterator[None]:
