@@ -252,6 +252,18 @@ def test_a_step_that_leaves_rows_out_is_refused(cluster: kvemb.Cluster, name: st
     np.testing.assert_array_equal(table.pull(np.arange(N_WORDS)), before)
 
 
+def test_first_steps_that_overflow_are_not_taken_for_steps_that_leave_rows_out(cluster: kvemb.Cluster, name: str) -> None:
+    plain, ours = two_words(), two_words()
+    for model in (plain, ours):
+        model.compile(keras.optimizers.LossScaleOptimizer(SGD(), initial_scale=2.0**127), "mse")
+    (table,) = distribute(ours, cluster, min_rows=1, names=names_of(name), quiet=True).tables
+    x, y = all_words(16)
+    for model in (plain, ours):
+        fit(model, x, 100 * y)
+    assert 3 < 16 - int(plain.optimizer.iterations) < 16
+    same(plain, ours, table)
+
+
 @STATELESS
 def test_gradients_that_are_left_out_now_and_then_are_told(cluster: kvemb.Cluster, name: str) -> None:
     ours = own_step()

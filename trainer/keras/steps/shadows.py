@@ -24,6 +24,7 @@ from .gradient_scale import rule_of
 
 _NAME = "rows_gradient"
 _PATIENCE = 3  # steps
+_PATIENCE_SCALED = 50  # steps of an optimizer that scales losses, of which the first ones often overflow: each halves the scale
 _BY = "_handed_by"
 
 
@@ -136,10 +137,10 @@ class Handing:
         known = table in self._by and bool(self._by[table])
         if known and scaled:
             return
-        self._left_out[table] = self._left_out.get(table, 0) + 1
-        if self._left_out[table] != _PATIENCE:
+        self._left_out[table] = n = self._left_out.get(table, 0) + 1
+        if n != (_PATIENCE_SCALED if scaled else _PATIENCE):
             return
-        said = f"{_PATIENCE} steps looked up rows of table {table!r} and gave no optimizer their gradients, so those steps changed no row"
+        said = f"{n} steps looked up rows of table {table!r} and gave no optimizer their gradients, so those steps changed no row"
         if known:
             warnings.warn(f"{said}. Gradients that are gathered over several batches are lost for rows", stacklevel=2)
             return
