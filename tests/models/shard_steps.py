@@ -192,15 +192,24 @@ def trainer_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
     accepted = min(max(state.shards[one].journaled, trainer.bases[one] if trainer.bases else 0) for one in there)
     if trainer.pushed < min(state.n_steps, accepted + WINDOW) and not trainer.waits:
         yield f"push step {trainer.pushed + 1}", _now(state, number, trainer._replace(pushed=trainer.pushed + 1))
-    if trainer.bases is None and state.phase == FLIPPED and all(answered(state, trainer, one) for one in THERE):
-        had = [state.shards[one].journaled for one in THERE]
-        yield "routes by the new map", _now(state, number, trainer._replace(bases=(had[0], had[1], min(had))))
-    if trainer.nodes != state.nodes and not trainer.waits:
-        yield "sees the nodes", _now(state, number, trainer._replace(waits=True) if state.by_nodes else trainer._replace(nodes=state.nodes))
-    if trainer.waits and all(answered_by_nodes(state, number, one) for one in THERE):
-        yield "routes by the new nodes", _now(state, number, trainer._replace(nodes=state.nodes, waits=False))
+    yield from _follow(state, number)
     for one in there:
         yield from _arrives(state, number, one)
+
+
+def _follow(state: State, number: int) -> Iterator[tuple[str, State]]:
+    """A trainer that sees a newer map pushes nothing until all that it sent by the old one has an answer; only who writes rows matters."""
+    trainer = state.trainers[number]
+    flipped, moved = trainer.bases is None and state.phase == FLIPPED, trainer.nodes != state.nodes
+    if moved and not state.by_nodes:
+        yield "sees the nodes", _now(state, number, trainer._replace(nodes=state.nodes))
+    elif (flipped or moved) and not trainer.waits:
+        yield "sees the new map", _now(state, number, trainer._replace(waits=True))
+    elif moved and all(answered_by_nodes(state, number, one) for one in THERE):
+        yield "routes by the new nodes", _now(state, number, trainer._replace(nodes=state.nodes, waits=False))
+    elif flipped and all(answered(state, trainer, one) for one in THERE):
+        had = [state.shards[one].journaled for one in THERE]
+        yield "routes by the new map", _now(state, number, trainer._replace(bases=(had[0], had[1], min(had)), waits=False))
 
 
 def answered_by_nodes(state: State, number: int, to: int) -> bool:
