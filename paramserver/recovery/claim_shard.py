@@ -126,7 +126,7 @@ class Claim:
     def __init__(self, data: DataDir, store: Store, shard: int, epoch: int, timeout_s: float) -> None:
         self._data, self._store, self._shard, self._timeout_s = data, store, shard, timeout_s
         self._lock = threading.Lock()
-        self._told = self.epoch = epoch  # what the nodes were told last; what counts
+        self._said = self._told = self.epoch = epoch  # what some node may have been told; what all have; what counts
 
     def require(self) -> None:
         """Raise FencedError once another process owns the shard."""
@@ -146,7 +146,7 @@ class Claim:
         """
         deadline, name = Deadline.after(self._timeout_s), owner_name(self._shard)
         # Another process of this number may have a folder of its own, while it has no slots: the nodes know.
-        require_not_fenced(self._store.get_meta(name, deadline), self._shard, self._told)
+        require_not_fenced(self._store.get_meta(name, deadline), self._shard, self._said)
         with self._lock:
             require_owner(self._data, self.epoch)
             if other >= self.epoch:
@@ -158,6 +158,7 @@ class Claim:
         if self._told != self.epoch:
             # First what is compared with the nodes' record, then that record: between them the lower one is no reason to stop.
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
+            self._said = self.epoch
             self._store.put_meta(name, Owner(self.epoch, self._store.cluster_map.n_shards).encode(), deadline)
             self._store.fence(self._shard, self.epoch, deadline, still_ours=self.require)
             self._told = self.epoch

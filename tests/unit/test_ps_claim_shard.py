@@ -13,7 +13,7 @@ import kvemb.optim
 from kvemb.config import StorageConfig
 from kvemb.coordination.shard_notes import ShardNote, note_name
 from kvemb.coordination.shard_owners import Owner, newest_owner, owner_name
-from kvemb.errors import FencedError, LostRowError, NodeUnavailableError, ParameterServerError
+from kvemb.errors import DeadlineExceededError, FencedError, LostRowError, NodeUnavailableError, ParameterServerError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
@@ -78,6 +78,23 @@ def test_a_claim_rises_on_nodes_that_have_lost_the_owner_record(folder: Folder, 
     risen: list[int] = []
     Claim(data, opened_store(nodes), 0, epoch, 5).rise_above(7, risen.append)
     assert (risen, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8)
+
+
+def test_a_claim_that_was_told_to_some_nodes_only_goes_on_rising_and_is_still_ours(folder: Folder, tmp_path: Path) -> None:
+    data, nodes, risen = folder(tmp_path, 0), addresses(), list[int]()
+    epoch, store = start(nodes, data).epoch, opened_store(nodes)
+    claim, put_meta = Claim(data, store, 0, epoch, 5), store.put_meta
+
+    def told_and_no_answer(name: str, value: bytes, deadline: Deadline) -> None:
+        put_meta(name, value, deadline)
+        raise DeadlineExceededError("no complete answer within 2 s from node x")
+
+    store.put_meta = told_and_no_answer  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceededError):
+        claim.rise_above(7, risen.append)
+    store.put_meta = put_meta  # type: ignore[method-assign]
+    claim.rise_above(7, risen.append)
+    assert (risen, claim.epoch, read_epoch(data), stored_epoch(nodes)) == ([8], 8, 8, 8)
 
 
 def left(first: ShardState, k: int = 7, journal: tuple[int, int] | None = None) -> ShardState:
