@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -336,3 +337,21 @@ def test_models_that_cannot_be_changed_in_place_are_refused(change: Callable[[Mo
 def test_wrong_names_are_refused(options: dict, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make_plan(Model(), 10, **options)
+
+
+@pytest.mark.parametrize("wrap", ["inside of DDP", "fully_shard"])
+def test_a_model_that_is_wrapped_or_sharded_already_is_refused(wrap: str, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Embedding(20_000, 2), nn.Linear(2, 1))
+        if wrap == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            kept = fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        else:
+            kept = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(InvalidInputError, match="wrapped by FSDPSequential" if wrap == "fully_shard" else "inside of a Distributed"):
+            make_plan(model, 10)
+        assert isinstance(kept, nn.Module)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -244,6 +244,20 @@ def test_an_optimizer_for_embeddings_and_one_for_the_rest_step_in_any_order(dens
     assert len(cluster.pushes) == 4
 
 
+def test_gradients_that_autograd_grad_takes_away_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, cluster = distributed()
+    for _ in range(60):
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(model(IDS), params), strict=True):
+            param.grad = grad
+        optimizer.step()
+    told = sorted(caplog.messages)
+    caplog.clear()
+    assert len(told) == 2
+    assert "table 'item': rows were looked up for training and got no gradient before any of the last 30 steps" in told[0]
+    assert cluster.pushes == []
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_gradients_that_are_dropped_again_and_again_are_told_of_once(joined: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, _, cluster = distributed()

@@ -5,13 +5,14 @@ reasons at once. It is left behind only where that is said: too few rows, frozen
 hold it, and whoever holds it must be an embedding that is replaced, too.
 """
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import distributed, nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.schema.table_def import check_table_name
@@ -25,6 +26,7 @@ Names = Mapping[str, str] | Callable[[str], str]
 TorchEmbedding = torch.nn.Embedding | torch.nn.EmbeddingBag
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them takes seconds
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -133,7 +135,8 @@ def _check_model(model: nn.Module) -> None:
         raise InvalidInputError("the model is an embedding itself and cannot be replaced in place; put it into a module")
     for path, module in model.named_modules():
         at = f"module {path!r}" if path else "the model"
-        if isinstance(module, _WRAPPERS) or hasattr(module, "_orig_mod"):
+        sharded = any(kind.__name__ in _SHARDED for kind in type(module).__mro__)
+        if isinstance(module, _WRAPPERS) or sharded or hasattr(module, "_orig_mod"):
             raise InvalidInputError(
                 f"{at} is wrapped by {type(module).__name__}; call distribute on the plain model first, then wrap it: what is replaced "
                 "must be no parameter any more when it is"
@@ -143,6 +146,17 @@ def _check_model(model: nn.Module) -> None:
                 f"{at} is over table {module.table.name!r} already; call distribute once, and before other modules over tables are "
                 "added, or on the part of the model that has none"
             )
+    if distributed.is_available() and distributed.is_initialized() and _is_in_ddp(model):
+        raise InvalidInputError(
+            "the model is inside of a DistributedDataParallel already, which would wait for gradients of the embeddings that are replaced; "
+            "call distribute before it is wrapped. In Lightning that is configure_model, where the optimizer is made, too"
+        )
+
+
+def _is_in_ddp(model: nn.Module) -> bool:
+    """Whether a wrapper that is alive holds the model: its hooks on parameters lie where Python does not see them."""
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel)]
+    return any(module is model for one in wrappers for module in one.modules())
 
 
 def _paths(model: nn.Module) -> list[tuple[str, TorchEmbedding]]:

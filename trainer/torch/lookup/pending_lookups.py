@@ -77,6 +77,8 @@ class PendingLookups:
         self.limit, self._many = MAX_PENDING * n_modules, _MANY_PENDING * n_modules
         self._told = self._told_dropped = False
         self._n_dropped = 0  # since the last step
+        self._recorded = False  # a lookup was made since the last step, and none got a gradient
+        self._told_unused, self._n_unused = False, 0  # steps in a row of which that was so
         self.n_steps = self.n_backwards = 0
         """Steps that used gradients up, and lookups that got one: `other_optimizers` compares them."""
         self.leaves: list[Tensor] = []
@@ -93,6 +95,7 @@ class PendingLookups:
             if any(leaf is known for known in self.leaves):
                 return
             self.n_backwards += 1
+            self._recorded = False
             if any(known.grad is None for known in self.leaves):  # another optimizer's zero_grad has dropped them
                 self._keep([known.grad is not None for known in self.leaves])
                 self._tell_dropped()
@@ -100,10 +103,18 @@ class PendingLookups:
             if len(self.leaves) > 1:
                 Variable._execution_engine.queue_callback(self._merge)
 
+    def recorded(self) -> None:
+        """Take note of a lookup whose gradient is to come."""
+        self._recorded = True
+
     def use_up(self) -> None:
         """Forget gradients and lookups, for a step has used them."""
         self.n_steps += 1
         self._n_dropped = 0
+        self._n_unused = self._n_unused + 1 if self._recorded and not self.leaves else 0
+        self._recorded = False
+        if self._n_unused >= _MANY_DROPPED:
+            self._tell_unused()
         self.clear()
 
     def drop(self) -> None:
@@ -204,6 +215,18 @@ class PendingLookups:
                 "table %r: %d lookups have a gradient and wait for step() of %s; more than %d are refused",
                 *(self.table.name, n_waiting, _STEPS, self.limit),
             )
+
+    def _tell_unused(self) -> None:
+        """Say that steps find no gradients of rows that were looked up to be trained."""
+        if self._told_unused:
+            return
+        self._told_unused = True
+        log.warning(
+            "table %r: rows were looked up for training and got no gradient before any of the last %d steps; its rows do not change. Call "
+            "loss.backward(): torch.autograd.grad gives gradients of rows to nobody. Where nothing is to be trained use model.eval(), "
+            "torch.no_grad(), or requires_grad_(False) of the module over the table",
+            *(self.table.name, self._n_unused),
+        )
 
     def _tell_dropped(self) -> None:
         """Ask whether anybody takes steps, where gradients are dropped and dropped."""

@@ -191,6 +191,7 @@ class TableModule(LookupModule):
         def after_backward(leaf: Tensor) -> None:
             pending.add(leaf, lookup)
 
+        pending.recorded()
         leaf.requires_grad_()
         leaf.register_post_accumulate_grad_hook(after_backward)  # type: ignore[no-untyped-call]
 
