@@ -19,7 +19,7 @@ class Backlog:
     def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue, behind: WriteBehind | None) -> None:
         self._state, self._pending, self._queue, self._behind = state, pending, queue, behind
 
-    def flush(self, deadline: Deadline, *, whole: bool = True) -> str:
+    def flush(self, deadline: Deadline, *, table: str = "") -> str:
         """Wait until every push accepted before this call is applied, and its rows are in storage.
 
         What lacks another's push in its sync step was not accepted: that may be the next one of whoever flushes. Pushes whose last part is
@@ -27,7 +27,7 @@ class Backlog:
 
         Args:
             deadline: of the wait.
-            whole: whether pushes of steps that are not whole are left out; else these are waited for, too.
+            table: key of a table whose rows nobody may bring any more: pushes with rows of it are waited for in any case.
 
         Returns:
             What was left out, and whom it waits for; "" for nothing.
@@ -37,8 +37,8 @@ class Backlog:
             ShardFailedError: it will never be applied.
         """
         with self._state.changed:
-            left_out, said = self._queue.lacking() if whole else ([], "")
-            wanted = self._pending.numbers(without=left_out)
+            lacking, said = self._queue.lacking()
+            wanted = self._pending.numbers(without=[push for push in lacking if table not in push.table_keys])
             while any(number in self._pending for number in wanted):
                 self._state.wait(deadline, f"{len(self._pending)} pushes to be applied")
             if self._state.failure is not None:

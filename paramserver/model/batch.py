@@ -124,6 +124,11 @@ class Push:
         """Bytes of all parts."""
         return sum(part.ticket.size_bytes for part in self.parts)
 
+    @property
+    def table_keys(self) -> frozenset[str]:
+        """The tables of which it has rows, or asks about rows."""
+        return frozenset(rows.definition.key for part in self.parts for rows in (*part.tables, *part.prefetched))
+
 
 @dataclass(frozen=True, eq=False)
 class RefusedStep:

@@ -93,7 +93,7 @@ class DropHandlers:
                 f"table {request.key!r} is not being dropped, as far as shard {self._shard} can read; call drop_table again"
             )
         self._ingest.refuse_table(definition.key)
-        self._ingest.backlog.flush(deadline, whole=False)
+        self._ingest.backlog.flush(deadline, table=definition.key)
         state = self._tables.state(definition)
         if self._registry.deletes_whole(definition):
             state.let_go()

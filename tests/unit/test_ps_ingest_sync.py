@@ -43,7 +43,10 @@ def test_a_flush_waits_for_whole_steps_and_says_what_needs_another_push(make: Ca
     with pytest.raises(DeadlineExceededError):
         rig.ingest.backlog.flush(Deadline.after(0))  # step 1 is whole
     rig.store.gate.set()
-    assert rig.ingest.backlog.flush(Deadline.after(30)) == "step 2 of b, which waits for a"
+    for table in ("", "of no table here"):
+        assert rig.ingest.backlog.flush(Deadline.after(30), table=table) == "step 2 of b, which waits for a"
+    with pytest.raises(DeadlineExceededError):
+        rig.ingest.backlog.flush(Deadline.after(0), table=TABLE.key)  # which is dropped: none of its rows may come after that
     assert rig.weights([1]) == [-2.0]
     rig.push(a, {1: 1.0})
     ahead.wait()
