@@ -159,6 +159,14 @@ def test_a_copy_is_traced_and_saved(cluster: kvemb.Cluster, chosen: dict | None,
         torch.testing.assert_close(torch.jit.load(tmp_path / "model.pt")(IDS[:2]), model(IDS)[:2])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_copy_with_chosen_ids_is_scripted(cluster: kvemb.Cluster) -> None:
+    model = Model(cluster, "dense").eval()
+    scripted = torch.jit.script(materialize(model, {"dense": [0, 1, 3, 5, 9, 29]}))
+    with torch.no_grad():
+        torch.testing.assert_close(scripted(IDS), model(IDS))
+
+
 def test_a_distributed_model_comes_back_as_it_was(cluster: kvemb.Cluster) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum"), nn.Linear(4, 1))

@@ -7,6 +7,7 @@ in operations that torch.export and torch.jit.trace record.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from ..modules.embedding import EmbeddingBag
 
@@ -37,7 +38,10 @@ class KnownRows(nn.Module):
     def places(self, input: Tensor) -> Tensor:
         """Return the positions in `weight`, of the shape of `input`."""
         wanted = input.to(torch.int64)
-        found = self._n_below(wanted) if torch.onnx.is_in_onnx_export() else torch.searchsorted(self.ids, wanted.contiguous())
+        if is_scripting():  # torch.jit.script compiles what it reads, and leaves the other branch unread
+            found = torch.searchsorted(self.ids, wanted.contiguous())
+        else:
+            found = self._n_below(wanted) if torch.onnx.is_in_onnx_export() else torch.searchsorted(self.ids, wanted.contiguous())
         at = found.clamp(max=self._n_ids - 1)
         return torch.where(self.ids[at] == wanted, at, self.ids.shape[0])
 
