@@ -109,23 +109,20 @@ class TlsConnector:
         sock = connect_socket(address, deadline)
         host = address.rpartition(":")[0].strip("[]")
         try:
-            encrypted = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-        except BaseException:
-            sock.close()
-            raise
-        try:
+            sock.getpeername()  # fails where the node has reset it by now; so does wrap_socket, which then leaves it open
+            sock = encrypted = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
             encrypted.setblocking(False)
             _shake_hands(encrypted, deadline.within(_HANDSHAKE_S))
         except ssl.SSLCertVerificationError as error:
-            encrypted.close()
+            sock.close()
             raise NodeUnavailableError(f"node {address}: its certificate is not trusted: {error.verify_message}; {_TRUST}") from error
         except OSError as error:
-            encrypted.close()
+            sock.close()
             raise NodeUnavailableError(
                 f"node {address}: no TLS connection: {_reason(error)}. Does it speak TLS at this port, and take this process's certificate?"
             ) from error
         except BaseException:
-            encrypted.close()
+            sock.close()
             raise
         return TlsLink(encrypted, address)
 

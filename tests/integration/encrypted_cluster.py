@@ -21,12 +21,18 @@ class EncryptedCluster(LocalCluster):
 
     _certificates: "tempfile.TemporaryDirectory[str]"
     _authority: Authority
+    _node: Issued
     _client: Issued
 
     def _start_servers(self, store: str, n: int, folder: Path, memory_mb: int) -> list[StorageServer]:
+        if not hasattr(self, "_authority"):  # otherwise further ones of the same cluster
+            self._issue(folder)
+        return start_tls_servers(store, n, folder, memory_mb, authority=self._authority, issued=self._node)
+
+    def _issue(self, folder: Path) -> None:
         self._certificates = tempfile.TemporaryDirectory()
         self._authority = Authority(Path(self._certificates.name))
-        node = self._authority.issue("node", purposes=("server",))
+        self._node = self._authority.issue("node", purposes=("server",))
         self._client = self._authority.issue("client", purposes=("client",))
         for path in (self._authority.folder, *self._authority.folder.iterdir()):
             path.chmod(0o755)  # memcached gives up root for nobody, and tests have no secrets
@@ -34,7 +40,6 @@ class EncryptedCluster(LocalCluster):
         trainer = self._authority.issue("trainer", f"{cluster}/trainer/*", f"{cluster}/admin/tests", purposes=("client",))
         self._environ = mock.patch.dict(os.environ, {_CERT: str(trainer.cert), _KEY: str(trainer.key)})
         self._environ.start()
-        return start_tls_servers(store, n, folder, memory_mb, authority=self._authority, issued=node)
 
     def _served_at(self, server: StorageServer) -> str:
         assert isinstance(server, TlsServer)

@@ -1,5 +1,8 @@
 """The store contract over TLS, and who is refused there. Real servers that ask for client certificates."""
 
+import select
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvemb.config import StorageConfig
-from kvemb.errors import ConfigError, StorageError
+from kvemb.errors import ConfigError, NodeUnavailableError, StorageError
 from kvemb.local_cluster.processes import LocalProcessError
 from kvemb.net.certificate_authority import Authority
+from kvemb.net.deadline import Deadline
+from kvemb.net.link import connect_socket
+from kvemb.net.tls_link import TlsConnector
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.bucket_contract import BucketedStoreContract
 from kvemb.testing.repair_contract import RepairContract
@@ -102,3 +108,21 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     missing = StorageConfig("redis", ("127.0.0.1:1",), tls=TlsConfig(str(tmp_path / "none.pem")))
     with open_store(missing, role="trainer") as store, pytest.raises(ConfigError, match=r"storage\.tls: .*none\.pem: cannot be used"):
         store.open(within(3))
+
+
+def test_a_node_that_resets_a_connection_before_its_handshake_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect_and_be_reset(address: str, deadline: Deadline) -> socket.socket:
+        sock, accepted = connect_socket(address, deadline), listener.accept()[0]
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        assert poll.poll(30_000)
+        return sock
+
+    monkeypatch.setattr("kvemb.net.tls_link.connect_socket", connect_and_be_reset)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(NodeUnavailableError, match="no TLS connection: .* Does it speak TLS"),
+    ):
+        TlsConnector(TlsConfig())(f"127.0.0.1:{listener.getsockname()[1]}", Deadline.after(30))

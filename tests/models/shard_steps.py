@@ -8,7 +8,6 @@ Slots may move between nodes, too. Nobody stops then: shards and trainers see it
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 NONE, HOLDING, DRAINING, FLIPPED, ABORTED = "none", "holding", "draining", "flipped", "aborted"
@@ -56,8 +55,7 @@ class Trainer(NamedTuple):
     waits: bool = False
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Everything that processes and connections hold.
 
     Args:
@@ -87,7 +85,7 @@ def steps(state: State) -> Iterator[tuple[str, State]]:
     """Yield every step that somebody can take, with its name."""
     yield from carrier_steps(state)
     if state.nodes < state.n_node_moves:
-        yield "slots move between nodes", replace(state, nodes=state.nodes + 1)
+        yield "slots move between nodes", state._replace(nodes=state.nodes + 1)
     for number in (*THERE, TAKER):
         yield from ((f"{('giver', 'other', 'taker')[number]}: {name}", after) for name, after in shard_steps(state, number))
     for number in range(len(state.trainers)):
@@ -115,13 +113,13 @@ def require_sound(state: State) -> None:
 def carrier_steps(state: State) -> Iterator[tuple[str, State]]:
     """What shard 0's process does. A shard that cannot say its step makes it abort; so may an operator."""
     if state.phase == NONE:
-        yield "hold", replace(state, phase=HOLDING)
+        yield "hold", state._replace(phase=HOLDING)
     if state.phase in (HOLDING, DRAINING):
-        yield "abort", replace(state, phase=ABORTED)
+        yield "abort", state._replace(phase=ABORTED)
     if all_reported(state, HOLDING) and state.phase == HOLDING:
-        yield "drain", replace(state, phase=DRAINING, last=max(step for _, phase, step in state.reports if phase == HOLDING))
+        yield "drain", state._replace(phase=DRAINING, last=max(step for _, phase, step in state.reports if phase == HOLDING))
     if all_reported(state, DRAINING) and state.phase == DRAINING:
-        yield "flip", replace(state, phase=FLIPPED)
+        yield "flip", state._replace(phase=FLIPPED)
 
 
 def all_reported(state: State, phase: str) -> bool:
@@ -180,7 +178,7 @@ def may_hand_out(state: State, shard: Shard, step: int) -> bool:
 
 def _told(state: State, number: int, phase: str, step: int) -> Iterator[tuple[str, State]]:
     if not any(one[:2] == (number, phase) for one in state.reports):
-        yield f"report {phase}, step {step}", replace(state, reports=state.reports | {(number, phase, step)})
+        yield f"report {phase}, step {step}", state._replace(reports=state.reports | {(number, phase, step)})
 
 
 # --- the trainers --------------------------------------------------------------------------------------------------------------
@@ -234,8 +232,8 @@ def _arrives(state: State, number: int, to: int) -> Iterator[tuple[str, State]]:
 
 
 def _with(state: State, number: int, shard: Shard) -> State:
-    return replace(state, shards=(*state.shards[:number], shard, *state.shards[number + 1 :]))
+    return state._replace(shards=(*state.shards[:number], shard, *state.shards[number + 1 :]))
 
 
 def _now(state: State, number: int, trainer: Trainer) -> State:
-    return replace(state, trainers=(*state.trainers[:number], trainer, *state.trainers[number + 1 :]))
+    return state._replace(trainers=(*state.trainers[:number], trainer, *state.trainers[number + 1 :]))

@@ -1,7 +1,6 @@
 """How the shards of a sync job stop at one step, every interleaving: at the flip all have had the same steps, and training goes on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -51,7 +50,7 @@ def test_at_the_flip_all_have_had_the_same_steps_and_training_can_go_on(start: S
 
 def nodes_move(n_steps: int, *, by_nodes: bool = False) -> State:
     """Slots move between nodes, and none between shards."""
-    return replace(first(n_steps=n_steps, phase=ABORTED), n_node_moves=1, by_nodes=by_nodes)
+    return first(n_steps=n_steps, phase=ABORTED)._replace(n_node_moves=1, by_nodes=by_nodes)
 
 
 def test_training_goes_on_through_a_move_of_nodes_with_two_pushes_of_each_trainer_on_their_way() -> None:
@@ -71,21 +70,21 @@ def flip_anywhere(state: State) -> Iterator[tuple[str, State]]:
     """Nobody holds: the flip comes where the giver is."""
     yield from steps(state)
     if state.phase == NONE:
-        yield "flip at once", replace(state, phase=FLIPPED, last=state.shards[GIVER].journaled)
+        yield "flip at once", state._replace(phase=FLIPPED, last=state.shards[GIVER].journaled)
 
 
 def last_of_the_giver(state: State) -> Iterator[tuple[str, State]]:
     """The giver's step is the last one of the old map, not the largest of all."""
     for name, after in steps(state):
         told = [step for number, phase, step in state.reports if (number, phase) == (GIVER, HOLDING)]
-        yield name, replace(after, last=told[0]) if name == "drain" else after
+        yield name, after._replace(last=told[0]) if name == "drain" else after
 
 
 def flip_for_the_giver(state: State) -> Iterator[tuple[str, State]]:
     """The flip comes when the giver has come to the last step, wherever the others are."""
     yield from steps(state)
     if state.phase == DRAINING and any((number, phase) == (GIVER, DRAINING) for number, phase, _ in state.reports):
-        yield "flip too early", replace(state, phase=FLIPPED)
+        yield "flip too early", state._replace(phase=FLIPPED)
 
 
 def unknown_is_none(state: State) -> Iterator[tuple[str, State]]:
@@ -94,9 +93,9 @@ def unknown_is_none(state: State) -> Iterator[tuple[str, State]]:
     for number in THERE:
         shard = state.shards[number]
         if shard.unknown and shard.saw == HOLDING and not any(one[:2] == (number, HOLDING) for one in state.reports):
-            yield "report too little", replace(state, reports=state.reports | {(number, HOLDING, 0)})
+            yield "report too little", state._replace(reports=state.reports | {(number, HOLDING, 0)})
         if shard.unknown and shard.saw == DRAINING and state.last == 0:
-            yield "report too early", replace(state, reports=state.reports | {(number, DRAINING, 0)})
+            yield "report too early", state._replace(reports=state.reports | {(number, DRAINING, 0)})
 
 
 LESSER = [flip_anywhere, last_of_the_giver, flip_for_the_giver, unknown_is_none]
@@ -113,5 +112,5 @@ def test_a_shard_that_was_started_anew_hands_out_nothing_until_all_go_on() -> No
     held = Shard(saw=HOLDING, got=(2, 2), released=1, journaled=1, unknown=True)
     state = State(HOLDING, shards=(held, Shard(saw=HOLDING), Shard()))
     for phase, last in ((HOLDING, 0), (DRAINING, 2)):
-        now = replace(state, phase=phase, last=last, shards=(held._replace(saw=phase), state.shards[OTHER], Shard()))
+        now = state._replace(phase=phase, last=last, shards=(held._replace(saw=phase), state.shards[OTHER], Shard()))
         assert not [name for name, _ in steps(now) if name.startswith("giver: ") and "see" not in name]
