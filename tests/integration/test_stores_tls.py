@@ -123,6 +123,6 @@ def test_a_node_that_resets_a_connection_before_its_handshake_is_unavailable(mon
     monkeypatch.setattr("kvemb.net.tls_link.connect_socket", connect_and_be_reset)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        pytest.raises(NodeUnavailableError, match="no TLS connection: .* Does it speak TLS"),
+        pytest.raises(NodeUnavailableError, match=r"no TLS connection: .* Does it speak TLS"),
     ):
         TlsConnector(TlsConfig())(f"127.0.0.1:{listener.getsockname()[1]}", Deadline.after(30))
