@@ -20,7 +20,8 @@ from kvemb.config import load
 from kvemb.local_cluster.launcher import LocalCluster
 from paramserver.lifecycle.start import start
 
-BUDGET = {"pull: functions": 144, "pull: files": 37, "pull: frames to the socket": 18, "push: functions": 412, "push: files": 105}
+# Two files of a pull are what forked children need: kvemb/cached_property.py and kvemb/fork_lock.py.
+BUDGET = {"pull: functions": 148, "pull: files": 39, "pull: frames to the socket": 18, "push: functions": 430, "push: files": 108}
 
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("kvemb", "paramserver"))

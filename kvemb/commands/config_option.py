@@ -63,7 +63,7 @@ def words_of(args: argparse.Namespace, actions: Sequence[str]) -> tuple[str, str
     """
     words = list(args.words)
     named = bool(words) and words[0] in actions
-    action, rest = (words[0], words[1:]) if named else (actions[0], words)
+    action, rest = (words[0], words[1:]) if named else (actions[0], words[:])
     source = args.config
     if source is None:
         source = rest.pop(0) if rest and not _is_address(rest[0]) else DEFAULT

@@ -20,6 +20,7 @@ from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.protocol.installed_version import installed_version
 from kvemb.status.cluster_status import survey
 from kvemb.tls_config import TlsConfig
+from tests.integration.scraped import ports_side_by_side, value
 from tests.integration.tls_clusters import TlsCluster, running
 from tests.integration.tls_storage import start_tls_servers
 
@@ -36,7 +37,10 @@ def secured(tmp_path_factory: pytest.TempPathFactory, require_server: Callable[[
     (server,) = start_tls_servers("redis", 1, folder, 64, authority=authority, issued=authority.issue("node", purposes=("server",)))
     tls = {"ca": str(authority.ca), "cert": str(client.cert), "key": str(client.key)}
     storage = {"kind": "redis", "nodes": [server.tls_address], "timeout_s": 3, "tls": tls}
-    with running(TlsCluster(folder, storage=storage)) as made:
+    made = TlsCluster(folder, storage=storage)
+    made.tree["parameter_servers"]["metrics_port"] = ports_side_by_side(1)
+    made.write()
+    with running(made):
         made.nodes = authority  # type: ignore[attr-defined]
         yield made
     server.process.kill()
@@ -86,6 +90,15 @@ def test_what_ends_within_fourteen_days_is_named_on_every_side(secured: TlsClust
     assert all("ends in 13.0 days" in one.what or "ends in 12.9 days" in one.what for one in seen)
     assert all("replace the file in one step" in one.mend and one.level == "warning" for one in seen)
     assert not list(judge_certificates(config, 3, now_s=time.time() + 15 * DAY_S))
+
+
+def test_prometheus_is_told_when_the_certificates_of_a_shard_end(secured: TlsCluster) -> None:
+    """KvembCertificateEnds"""
+    port = secured.tree["parameter_servers"]["metrics_port"]
+    for of in ("parameter_servers", "storage"):
+        ends_s = value(port, "kvemb_shard_certificate_end_timestamp_seconds", of=of)
+        assert ends_s is not None
+        assert 29 * DAY_S < ends_s - time.time() <= 30 * DAY_S
 
 
 def test_a_certificate_that_has_ended_is_named_on_every_side(secured: TlsCluster, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ ELSEWHERE = {
     "kvemb save URL --resume": "test_save_load.py: it takes a shard that was killed",
     "kvemb plan": "tests/unit/test_capacity.py",
     "kvemb status --watch": "below",
+    "kvemb moves abort": "test_cluster_scaling.py: it takes a change that was broken off",
     "kvemb acl --check shard": "test_redis_users.py: it takes a user that may do no more",
 }
 
@@ -158,8 +159,22 @@ def test_a_shard_that_is_down_is_named_and_goes_on_when_it_is_started_again(clus
     until(lambda: well(cluster))
 
 
-def test_a_shard_that_has_stopped_says_why_and_goes_on_after_a_restart(cluster: LocalCluster, node: redis.Redis) -> None:
-    """KvembShardFailed, KvembNodeEvicts"""
+def test_a_node_that_answers_late_and_a_clock_are_in_what_prometheus_asks_for(cluster: LocalCluster, node: redis.Redis, port: int) -> None:
+    """KvembNodeSlow, KvembClockOff"""
+
+    def slow() -> bool:
+        node.client_pause(1000)
+        return (value(port, "kvemb_node_answer_seconds", node=cluster.servers[0].address) or 0) > 0.1
+
+    until(slow)
+    node.client_unpause()
+    clock_s = value(port, "kvemb_shard_clock_seconds")
+    assert clock_s is not None
+    assert abs(clock_s - time.time()) < PATIENCE_S
+
+
+def test_a_shard_that_has_stopped_says_why_and_goes_on_after_a_restart(cluster: LocalCluster, node: redis.Redis, port: int) -> None:
+    """KvembShardFailed, KvembNodeUnsafe, KvembNodeEvicts"""
     with setting(node, maxmemory_policy="volatile-ttl"):
         assert "[node-eviction]" in doctor(cluster)
         with setting(node, maxmemory="4mb"):
@@ -167,8 +182,10 @@ def test_a_shard_that_has_stopped_says_why_and_goes_on_after_a_restart(cluster: 
                 node.set(f"stranger:{number}", b"x" * 1000, ex=1000)
         logs = [cluster.folder / f"shard-{shard}.log" for shard in range(2)]
         until(lambda: all("failed because UnsafeNodeError" in log.read_text() for log in logs))  # each looks for itself
+        until(lambda: all("keys away" in log.read_text() for log in logs))
         assert "failed" in status(cluster).stdout
-        assert "has thrown" in status(cluster).stdout
+        assert "maxmemory-policy is volatile-ttl" in status(cluster).stdout  # which was noticed first, and ended them
+        until(lambda: value(port, "kvemb_node_unsafe", node=cluster.servers[0].address) == 1)
     node.delete(*node.keys("stranger:*"))
     done = run("repair", str(cluster.config_path), "--node", cluster.servers[0].address)
     assert "restart the shard" in done.stderr
