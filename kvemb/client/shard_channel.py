@@ -28,7 +28,7 @@ from kvemb.interrupts import exit_delivery, off_main_thread
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import Stamp, TlsFiles
-from kvemb.net.tls_probe import FOREIGN, NOBODY, SILENT, SPEAKS_TLS, look_at_port, why_refused
+from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, why_refused
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
 
@@ -136,7 +136,7 @@ class PendingCall:
             with suppress(grpc.FutureTimeoutError, TimeoutError):
                 self._future.exception(SAY_AFTER_S)
                 return
-            if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT):
+            if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT, HANGS_UP):
                 self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
 
 
@@ -230,8 +230,9 @@ class ShardChannel:
             )
         if heard == SPEAKS_TLS and self._tls is None:
             return "It speaks TLS there, and this kvemb.yaml does not say so: parameter_servers.tls."
-        if heard == NOBODY:
-            return f"Nobody listens there{self._words_of_the_dead()}"
+        if heard in (NOBODY, HANGS_UP):
+            there = "Nobody listens there" if heard == NOBODY else "Connections are taken and ended there, as by a proxy without a shard"
+            return f"{there}{self._words_of_the_dead()}"
         if heard == FOREIGN:
             return "What answers there is no shard: put its address right in kvemb.yaml."
         return "A process answers there, but not this in time: is it busy, and is this the shard's address in kvemb.yaml?"

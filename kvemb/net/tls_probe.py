@@ -78,7 +78,7 @@ def look_at(address: str, config: TlsConfig, deadline: Deadline) -> SeenCertific
         return SeenCertificate("nobody", str(error))
 
 
-NOBODY, SILENT, SPEAKS_TLS, GREETS, FOREIGN = "nobody", "silent", "tls", "greets", "foreign"
+NOBODY, SILENT, HANGS_UP, SPEAKS_TLS, GREETS, FOREIGN = "nobody", "silent", "hangs up", "tls", "greets", "foreign"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and settings, none of them
 _SETTINGS, _ALERT = 4, 21  # the types of HTTP/2's frame and of TLS's record
 
@@ -88,7 +88,7 @@ def look_at_port(address: str, deadline: Deadline) -> str:
 
     Returns:
         NOBODY: no connection. SILENT: one, and not a word, as of a process that was stopped, or hangs. GREETS: as gRPC does. SPEAKS_TLS: it
-        does not know our greeting, and says so, or hangs up. FOREIGN: it says something else.
+        does not know our greeting, but that of TLS. HANGS_UP: nor that, as of a proxy whose server is gone. FOREIGN: it says other things.
     """
     try:
         with socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain:
@@ -99,12 +99,33 @@ def look_at_port(address: str, deadline: Deadline) -> str:
             except TimeoutError:
                 return SILENT
             except OSError:
-                return SPEAKS_TLS
+                said = b""
     except (OSError, NodeUnavailableError):
         return NOBODY
     if said[3:4] == bytes([_SETTINGS]):
         return GREETS
-    return SPEAKS_TLS if not said or said[0] == _ALERT else FOREIGN
+    if not said:
+        return SPEAKS_TLS if _answers_tls(address, deadline) else HANGS_UP
+    return SPEAKS_TLS if said[0] == _ALERT else FOREIGN
+
+
+def _answers_tls(address: str, deadline: Deadline) -> bool:
+    """Whether a server knows the greeting of TLS, whatever certificate it shows or asks for."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(host_and_port(address, deadline), timeout=connect_timeout_s(deadline)) as plain,
+            context.wrap_socket(plain),
+        ):
+            return True
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        return False
+    except ssl.SSLError:  # it has said what it does not take
+        return True
+    except (OSError, NodeUnavailableError):
+        return False
 
 
 def look_at_own(config: TlsConfig, *, server: bool = False) -> SeenCertificate:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.proxy import FaultProxy
 
+from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, StorageConfig, load
 from kvemb.doctor.certificate_findings import judge_certificates
 from kvemb.doctor.examination import examine
 from kvemb.doctor.finding import Finding
+from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.protocol.installed_version import installed_version
 from kvemb.status.cluster_status import survey
@@ -191,6 +194,12 @@ def test_who_does_not_know_that_a_shard_speaks_tls_is_told(secured: TlsCluster) 
     plain = config_of(secured)
     seen = [shard.error for shard in survey(replace(plain, servers=replace(plain.servers, tls=None))).shards]
     assert all("It speaks TLS there" in error for error in seen)
+
+
+def test_a_proxy_whose_shard_is_gone_is_not_taken_for_tls() -> None:
+    with FaultProxy(f"127.0.0.1:{free_ports(1)[0]}") as proxy:
+        told = str(ShardChannel(0, proxy.address).unavailable("Push", "no answer"))
+    assert "Connections are taken and ended there, as by a proxy without a shard: start the shard" in told
 
 
 def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(secured: TlsCluster) -> None:
