@@ -1,5 +1,8 @@
-"""Hugging Face Transformers: its Trainer with the optimizer given to `distribute`, and models whose head is tied to the embedding."""
+"""Hugging Face Transformers: its Trainer with the optimizer given to `distribute`, models whose head is tied to the embedding, and what
+`save_pretrained` writes.
+"""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from beside_torch import N_ROWS, assert_equal_to_torch, ids, take_to
 from torch import nn
 
 import kvemb
+from kvemb.torch import materialize
 
 
 def gpt() -> nn.Module:
@@ -56,3 +60,24 @@ def test_its_trainer_goes_as_in_torch(in_step: kvemb.Cluster, name: str, tmp_pat
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     np.testing.assert_allclose(fit(in_step), fit(None), rtol=1e-4)
+
+
+def test_save_pretrained_tells_that_it_writes_no_rows_and_a_copy_has_them(
+    in_step: kvemb.Cluster, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gpt()
+    take_to(in_step, model, torch.optim.SGD(model.parameters(), lr=0.1), name)
+    with caplog.at_level(logging.WARNING, logger="kvemb"):
+        model.state_dict()
+        plain = materialize(model.eval())
+        plain.save_pretrained(tmp_path / "plain")
+        assert not [line for line in caplog.messages if "from_pretrained" in line]
+        for _ in range(2):  # as at every checkpoint of its Trainer
+            model.save_pretrained(tmp_path / "without rows")
+    (told,) = [line for line in caplog.messages if "from_pretrained would draw them at random" in line]
+    assert "kvemb.torch.materialize(model)" in told
+
+    loaded = type(model).from_pretrained(tmp_path / "plain")
+    batch = ids(2, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(loaded(input_ids=batch).logits, model(input_ids=batch).logits)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight

@@ -1,4 +1,5 @@
-"""What goes over the parameters of a model or an optimizer, and whether it meets the leaves of rows that wait for a step.
+"""What goes over the parameters of a model or an optimizer, and whether it meets the leaves of rows that wait for a step. And who saves a
+model without its rows.
 
 What must not live here: what waits, and how (`pending_lookups`). Strategy: in one process everybody meets them. In a job of several ranks
 (torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would scale
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,6 +27,7 @@ _NAME = "waiting_rows"
 STAND_IN = "rows_in_cluster"
 """The name of `table_module.TableModule.stand_in` among the parameters."""
 _bare: "WeakKeyDictionary[nn.Module, bool]" = WeakKeyDictionary()  # asked by every module over a table, for one answer
+_saved: "WeakSet[nn.Module]" = WeakSet()  # whose save_pretrained was told about
 _MEETS_LEAVES = {"_unscale_grads_", "zero_grad"}  # of torch.amp.GradScaler, those made of it, and torch.optim.Optimizer
 _IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  # torch's, and TorchRec's
 _DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
@@ -174,6 +176,21 @@ def _tell_clipping(table: str) -> None:
                 "kvemb.torch.clip_grad_norm_(model, …), on every rank",
                 *(frame.f_code.co_name, n_ranks(), table),
             )
+            return
+
+
+def tell_saving(table: str) -> None:
+    """Warn who saves a model by Hugging Face's save_pretrained, once for each model: from_pretrained would draw the rows anew."""
+    for frame in _callers():
+        root = frame.f_locals.get("self") if frame.f_code.co_name == "save_pretrained" else None
+        if isinstance(root, nn.Module):
+            if root not in _saved:
+                _saved.add(root)
+                log.warning(
+                    "save_pretrained of this %s writes no rows of its tables (%r is one), and from_pretrained would draw them at random; "
+                    "for a folder that it reads, save a copy with rows: kvemb.torch.materialize(model).save_pretrained(…)",
+                    *(type(root).__name__, table),
+                )
             return
 
 

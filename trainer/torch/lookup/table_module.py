@@ -25,7 +25,7 @@ from kvemb.errors import InvalidInputError
 from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ...bridge.step_mark import StepMark
-from .parameter_walks import STAND_IN, ParametersWithLeaves
+from .parameter_walks import STAND_IN, ParametersWithLeaves, tell_saving
 from .pending_lookups import Lookup, PendingLookups
 from .tensor_ids import checked_padding, values_of
 
@@ -110,6 +110,7 @@ class TableModule(LookupModule):
         return super().requires_grad_(requires_grad)
 
     def _save_to_state_dict(self, *args: Any) -> None:
+        tell_saving(self.table.name)
         with self._parameters.own():
             super()._save_to_state_dict(*args)
 
