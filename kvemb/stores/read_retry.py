@@ -24,7 +24,7 @@ from kvemb.net.deadline import Deadline
 
 WAIT = "wait"
 ABSENT = (NodeLostError, NodeSuspectError, NodeUnavailableError, WrongNodeError)
-"""Errors that a repair ends, or a node that is back at its address, or takes our user again."""
+"""Errors that a repair ends, or a node that is back at its address, or takes our user again; and a newer map, which is read meanwhile."""
 NEVER_RIGHT = (WrongNodeError, NodeRefusesError)
 """Those of them that who is only connecting is told at once: address, user and password may never have been right."""
 
@@ -32,12 +32,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 R = TypeVar("R")
 
 
-def retry_read(call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:
+def retry_read(
+    call: Callable[[], R], deadline: Deadline, *, waits_for: tuple[type[StorageError], ...] = ABSENT, connecting: bool = False
+) -> R:
     """Call until it succeeds.
 
     Args:
         call: what to do; may be called again after any of the errors that are waited for.
         deadline: of all calls.
+        waits_for: those errors.
         connecting: whether this is the first that is heard of the nodes: errors of `NEVER_RIGHT` are not waited for then.
 
     Raises:
@@ -47,9 +50,7 @@ def retry_read(call: Callable[[], R], deadline: Deadline, *, connecting: bool = 
     for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
         try:
             return call()
-        except MapChangedError:  # waiting does not help who routes by another map
-            raise
-        except ABSENT as error:
+        except waits_for as error:
             if connecting and isinstance(error, NEVER_RIGHT):
                 raise
             last = error
@@ -68,20 +69,21 @@ def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
 
 
 class ReadRetry:
-    """What a store does about such errors; a part of it. Shards never wait, because it is they who repair.
+    """What a store does about such errors; a part of it. Shards never wait, because it is they who repair, and who make maps.
 
     Args:
         role: of the store, "trainer" or "shard:<n>".
-        on_lost_node: of the storage section.
+        on_lost_node: of the storage section. A newer map is waited for with either: a node that moves is none that was lost.
 
     Example:
-        >>> ReadRetry("trainer", "wait").waits, ReadRetry("trainer", "fail").waits, ReadRetry("shard:0", "wait").waits
-        (True, False, False)
+        >>> [len(ReadRetry(*of).waits_for) for of in (("trainer", "wait"), ("trainer", "fail"), ("shard:0", "wait"))]
+        [4, 1, 0]
     """
 
     def __init__(self, role: str, on_lost_node: str) -> None:
-        self.waits = role == "trainer" and on_lost_node == WAIT
+        trainers: tuple[type[StorageError], ...] = ABSENT if on_lost_node == WAIT else (MapChangedError,)
+        self.waits_for = trainers if role == "trainer" else ()
 
     def __call__(self, call: Callable[[], R], deadline: Deadline, *, connecting: bool = False) -> R:
         """Call until it succeeds, as `retry_read` does, or once where this store does not wait."""
-        return retry_read(call, deadline, connecting=connecting) if self.waits else call()
+        return retry_read(call, deadline, waits_for=self.waits_for, connecting=connecting) if self.waits_for else call()

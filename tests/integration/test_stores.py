@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ import redis
 from memory_store import memory_node
 
 from kvemb.config import StorageConfig
+from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.coordination.markers import MARKER_KEY
-from kvemb.errors import ConfigError, DeadlineExceededError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
+from kvemb.errors import ConfigError, DeadlineExceededError, MapChangedError, NodeFullError, NodeSuspectError, StorageError, UnsafeNodeError
 from kvemb.local_cluster.processes import LocalProcess, accepts, free_ports
-from kvemb.stores.row_io import WritePart
+from kvemb.stores.row_io import ReadResult, WritePart
+from kvemb.stores.standalone.node_store import NodeStore
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import Store
 from kvemb.testing.bucket_contract import BucketedStoreContract
@@ -107,7 +110,50 @@ class _Servers(StoreContract):
                 running.resume(index)
 
 
-class TestMemcachedStore(_Servers, RepairContract):
+class _OwnMap(_Servers, RepairContract):
+    """Nodes under a map of ours, which trainers follow."""
+
+    @pytest.mark.parametrize("on_lost_node", ["wait", "fail"])
+    @pytest.mark.parametrize("case", ["another thread was first", "one map after another", "markers before maps"])
+    def test_a_trainers_read_follows_newer_maps(
+        self, store: Store, nodes: Nodes, on_lost_node: str, case: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys, markers = self.keys(50), store.open(within())
+        write(store, keys, records_of(keys))
+        maps = [store.cluster_map]
+
+        def renew(published: int = 1) -> None:
+            maps.append(replace(maps[-1], version=maps[-1].version + 1, serial=maps[-1].serial + 1))
+            if published:
+                store.put_meta(MAP_NAME, maps[-1].encode(), within())
+            nodes.put_markers([marker.naming(maps[-1]).encode() for marker in markers])
+
+        with open_store(replace(nodes.config, on_lost_node=on_lost_node), role="trainer") as trainer:
+            assert isinstance(trainer, NodeStore)
+            trainer.open(within())
+            tries, read = itertools.count(1), trainer._rows.read
+
+            def read_meanwhile(*args: Any) -> list[ReadResult]:
+                n = next(tries)
+                if case == "one map after another" and n < 8:
+                    renew()
+                if case == "markers before maps" and n in (1, 3):
+                    renew(published=n - 1)
+                try:
+                    return read(*args)
+                except MapChangedError:
+                    if case == "another thread was first":
+                        trainer.refresh_map(within())
+                    raise
+
+            if case == "another thread was first":
+                renew()
+            monkeypatch.setattr(trainer._rows, "read", read_meanwhile)
+            require_rows(trainer, keys, records_of(keys))
+            assert trainer.cluster_map.serial == maps[-1].serial
+
+
+class TestMemcachedStore(_OwnMap):
     kind = "memcached"
 
 
@@ -115,7 +161,7 @@ class TestValkeyStore(_Servers, RepairContract, BucketedStoreContract):
     kind = "valkey"
 
 
-class TestRedisStore(_Servers, RepairContract, BucketedStoreContract):
+class TestRedisStore(_OwnMap, BucketedStoreContract):
     kind = "redis"
 
 

@@ -93,10 +93,11 @@ class NodeLinks:
 
         def again() -> R:
             for _ in range(n_times):
+                before = self.view
                 try:
                     return call()
                 except (*ABSENT, DeadlineExceededError) as error:
-                    if not self.follow(error):
+                    if self.view is before and not self.follow(error):  # another thread may have found them first
                         raise
             return call()
 
