@@ -2,6 +2,7 @@
 `save_pretrained` writes.
 """
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("transformers", reason="Transformers is not installed: bash 
 import numpy as np
 import torch
 import transformers
-from beside_torch import N_ROWS, assert_equal_to_torch, ids, take_to
+from beside_torch import N_ROWS, assert_equal_to_torch, ids, take_to, train
 from torch import nn
 
 import kvemb
@@ -33,6 +34,21 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=N_ROWS, max_position_embeddings=16, **sizes))
 
 
+def bart() -> nn.Module:
+    torch.manual_seed(0)
+    layers = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=N_ROWS, d_model=16, max_position_embeddings=16, scale_embedding=True, dropout=0.0, **layers)
+    )
+
+
+def gemma() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=N_ROWS, **sizes, **heads))
+
+
 def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
     batch = ids(4, 8, generator=generator)
     return model(input_ids=batch, labels=batch).loss
@@ -43,6 +59,24 @@ def test_language_models_with_a_tied_head_train_with_torchs_losses(in_step: kvem
     model = make()
     done = assert_equal_to_torch(in_step, model, loss_of, name, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     assert "decoder.weight" in str(done) or "lm_head.weight" in str(done)
+
+
+@pytest.mark.parametrize("make", [bart, gemma])
+def test_embeddings_with_a_scale_learn_torchs_rows(in_step: kvemb.Cluster, name: str, make: Any) -> None:
+    model = make()
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    done = take_to(in_step, model, optimizer, name)
+    losses = [train(one, loss_of, by) for one, by in ((model, optimizer), (theirs, torch.optim.SGD(theirs.parameters(), lr=0.1)))]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    (table,) = done.tables
+    expected = theirs.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_allclose(table.pull(np.arange(N_ROWS)), expected, rtol=1e-4, atol=1e-6)
+
+    batch = ids(2, 8, generator=torch.Generator().manual_seed(1))
+    scored = theirs.eval()(input_ids=batch).logits
+    for copied in (materialize(model.eval()), copy.deepcopy(materialize(model))):
+        torch.testing.assert_close(copied(input_ids=batch).logits, scored, rtol=1e-4, atol=1e-5)
 
 
 def test_its_trainer_goes_as_in_torch(in_step: kvemb.Cluster, name: str, tmp_path: Path) -> None:

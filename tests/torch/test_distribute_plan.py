@@ -68,6 +68,13 @@ class OwnForward(nn.Embedding):
         return super().forward(input) * 2
 
 
+class ShiftedAndScaled(nn.Embedding):
+    embed_scale = 2.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + 1) * self.embed_scale
+
+
 def tied(model: Model) -> None:
     model.decoder = nn.Linear(4, 100, bias=False)
     model.decoder.weight = model.user.weight
@@ -89,6 +96,10 @@ def hooked(model: Model) -> None:
 
 def own_forward(model: Model) -> None:
     model.user = OwnForward(100, 4)
+
+
+def nearly_scaled(model: Model) -> None:
+    model.user = ShiftedAndScaled(100, 4)
 
 
 def max_norm(model: Model) -> None:
@@ -210,6 +221,7 @@ REFUSED: dict[Callable[[Model], None], str] = {
     tied_by_memory: "tied to 'decoder.weight'",
     hooked: "'user': it has hooks",
     own_forward: "'user': OwnForward has a forward of its own",
+    nearly_scaled: "'user': ShiftedAndScaled has a forward of its own; compute that in the module around it",
     own_call: "'user': OwnCall has a forward of its own",
     own_parameters: "'user': it has bias, scale, projection beside its weight, which would be lost",
     max_norm: "'user': max_norm",

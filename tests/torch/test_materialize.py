@@ -167,6 +167,26 @@ def test_a_copy_with_chosen_ids_is_scripted(cluster: kvemb.Cluster) -> None:
         torch.testing.assert_close(scripted(IDS), model(IDS))
 
 
+class Scaled(nn.Embedding):
+    embed_scale = 3.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.embed_scale
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("ids", [None, {"0": [0, 4, 29]}], ids=["all", "chosen"])
+def test_copies_of_a_scaled_embedding_scale_and_may_be_exported(cluster: kvemb.Cluster, ids: dict[str, list[int]] | None) -> None:
+    model = nn.Sequential(Scaled(N_IDS, DIM, padding_idx=4))
+    expected = model[0].weight.detach().clone()[[29, 4, 0]] * 3
+    rows = {"names": {"0": "scaled.all" if ids is None else "scaled.chosen"}, "optimizer": optim.sgd(lr=1.0), "carry_weights": True}
+    distribute(model, cluster, min_rows=1, quiet=True, **rows)
+    copied, asked = materialize(model.eval(), ids), torch.tensor([29, 4, 0])
+    with torch.no_grad():
+        for one in (model, copied, torch.export.export(copied, (asked,)).module(), torch.jit.trace(copied, asked), copy.deepcopy(copied)):
+            torch.testing.assert_close(one(asked), expected)
+
+
 def test_a_distributed_model_comes_back_as_it_was(cluster: kvemb.Cluster) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum"), nn.Linear(4, 1))

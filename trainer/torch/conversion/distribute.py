@@ -22,7 +22,7 @@ from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, exist
 from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
 from ..lookup.model_tables import modules_by_table
 from ..lookup.table_weight import become, let_go, turn_back
-from ..modules.embedding import Embedding, EmbeddingBag
+from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..optimizer.joined_step import Follows, JoinedStep
 from ..optimizer.optimizer_map import MappedGroup
 from ..optimizer.other_optimizers import watch
@@ -30,6 +30,7 @@ from ..optimizer.sparse_optimizer import SparseOptimizer
 from .distribute_plan import DistributePlan, Names, Site, TorchEmbedding, make_plan
 from .distribute_report import lines
 from .first_rows import first_rows
+from .scaled_embeddings import is_scaled
 from .weight_range import check_range
 
 if TYPE_CHECKING:
@@ -270,6 +271,8 @@ def _module(old: TorchEmbedding, one: SiteTable[Site]) -> Embedding | EmbeddingB
     new: Embedding | EmbeddingBag
     if isinstance(old, nn.EmbeddingBag):
         new = EmbeddingBag(one.table, old.mode, old.include_last_offset, old.padding_idx)
+    elif is_scaled(old):
+        new = ScaledEmbedding(one.table, old.padding_idx, cast(float | torch.Tensor, old.embed_scale))
     else:
         new = Embedding(one.table, old.padding_idx)
     device = one.site.weight.device

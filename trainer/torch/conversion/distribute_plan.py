@@ -20,6 +20,7 @@ from kvemb.schema.table_def import check_table_name
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import WEIGHT_BYTES, TableWeight, is_readable
 from .outside_references import OutsideReference, outside_references
+from .scaled_embeddings import is_scaled
 
 Names = Mapping[str, str] | Callable[[str], str]
 """Table names by module path, or a function from path to name."""
@@ -242,9 +243,12 @@ def _problems_of(module: TorchEmbedding) -> Iterator[str]:
         return
     if "weight" not in module._parameters:
         yield "its weight is computed from others (a parametrization)"
-    if any(getattr(type(module), name) is not getattr(kind, name) for name in ("forward", "__call__")) or "forward" in vars(module):
-        yield f"{type(module).__name__} has a forward of its own"
-    own = [name for held in (module._parameters, module._buffers, module._modules) for name in held if name != "weight"]
+    scaled = is_scaled(module)
+    changed = [name for name in ("forward", "__call__") if getattr(type(module), name) is not getattr(kind, name)]
+    if changed not in ([], ["forward"] if scaled else []) or "forward" in vars(module):
+        yield f"{type(module).__name__} has a forward of its own; compute that in the module around it, of what a plain one returns"
+    taken = {"weight", "embed_scale"} if scaled else {"weight"}
+    own = [name for held in (module._parameters, module._buffers, module._modules) for name in held if name not in taken]
     if own and "weight" in module._parameters:
         yield f"it has {', '.join(own)} beside its weight, which would be lost; keep that in the module around it"
     if module.max_norm is not None:

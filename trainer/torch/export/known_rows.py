@@ -1,4 +1,4 @@
-"""KnownRows and KnownRowsBag: the rows of some ids of a table in plain torch.
+"""KnownRows and KnownRowsBag: the rows of some ids of a table in plain torch. And what of `ScaledEmbedding` a copy has.
 
 What must not live here: where the rows come from (`materialize`). Strategy: an id is found among those that are known by binary search,
 in operations that torch.export and torch.jit.trace record.
@@ -86,3 +86,37 @@ class KnownRowsBag(KnownRows):
             include_last_offset=self.include_last_offset,
             padding_idx=self.padding_at,
         )
+
+
+class ScaledRows(nn.Embedding):
+    """torch's Embedding, whose results are multiplied by `embed_scale`.
+
+    Args:
+        n_rows, dim, padding_idx: torch's.
+        embed_scale: the factor.
+    """
+
+    def __init__(self, n_rows: int, dim: int, padding_idx: int | None, embed_scale: float) -> None:
+        super().__init__(n_rows, dim, padding_idx=padding_idx)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [*input.shape, dim]."""
+        return super().forward(input) * self.embed_scale
+
+
+class ScaledKnownRows(KnownRows):
+    """KnownRows, whose results are multiplied by `embed_scale`.
+
+    Args:
+        ids, weight, padding_idx: as for `KnownRows`.
+        embed_scale: the factor.
+    """
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, embed_scale: float) -> None:
+        super().__init__(ids, weight, padding_idx)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 [*input.shape, dim]."""
+        return super().forward(input) * self.embed_scale

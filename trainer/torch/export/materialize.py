@@ -20,14 +20,14 @@ from kvemb.errors import InvalidInputError
 from ..collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from ..lookup.table_module import LookupModule, TableModule
 from ..modules.dense_features import DenseFeatures
-from ..modules.embedding import Embedding, EmbeddingBag
+from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..modules.table_collection import TableCollection
 from ..optimizer.left_out_of_copies import leave_out
-from .known_rows import KnownRows, KnownRowsBag
+from .known_rows import KnownRows, KnownRowsBag, ScaledKnownRows, ScaledRows
 from .plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
 
 CHUNK_BYTES = 16 << 20
-_KINDS = (Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
+_KINDS = (ScaledEmbedding, Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)
 _Rows = tuple[int, str, bytes]
 """Cluster, table, and which of its ids: modules for which these are the same share their rows."""
 
@@ -176,13 +176,20 @@ def _plain(module: TableModule, ids: NDArray[np.int64] | None, weight: nn.Parame
     plain: nn.Module
     if ids is not None:
         known = torch.from_numpy(ids)
-        plain = KnownRowsBag(known, weight, module) if isinstance(module, EmbeddingBag) else KnownRows(known, weight, module.padding_idx)
+        if isinstance(module, EmbeddingBag):
+            plain = KnownRowsBag(known, weight, module)
+        elif isinstance(module, ScaledEmbedding):
+            plain = ScaledKnownRows(known, weight, module.padding_idx, module.factor)
+        else:
+            plain = KnownRows(known, weight, module.padding_idx)
     else:
         n_rows, dim = weight.shape
         with torch.device("meta"):  # no memory for a weight that is replaced at once
             if isinstance(module, EmbeddingBag):
                 last, padding = module.include_last_offset, module.padding_idx
                 plain = nn.EmbeddingBag(n_rows, dim, mode=module.mode, include_last_offset=last, padding_idx=padding)
+            elif isinstance(module, ScaledEmbedding):
+                plain = ScaledRows(n_rows, dim, module.padding_idx, module.factor)
             else:
                 plain = nn.Embedding(n_rows, dim, padding_idx=module.padding_idx)
         plain.weight = weight

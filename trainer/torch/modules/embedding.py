@@ -105,6 +105,33 @@ class Embedding(_TorchModule):
         return F.embedding(at, leaf, padding_idx=padding).to(self.dtype)
 
 
+class ScaledEmbedding(Embedding):
+    """Embedding whose results are multiplied by `embed_scale`, as Hugging Face's BART and its kin do. Rows are not scaled.
+
+    Args:
+        table, padding_idx: as for Embedding.
+        embed_scale: a number, or a tensor of no axes, which is kept as a buffer that is not saved.
+    """
+
+    def __init__(self, table: TablePort, padding_idx: int | None, embed_scale: float | Tensor) -> None:
+        super().__init__(table, padding_idx)
+        self.embed_scale: float | Tensor
+        if isinstance(embed_scale, Tensor):
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+        else:
+            self.embed_scale = embed_scale
+
+    @property
+    def factor(self) -> float:
+        """What results are multiplied by: a buffer is rounded to their type, a number is not."""
+        return float(self.embed_scale.to(self.dtype) if isinstance(self.embed_scale, Tensor) else self.embed_scale)
+
+    @eager
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows, and scale them; as Embedding.forward."""
+        return super().forward(input) * self.factor
+
+
 class EmbeddingBag(_TorchModule):
     """Sum, average or take the maximum of the rows of each bag of ids, as torch.nn.EmbeddingBag. Empty bags are zeros.
 
