@@ -10,13 +10,15 @@ from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
 from kvemb.doctor.finding import ERROR, Finding, error, warning
-from kvemb.doctor.node_findings import judge_limits, judge_node
+from kvemb.doctor.node_findings import SLOW_S, judge_limits, judge_node
 from kvemb.doctor.shard_findings import ShardFacts, judge_shard
 from kvemb.errors import (
     ConfigError,
+    DeadlineExceededError,
     KvembError,
     NodeLostError,
     NodeSuspectError,
+    NodeUnavailableError,
     NotProvisionedError,
     StorageError,
     UnsafeNodeError,
@@ -31,6 +33,7 @@ from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
 M = TypeVar("M", bound=Message)
+_PATIENCE_S = 10.0  # with each node: longer than a batch has, so that slow ones are told from those that are gone
 _UNREACHED = ("node-unreachable", "shard-unreachable", "shard-refuses", "storage")
 _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
     (
@@ -79,7 +82,7 @@ def _nodes(store: Store, config: Config) -> Iterator[Finding]:
     timeout_s = config.storage.timeout_s
     try:
         store.find_nodes(Deadline.after(timeout_s))
-        stats = store.stats(Deadline.after(timeout_s))
+        stats = store.stats(Deadline.after(max(timeout_s, _PATIENCE_S) * len(store.addresses)))
     except (StorageError, ConfigError) as problem:  # a Redis Cluster none of whose members answers; or files of ours that cannot be used
         stats = [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
     for node in stats:
@@ -93,6 +96,9 @@ def _nodes(store: Store, config: Config) -> Iterator[Finding]:
         store.open(Deadline.after(timeout_s))
     except UnsafeNodeError:
         return  # found above
+    except (DeadlineExceededError, NodeUnavailableError) as problem:
+        if all(node.answer_s < SLOW_S for node in stats):  # otherwise found above
+            yield error("storage", "storage", str(problem), "See the message.")
     except KvembError as problem:
         name, mend = next(((name, mend) for kind, name, mend in _OF_MARKERS if isinstance(problem, kind)), ("storage", "See the message."))
         yield error(name, "storage", str(problem), mend)

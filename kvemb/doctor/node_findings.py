@@ -10,7 +10,10 @@ from kvemb.stores.store import NodeStats
 
 LEAST_HEADROOM = 0.1
 LEAST_CONNECTIONS = 256
+SLOW_S = 1.0
 _OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
+_SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
+_SILENT = "no complete answer within"  # so says `kvemb.net.exchange` of a server that was connected to
 _UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait for it and lose nothing; kvemb repair is not needed."
 
 
@@ -25,6 +28,8 @@ def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding
     if node.error:
         yield _unreached(where, node.error)
         return
+    if node.answer_s >= SLOW_S:
+        yield warning("node-slow", where, f"answers, but took {node.answer_s:.1f} s to say how it is; pulls and shards wait as long", _SLOW)
     yield from _judge_version(where, node.server)
     yield from _judge_memory(where, node)
     yield from _judge_redis(where, settings) if "redis_version" in settings else _judge_memcached(where, settings)
@@ -48,6 +53,8 @@ def _unreached(where: str, why: str) -> Finding:
         return error("node-name", where, why, "Its host name has no address here: mend the name in storage.nodes, or DNS.")
     if re.search(r"(?i)NOAUTH|WRONGPASS|NOPERM|authent|password", why):
         return error("node-password", where, why, "Set the variables that storage.username_env and password_env name.")
+    if _SILENT in why:
+        return error("node-hangs", where, f"takes connections, and does not answer: {why}", f"It is stopped, or far too slow. {_SLOW}")
     return error("node-unreachable", where, why, _UNREACHED)
 
 

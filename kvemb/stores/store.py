@@ -357,6 +357,15 @@ class Store(Repairable, ABC):
         except KvembError as error:
             return NodeStats(address, "-", 0, 0, 0, 0, error=str(error))
 
+    def _stats_in_turn(self, deadline: Deadline) -> list[NodeStats]:
+        """The same of every node; a hung one leaves time for the others."""
+        addresses = self.addresses
+        shares = range(len(addresses), 0, -1)
+        return [
+            self.stats_or_error(address, Deadline.after(deadline.remaining_s() / left))
+            for address, left in zip(addresses, shares, strict=True)
+        ]
+
     def _node_stats(self, address: str, deadline: Deadline) -> NodeStats:
         """Ask one node; used by stores whose nodes are asked one by one."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,25 @@ def test_what_is_down_is_told_with_what_becomes_of_its_rows(require_server: Call
         cluster.servers[1].process.kill()
         seen = findings(cluster.config_path)
         assert seen["node-unreachable"].where == f"node {cluster.servers[1].address}"
+
+
+def test_a_slow_node_is_called_slow_and_one_that_hangs_hides_no_other(cluster: LocalCluster, tmp_path: Path) -> None:
+    path = changed(cluster, tmp_path, lambda tree: tree["storage"].update(timeout_s=1))
+    slow = cluster.servers[0]
+    wakes = threading.Timer(4.0, os.kill, (slow.process.pid, signal.SIGCONT))  # longer than a batch may take, shorter than the doctor waits
+    os.kill(slow.process.pid, signal.SIGSTOP)
+    wakes.start()
+    found = examine(load(path, {}), installed_version())
+    wakes.join()
+    of_nodes = {(one.name, one.where) for one in found if one.where.startswith(("node", "storage"))}
+    assert of_nodes == {("node-slow", f"node {slow.address}")}
+    os.kill(slow.process.pid, signal.SIGSTOP)
+    try:
+        seen = findings(path)
+    finally:
+        os.kill(slow.process.pid, signal.SIGCONT)
+    assert {one.where for one in seen.values() if one.where.startswith("node")} == {f"node {slow.address}"}
+    assert "takes connections" in seen["node-hangs"].what
 
 
 def test_a_shard_that_hangs_is_told_from_one_that_is_gone(require_server: Callable[[str], str]) -> None:

@@ -207,7 +207,7 @@ class RedisClusterStore(Store):
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._pool.require_open()
         self._topology.refreshed(deadline)
-        return [self.stats_or_error(address, deadline) for address in self.addresses]
+        return self._stats_in_turn(deadline)
 
     def held_rows(self, address: str, tables: Sequence[TableDef], deadline: Deadline) -> list[HeldRows | None]:
         return held_rows.held_rows(self, address, self._access, tables, deadline)

@@ -297,7 +297,7 @@ class NodeStore(Store):
 
     def stats(self, deadline: Deadline) -> list[NodeStats]:
         self._links.pool.require_open()
-        return [self.stats_or_error(address, deadline) for address in self.addresses]
+        return self._stats_in_turn(deadline)
 
     # --- repair -----------------------------------------------------------------------------------------------------------------
 
