@@ -175,6 +175,7 @@ class Scaled(nn.Embedding):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")  # of padding_idx, by torch itself
 @pytest.mark.parametrize("ids", [None, {"0": [0, 4, 29]}], ids=["all", "chosen"])
 def test_copies_of_a_scaled_embedding_scale_and_may_be_exported(cluster: kvemb.Cluster, ids: dict[str, list[int]] | None) -> None:
     model = nn.Sequential(Scaled(N_IDS, DIM, padding_idx=4))
