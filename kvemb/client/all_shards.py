@@ -173,6 +173,9 @@ class AllShards:
         channels = self.channels
         wanted = requests if isinstance(requests, Mapping) else dict.fromkeys(channels, requests)
         pending = {shard: channels[shard].start(method, request, deadline) for shard, request in wanted.items()}
+        for call in pending.values():  # all who are away are named before the first is waited for
+            with suppress(Exception):  # which its result raises, too
+                call.say_who_is_away()
         results: dict[int, M | Exception] = {}
         for shard, call in pending.items():
             try:

@@ -96,6 +96,7 @@ class PendingCall:
 
     def _send(self) -> Any:
         timeout_s = self._deadline.remaining_s()
+        self._sent_s, self._looked = time.monotonic(), False
 
         def begin() -> Any:
             return self._channel.unary(self._method).future(self._request, timeout=timeout_s, wait_for_ready=True)
@@ -115,7 +116,7 @@ class PendingCall:
 
     def _answer(self) -> bytes:
         try:
-            self._say_who_is_away()
+            self.say_who_is_away()
             data = self._future.result(self._deadline.remaining_s() + _GRACE_S)
         except (grpc.FutureCancelledError, ValueError) as error:  # the latter is what gRPC says of a closed channel
             raise self._over() from error
@@ -130,12 +131,14 @@ class PendingCall:
             raise from_wire(reply.error)
         return reply.body
 
-    def _say_who_is_away(self) -> None:
-        """Wait for a while; where nobody answers at all, say so: the rest of the wait may be long."""
-        if self._deadline.remaining_s() > SAY_AFTER_S:
+    def say_who_is_away(self) -> None:
+        """Wait for a while since the call was sent; where nobody answers at all, say so, once: the rest of the wait may be long."""
+        left_s = max(0.0, self._sent_s + SAY_AFTER_S - time.monotonic())
+        if not self._looked and self._deadline.remaining_s() > left_s:
             with suppress(grpc.FutureTimeoutError, TimeoutError):
-                self._future.exception(SAY_AFTER_S)
+                self._future.exception(left_s)
                 return
+            self._looked = True
             if look_at_port(self._channel.address, Deadline.after(_GREETING_S)) in (NOBODY, SILENT, HANGS_UP):
                 self._channel.away(str(self._channel.unavailable(self._method, "no answer yet")), SAY_AFTER_S)
 

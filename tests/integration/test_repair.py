@@ -17,9 +17,11 @@ from pymemcache.client.base import Client
 import kvemb
 import kvemb.init
 import kvemb.optim
+from kvemb.client import repair_request
 from kvemb.client.repair_request import repair
+from kvemb.client.shard_channel import SAY_AFTER_S
 from kvemb.config import load
-from kvemb.errors import InvalidInputError
+from kvemb.errors import InvalidInputError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.storage_servers import StorageServer
 from kvemb.net.deadline import Deadline
@@ -228,3 +230,19 @@ def test_a_shard_and_a_node_that_are_lost_together_come_back_from_the_data_folde
         local.start_shard(0)
         require_same(local, table, before)
         train_on(table)
+
+
+def test_a_repair_names_every_shard_that_is_away_and_does_not_wait_for_its_whole_time(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair_request, "_PRESENT_S", SAY_AFTER_S + 2)
+    with LocalCluster(kind, 1, shards=3, memory_mb=64) as local:
+        config = load(local.config_path, {})
+        for shard in local.shards[:2]:
+            shard.kill()
+        with pytest.raises(
+            ShardUnavailableError, match=r"(?s)2 of 3 shards are away, and nothing was begun: shard 0 .*Nobody.*shard 1 .*Nobody"
+        ):
+            repair(config, all_nodes=True, timeout_s=2 * PATIENCE_S)
+    said = [record.getMessage() for record in caplog.records if "waited for" in record.getMessage()]
+    assert [f"shard {shard} (" in text for shard, text in enumerate(said)] == [True, True]
