@@ -1,4 +1,4 @@
-"""distribute, then DistributedDataParallel: two ranks of a sync job have the losses of one process on the whole batch.
+"""distribute, then DistributedDataParallel or fully_shard: two ranks of a sync job have the losses of one process on the whole batch.
 
 As a program this file is one rank: it offers its model's weights, of which those of one rank are carried, and trains on its half of
 each batch.
@@ -50,32 +50,49 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield torch.from_numpy(ids), torch.from_numpy((taste[ids].sum(axis=1) > 0).astype(np.float32))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: slice) -> list[float]:
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], share: slice) -> list[float]:
     losses = []
     for ids, labels in batches():
         loss = F.binary_cross_entropy_with_logits(model(ids[share]), labels[share])
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def main(url: str, rank: int, folder: Path) -> None:
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Shard what is dense over the ranks; return what trains the model then."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # it takes seconds
+
+    mesh = init_device_mesh("cpu", (N_RANKS,))
+    for part in (model.gru, model):
+        fully_shard(part, mesh=mesh)
+    return [optimizer, torch.optim.Adagrad(model.parameters(), lr=0.1)]
+
+
+def main(url: str, rank: int, folder: Path, how: str) -> None:
     """Run one rank; its losses go to losses-<rank>.json."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=(folder / "gloo").as_uri(), rank=rank, world_size=N_RANKS)
     model = Model()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(model.parameters() if how == "ddp" else [model.rows.weight], lr=0.1)
     share = slice(rank * BATCH // N_RANKS, (rank + 1) * BATCH // N_RANKS)
     with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
         distribute(model, cluster, min_rows=10, optimizer=optimizer, carry_weights=True, reduce="mean")
-        losses = train(nn.parallel.DistributedDataParallel(model), optimizer, share)
+        if how == "ddp":
+            losses = train(nn.parallel.DistributedDataParallel(model), [optimizer], share)
+        else:
+            losses = train(model, sharded(model, optimizer), share)
     (folder / f"losses-{rank}.json").write_text(json.dumps(losses))
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fully_shard", marks=pytest.mark.matrix)])
+def test_two_ranks_have_the_losses_of_one_process(how: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"output-{rank}.txt" for rank in range(N_RANKS)]
     ranks = []
@@ -83,7 +100,7 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
         try:
             for rank, output in enumerate(outputs):
                 with output.open("w") as file:
-                    command = [sys.executable, __file__, url, str(rank), str(tmp_path)]
+                    command = [sys.executable, __file__, url, str(rank), str(tmp_path), how]
                     ranks.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
             codes = [process.wait(timeout=240) for process in ranks]
         finally:
@@ -95,11 +112,11 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
     assert codes == [0] * N_RANKS, "\n".join(text[-3000:] for text in told)
     assert sum("its rows are the module's weights" in text for text in told) == 1, "one rank carries"
     model = Model()
-    expected = train(model, torch.optim.Adagrad(model.parameters(), lr=0.1), slice(None))
+    expected = train(model, [torch.optim.Adagrad(model.parameters(), lr=0.1)], slice(None))
     losses = np.mean([json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in range(N_RANKS)], axis=0)
     assert np.mean(expected[-10:]) < 0.8 * np.mean(expected[:10]), "it learns, so that equal losses mean something"
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
