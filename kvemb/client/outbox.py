@@ -43,6 +43,7 @@ class Outbox:
         self._last_sequence = self._last_accepted = self._n_accepted = 0
         self._cursor = 1  # the next sequence to go out on this connection
         self._refused_at: int | None = None  # a part was refused, and those sent behind it have not been answered yet
+        self.forgotten = False  # whether the shard has lost parts that it had acknowledged: nothing can follow them
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -132,6 +133,7 @@ class Outbox:
         """
         if last_sequence >= self._last_accepted:
             return
+        self.forgotten = True
         n_missing = self._last_accepted - last_sequence
         n_open = sum(sequence in self._parts for sequence in range(last_sequence + 1, self._last_accepted + 1))
         raise ShardFailedError(
@@ -142,13 +144,11 @@ class Outbox:
             "storage."
         )
 
-    def resume(self, last_sequence: int) -> bool:
-        """Number on behind the last part that the shard knows, while nothing is open; False where it has forgotten acknowledged ones."""
-        if last_sequence < self._last_accepted:
-            return False
+    def resume(self, last_sequence: int) -> None:
+        """Number on behind the last part that the shard knows, while nothing is open; raises as `reconcile`."""
+        self.reconcile(last_sequence)
         self._last_sequence = self._last_accepted = last_sequence
         self._cursor, self._refused_at = last_sequence + 1, None
-        return True
 
     def split(self, last_sequence: int) -> tuple[list[Sent], list[Sent]]:
         """Forget everything; return the parts up to this sequence, and those behind it, whose numbers are free again."""

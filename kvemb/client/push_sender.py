@@ -193,7 +193,7 @@ class PushSender:
             over = self._changed.wait_for(lambda: self._is_final or done(), deadline.remaining_s())
             if self._failure is not None and self._is_final:
                 error = copied(self._failure)
-                if isinstance(error, ShardFailedError):
+                if isinstance(error, ShardFailedError) and not self._recovers:
                     error.add_note("Once the shard is mended, connect again, to take part in the next step of the sync job.")
                 raise error
         if not over:
@@ -203,7 +203,8 @@ class PushSender:
     @property
     def _is_final(self) -> bool:
         """Whether nothing will ever be sent again."""
-        return self._failure is not None and not (self._recovers and isinstance(self._failure, ShardFailedError))
+        may_be_mended = self._recovers and isinstance(self._failure, ShardFailedError) and not self._outbox.forgotten
+        return self._failure is not None and not may_be_mended
 
     def _ask_again(self, deadline: Deadline) -> None:
         """Go on with a shard that had failed, if it is mended. The caller makes sure that only one thread sends.
@@ -220,8 +221,11 @@ class PushSender:
         except ShardLeftError:
             raise copied(failure) from None
         with self._changed:
-            if not self._outbox.resume(reply.last_sequence):
-                raise copied(failure)
+            try:
+                self._outbox.resume(reply.last_sequence)
+            except ShardFailedError as error:
+                self._failure = error
+                raise
             self._failure, self._thread, self._introduced, self._trouble = None, None, True, ""
 
     # --- the thread
