@@ -64,11 +64,12 @@ class ClusterTopology:
         """Take over what answers said: while slots move, every batch hears of a few, and to ask for the whole map takes long.
 
         Args:
-            moved: by slot, who holds it; where they are many, there may be many more, and the map is asked for.
+            moved: by slot, who holds it. Where they are many, or a primary is new, there may be many more, and the map is asked for: a
+                replica that takes over has all slots of its primary at once.
             deadline: of its answer.
         """
         known = self.known
-        if known is None or len(moved) > _MANY:
+        if known is None or len(moved) > _MANY or not set(moved.values()) <= set(known.addresses):
             self.refreshed(deadline, *dict.fromkeys(moved.values()))
         else:
             slots = list(moved)
