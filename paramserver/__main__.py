@@ -73,13 +73,13 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
     servers = config.servers
     # Once shards have left, the file's order is not that of numbers; what the shard's own folder knows of the cluster comes first.
     known = kept_place(Path(servers.data_dir), args.shard, servers.shards)
-    args.listen = args.listen or known or next(iter(servers.shards[args.shard : args.shard + 1]), "")
-    if args.shard < 0 or not args.listen:
+    listen = args.listen or known or next(iter(servers.shards[args.shard : args.shard + 1]), "")
+    if args.shard < 0 or not listen:
         raise ConfigError(
             f"--shard {args.shard}: parameter_servers.shards has {len(servers.shards)} entries, counted from 0, and the shard's folder in "
             f"{servers.data_dir} does not say where it was: give --listen host:port, as to a shard that is to join"
         )
-    require_encrypted(config, args.listen)
+    require_encrypted(config, listen)
     AccessControl.of(config)  # what it cannot use is said before anything is started
     if args.ready_file and not Path(args.ready_file).resolve().parent.is_dir():
         raise ConfigError(f"--ready-file {args.ready_file}: its folder does not exist")
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
         if stop.wait(pause_s):
             raise StoppedError
 
-    listen, take_over, roll_back = args.listen, args.take_over, args.roll_back
+    take_over, roll_back = args.take_over, args.roll_back
     while True:
         again = threading.Event()
         shard = start(
