@@ -4,7 +4,7 @@ The note is no promise: the newest copy counts, and one that is lost, old or dam
 lost its end (`paramserver.recovery.high_water_mark`), and tells people whose nodes they have come to. Nothing else goes by it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -76,6 +76,30 @@ def whose(cluster_id: bytes, shard: int, note: ShardNote | None, now_s: float) -
     when = f"{max(0.0, now_s - note.at_s):.0f} s ago" if lives else f"last at {datetime.fromtimestamp(note.at_s, UTC):%Y-%m-%d %H:%M} UTC"
     named = f"cluster {note.cluster!r} ({cluster_id.hex()}){', which lives' if lives else ''}"
     return f"{named}: shard {shard} of it was at work {when} on {note.place}"
+
+
+def of_another(
+    nodes: Sequence[str], cluster_id: bytes, note: ShardNote | None, name: str, now_s: float, served: Collection[bytes] = ()
+) -> tuple[str, str] | None:
+    """Say that nodes are another cluster's than kvemb.yaml means, and what to correct; None where nothing tells.
+
+    Args:
+        nodes: their addresses.
+        cluster_id: by their markers.
+        note: shard 0's newest one.
+        name: of the cluster that kvemb.yaml is of.
+        now_s: Unix time.
+        served: the ids of the cluster that its shards have answered with. They decide: a shard knows better than a note.
+    """
+    fact = f"storage.nodes ({', '.join(nodes)}) hold the rows of {whose(cluster_id, 0, note, now_s)}"
+    if served:
+        theirs = ", ".join(sorted(one.hex() for one in served))
+        mend = "Correct storage.nodes, or parameter_servers.shards, in kvemb.yaml: it mixes two clusters, or one was set up anew."
+        return None if cluster_id in served else (f"{fact}. The shards that answer are of cluster {theirs}. Nothing was changed.", mend)
+    if note is None or note.cluster in ("", name):
+        return None
+    mend = "Correct storage.nodes in it: a cluster has nodes of its own. If it is meant to be that cluster, correct `cluster`."
+    return f"{fact}. This kvemb.yaml is of cluster {name!r}. Nothing was changed.", mend
 
 
 def whose_keys(node: str, n_keys: int, marker: bytes | None, note: bytes | None, now_s: float) -> str:

@@ -28,7 +28,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import DescribeReply, Empty, ExamineReply, StatusReply
 from kvemb.schema.table_def import TableDef
-from kvemb.status.cluster_status import ask_all
+from kvemb.status.cluster_status import ask_all, nodes_of_another
 from kvemb.stores.storage_kinds import open_store
 from kvemb.stores.store import NodeStats, Store
 
@@ -73,6 +73,7 @@ def examine(config: Config, our_version: str) -> list[Finding]:
             # The others would be waited for once more with every question.
             serving = {shard: Empty() for shard, reply in statuses.items() if isinstance(reply, StatusReply) and not reply.starting}
             described = servers.try_each("Describe", serving, DescribeReply, Deadline.after(timeout_s))
+            found = [*_another_clusters(store, described, config), *found]  # whose they are comes before any advice on them
             found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, statuses, described, config, our_version)]
     # Of those whose certificate is not good it is known why they cannot be reached.
     return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
@@ -102,6 +103,14 @@ def _nodes(store: Store, config: Config) -> Iterator[Finding]:
     except KvembError as problem:
         name, mend = next(((name, mend) for kind, name, mend in _OF_MARKERS if isinstance(problem, kind)), ("storage", "See the message."))
         yield error(name, "storage", str(problem), mend)
+
+
+def _another_clusters(store: Store, described: Mapping[int, DescribeReply | Exception], config: Config) -> Iterator[Finding]:
+    served = {answer.cluster_id for answer in described.values() if not isinstance(answer, Exception)}
+    with suppress(KvembError):  # `_nodes` has said why they cannot be opened
+        another = nodes_of_another(store, config, Deadline.after(config.storage.timeout_s), served)
+        if another is not None:
+            yield error("node-marker", "storage", *another)
 
 
 def _settings(store: Store, node: NodeStats, timeout_s: float) -> dict[str, str]:

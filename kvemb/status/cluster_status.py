@@ -1,11 +1,14 @@
 """What operators see of a cluster: every shard, every node, or why one of them did not answer."""
 
+import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvemb.config import Config
 from kvemb.coordination.registry_format import META_NAME, newest_registry
-from kvemb.errors import ConfigError, KvembError, StorageError
+from kvemb.coordination.shard_notes import newest_note, note_name, of_another
+from kvemb.errors import ConfigError, KvembError, StorageError, WrongNodeError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import Empty, StatusReply
 from kvemb.stores.row_io import HeldRows
@@ -64,9 +67,9 @@ def survey(config: Config) -> ClusterStatus:
         except StorageError as error:
             return ClusterStatus(shards, (), str(error), unknown)
         serve = all(isinstance(reply, StatusReply) and not reply.starting for reply in replies.values())
-        all_answer = serve and not any(node.error for node in nodes)
-        strangers = unknown or (_strangers(config, store, servers) if all_answer else "")
-        held = _held(store, config.storage.timeout_s) if all_answer and not strangers else ()
+        nodes_answer = not any(node.error for node in nodes)
+        strangers = unknown or (_strangers(config, store, servers if serve else None) if nodes_answer else "")
+        held = _held(store, config.storage.timeout_s) if serve and nodes_answer and not strangers else ()
         return ClusterStatus(shards, nodes, strangers=strangers, held=held, change=_change(store, config.storage.timeout_s))
     finally:
         servers.close()
@@ -97,17 +100,29 @@ def ask_all(servers: "AllShards", timeout_s: float) -> tuple[dict[int, StatusRep
     return {shard: replies[shard] for shard in servers.numbers}, unknown
 
 
-def _strangers(config: Config, store: Store, servers: "AllShards") -> str:
-    """Return what connecting would find: markers, cluster map, shards' numbers or names that are not those of this kvemb.yaml."""
-    from kvemb.client.all_shards import require_one_cluster
+def _strangers(config: Config, store: Store, servers: "AllShards | None") -> str:
+    """Return what connecting would find: markers, cluster map, shards' numbers or names that are not those of this kvemb.yaml.
 
+    Args:
+        config: of the cluster.
+        store: whose nodes answer.
+        servers: None where not all of them serve: only whose the nodes are is asked then.
+    """
     deadline = Deadline.after(config.storage.timeout_s)
     try:
-        described = servers.describe(config, deadline)
-        require_one_cluster(store.open(deadline)[0].cluster_id, described.cluster_id)
+        served = [] if servers is None else [servers.describe(config, deadline).cluster_id]
+        return " ".join(nodes_of_another(store, config, deadline, served) or ())
     except KvembError as error:
+        if servers is None and not isinstance(error, WrongNodeError):  # nodes that are empty, or in repair, wait for the shards
+            return ""
         return f"{type(error).__name__}: {error}"
-    return ""
+
+
+def nodes_of_another(store: Store, config: Config, deadline: Deadline, served: Collection[bytes]) -> tuple[str, str] | None:
+    """Open the store, and say whether its nodes are another cluster's; see `of_another`."""
+    cluster_id = store.open(deadline)[0].cluster_id
+    note = newest_note(store.get_meta(note_name(0), deadline))
+    return of_another(store.addresses, cluster_id, note, config.cluster, time.time(), served)
 
 
 def _change(store: Store, timeout_s: float) -> UnfinishedChange | None:

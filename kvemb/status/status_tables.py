@@ -17,8 +17,9 @@ _STOPPED = "the shard stopped applying"  # what a ShardFailedError begins with; 
 def render(status: ClusterStatus) -> str:
     """Return aligned plain text: nodes with keys and memory headroom, shards with what they have applied and how far they lag.
 
-    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Below the tables, each on its own line: what
-    is the matter with a shard, what it repairs, how far it has compared cold rows.
+    A key is a row, a bucket or a page. Of tables in buckets the rows on each node are counted. Above the tables: what is
+    not of the cluster that kvemb.yaml means. Below them, each on its own line: what is the matter with a shard, what it repairs, how far it
+    has compared cold rows.
     """
     lines = _table(
         ("NODE", "SERVER", "KEYS", "USED", "LIMIT", "HEADROOM", "EVICTED"),
@@ -38,7 +39,7 @@ def render(status: ClusterStatus) -> str:
     strangers = [f"not as kvemb.yaml says: {' '.join(status.strangers.split())}"] if status.strangers else []
     unsafe = [node.unsafe for node in status.nodes if node.unsafe]
     change = [str(status.change)] if status.change is not None else []
-    return "\n".join([*lines, *_held_lines(status), *unsafe, *change, "", *shards, *troubles, *repairs, *compared, *strangers])
+    return "\n".join([*strangers, *lines, *_held_lines(status), *unsafe, *change, "", *shards, *troubles, *repairs, *compared])
 
 
 def _held_lines(status: ClusterStatus) -> list[str]:

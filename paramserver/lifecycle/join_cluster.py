@@ -15,7 +15,7 @@ import msgpack
 
 from kvemb.coordination.map_copies import decode_map
 from kvemb.coordination.markers import Identity
-from kvemb.coordination.shard_notes import newest_note, note_name, whose
+from kvemb.coordination.shard_notes import newest_note, note_name, of_another, whose
 from kvemb.errors import (
     DeadlineExceededError,
     KvembError,
@@ -85,17 +85,14 @@ def _try_to_join(store: Store, data: DataDir, shard: int, n_shards: int, name: s
     ours = _unpack(data.read(CLUSTER), "cluster_id") or (shard == 0 and _unpack(data.read(INTENT), "cluster_id"))
     if ours != found:
         note = newest_note(store.get_meta(note_name(0), Deadline.after(timeout_s)))
-        where = f"storage.nodes ({', '.join(store.addresses)}) hold the rows of {whose(found, 0, note, time.time())}"
         if ours:
+            where = f"storage.nodes ({', '.join(store.addresses)}) hold the rows of {whose(found, 0, note, time.time())}"
             raise WrongNodeError(
                 f"{where}. The data folder {data.path} is of cluster {ours.hex()}. Nothing was changed. Correct storage.nodes, or "
                 "parameter_servers.data_dir, in kvemb.yaml."
             )
-        if note is not None and note.cluster not in ("", name):
-            raise WrongNodeError(
-                f"{where}. This kvemb.yaml is of cluster {name!r}. Nothing was changed. Correct storage.nodes in it: a cluster has nodes "
-                "of its own. If it is meant to be that cluster, correct `cluster`."
-            )
+        if (another := of_another(store.addresses, found, note, name, time.time())) is not None:
+            raise WrongNodeError(" ".join(another))
     if wrong is not None:
         raise wrong
     return Identity(found, markers[0].generation, store.cluster_map)

@@ -15,9 +15,13 @@ import kvemb.init
 import kvemb.optim
 from kvemb.config import load
 from kvemb.coordination.shard_notes import newest_note, note_name
+from kvemb.doctor.examination import examine
 from kvemb.errors import InvalidInputError, KvembError, WrongNodeError
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.deadline import Deadline
+from kvemb.protocol.installed_version import installed_version
+from kvemb.status.cluster_status import survey
+from kvemb.status.status_tables import healthy, render
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.start import start
@@ -212,5 +216,37 @@ def test_a_node_of_another_cluster_does_not_join_and_is_said_to_be_its(trial: Tr
             assert not DANGEROUS.search(HARMLESS.sub("", str(refused.value)))
             with pytest.raises(InvalidInputError):
                 nodes.add(spare.config.nodes[0])
+    finally:
+        made.stop(PATIENCE_S)
+
+
+def assert_told_by_doctor_and_status(trial: Trial, path: Path, *says: str) -> None:
+    """Both say first whose nodes these are, and change nothing."""
+    before, config = contents(trial), load(path, {})
+    first, *others = examine(config, installed_version())
+    assert (first.name, first.level) == ("node-marker", "error")
+    assert "node-marker" not in {one.name for one in others}
+    status = survey(config)
+    assert not healthy(status)
+    line = render(status).splitlines()[0]
+    for text in (f"{first.what} {first.mend}", line):
+        assert all(
+            part in text for part in (f"cluster '{trial.name}' (", "which lives", "Nothing was changed", "Correct storage.nodes", *says)
+        )
+    assert contents(trial) == before
+
+
+def test_doctor_and_status_say_whose_nodes_these_are_where_no_shard_answers(trial: Trial) -> None:
+    assert_told_by_doctor_and_status(trial, trial.config("b", trial.nodes, trial.folder / "none"), "This kvemb.yaml is of cluster 'b'")
+
+
+def test_doctor_and_status_say_that_the_nodes_are_not_those_of_the_shards_that_answer(trial: Trial, spare: ServerNodes) -> None:
+    path = trial.config("sy", list(spare.config.nodes), trial.folder / "own", ["127.0.0.1:1"])
+    made = start(load(path, {}), 0, listen="127.0.0.1:0", start_timeout_s=PATIENCE_S, wait=lambda pause_s: None)
+    try:
+        with open_store(load(path, {}).storage, role="trainer") as store:
+            own = store.open(Deadline.after(PATIENCE_S))[0].cluster_id.hex()
+        path = trial.config("sy", trial.nodes, trial.folder / "own", [made.address])
+        assert_told_by_doctor_and_status(trial, path, f"shards that answer are of cluster {own}")
     finally:
         made.stop(PATIENCE_S)

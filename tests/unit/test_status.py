@@ -69,5 +69,5 @@ def test_a_cluster_without_trouble_has_nothing_below() -> None:
 
 def test_what_is_of_another_cluster_stands_last_and_is_no_health() -> None:
     status = ClusterStatus((shard(0),), (), strangers="WrongNodeError: node n:1:\nis node 1")
-    assert render(status).splitlines()[-1] == "not as kvemb.yaml says: WrongNodeError: node n:1: is node 1"
+    assert render(status).splitlines()[0] == "not as kvemb.yaml says: WrongNodeError: node n:1: is node 1"
     assert not healthy(status)
