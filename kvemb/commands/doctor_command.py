@@ -14,13 +14,14 @@ from kvemb.protocol.installed_version import installed_version
 def doctor_command(args: argparse.Namespace) -> int:
     """Examine the cluster, and say what is wrong with it."""
     config = load(args.config, os.environ)
-    found = examine(config, installed_version())
+    examined = examine(config, installed_version())
+    found = examined.findings
     if args.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in found]))
     else:
         for finding in found:
             print(f"{finding.level}: {finding.where}: {' '.join(finding.what.split())}\n    {finding.mend} [{finding.name}]")
         n_errors = sum(finding.level == ERROR for finding in found)
-        asked = f"{len(config.storage.nodes)} nodes and {len(config.servers.shards)} shards"
+        asked = f"{examined.n_nodes} nodes and {examined.n_shards} shards"
         print(f"{asked}: {n_errors} errors, {len(found) - n_errors} warnings" if found else f"{asked}: nothing to mend")
     return 1 if any(finding.level == ERROR for finding in found) else 0

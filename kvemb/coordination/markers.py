@@ -174,7 +174,7 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
     if marker.repairing and not expected.repairing:
         return NodeLostError(
             f"node {node}: lost its rows, or may hold old ones; the parameter servers are bringing them back (repair {marker.repair}). Try "
-            "again later, or set storage.on_lost_node: wait."
+            "again later."
         )
     if marker.run_id != expected.run_id:
         return NodeSuspectError(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvemb.client.all_shards import AllShards
@@ -51,13 +51,23 @@ _OF_MARKERS: tuple[tuple[type[KvembError], str, str], ...] = (
 )
 
 
-def examine(config: Config, our_version: str) -> list[Finding]:
-    """Return what is wrong with a cluster, worst first within each part."""
+@dataclass(frozen=True)
+class Examination:
+    """What is wrong, worst first within each part, and how many nodes and shards were looked at: the cluster's, as far as it tells."""
+
+    findings: list[Finding]
+    n_nodes: int
+    n_shards: int
+
+
+def examine(config: Config, our_version: str) -> Examination:
+    """Look at all nodes and shards of a cluster."""
     certificates = list(judge_certificates(config, config.storage.timeout_s))
     told = {finding.where for finding in certificates if finding.level == ERROR}
     with ExitStack() as stack:
         store = stack.enter_context(open_store(replace(config.storage, on_lost_node="fail"), role="trainer"))
-        found = [*certificates, *_nodes(store, config)]
+        nodes, statuses = _stats(store, config), dict[int, StatusReply | Exception]()
+        found = [*certificates, *_nodes(store, nodes, config.storage.timeout_s)]
         try:
             servers = AllShards.of(config.servers)
         except ConfigError as problem:  # no channel can be opened with our certificate, or token
@@ -76,16 +86,20 @@ def examine(config: Config, our_version: str) -> list[Finding]:
             found = [*_another_clusters(store, described, config), *found]  # whose they are comes before any advice on them
             found += [*_hash_limits(store, described, found, timeout_s), *_shards(servers, statuses, described, config, our_version)]
     # Of those whose certificate is not good it is known why they cannot be reached.
-    return sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
+    kept = sorted((one for one in found if one.name not in _UNREACHED or one.where not in told), key=lambda finding: finding.level)
+    return Examination(kept, len(nodes), len(statuses))
 
 
-def _nodes(store: Store, config: Config) -> Iterator[Finding]:
+def _stats(store: Store, config: Config) -> list[NodeStats]:
     timeout_s = config.storage.timeout_s
     try:
         store.find_nodes(Deadline.after(timeout_s))
-        stats = store.stats(Deadline.after(max(timeout_s, _PATIENCE_S) * len(store.addresses)))
+        return store.stats(Deadline.after(max(timeout_s, _PATIENCE_S) * len(store.addresses)))
     except (StorageError, ConfigError) as problem:  # a Redis Cluster none of whose members answers; or files of ours that cannot be used
-        stats = [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
+        return [NodeStats(address, "-", 0, 0, 0, 0, error=str(problem)) for address in config.storage.nodes]
+
+
+def _nodes(store: Store, stats: Sequence[NodeStats], timeout_s: float) -> Iterator[Finding]:
     for node in stats:
         yield from judge_node(node, _settings(store, node, timeout_s))
     if any(node.error for node in stats):

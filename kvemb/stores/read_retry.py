@@ -65,7 +65,9 @@ def retry_read(
 
 
 def _waited_for(error: StorageError, deadline: Deadline) -> StorageError:
-    return type(error)(f"{error} Waited {deadline.timeout_s:g} s for it; the call's timeout allows no more.")
+    return type(error)(
+        f"{error} Waited {deadline.timeout_s:g} s for it; a longer timeout_s of the call, or storage.timeout_s, waits longer."
+    )
 
 
 class ReadRetry:

@@ -163,7 +163,7 @@ def test_a_change_that_was_broken_off_is_in_what_operators_and_prometheus_see(sc
         left = {sample.name: sample.value for family in families for sample in family.samples}["kvemb_nodes_slots_left"]
         assert left == change.n_left
         assert f"{change.n_left:,} slots to go" in render(ClusterStatus((), (), change=change))
-        (found,) = [one for one in examine(config, "1") if one.name == "nodes-change"]
+        (found,) = [one for one in examine(config, "1").findings if one.name == "nodes-change"]
         assert f"{change.n_left:,} slots to go" in found.what
         assert "kvemb moves resume" in found.mend
         nodes.abort()

@@ -50,7 +50,7 @@ def push(cluster: LocalCluster) -> None:
 
 def findings(config: Path, level: str = "error") -> dict[str, Finding]:
     """What the doctor found, by name."""
-    found = examine(load(config, {}), installed_version())
+    found = examine(load(config, {}), installed_version()).findings
     assert all(one.mend and one.what for one in found)
     return {one.name: one for one in found if one.level == level}
 
@@ -79,6 +79,14 @@ def setting(cluster: LocalCluster, name: str, value: str) -> Iterator[str]:
 def test_a_cluster_that_is_well_needs_nothing(cluster: LocalCluster) -> None:
     done = run("doctor", str(cluster.config_path))
     assert (done.returncode, done.stdout) == (0, "2 nodes and 2 shards: nothing to mend\n"), done.stderr
+
+
+def test_the_nodes_that_were_looked_at_are_counted_not_the_entries_of_the_file(cluster: LocalCluster, tmp_path: Path) -> None:
+    def shorten(tree: dict[str, Any]) -> None:
+        del tree["storage"]["nodes"][1:]
+
+    done = run("doctor", str(changed(cluster, tmp_path, shorten)))
+    assert done.stdout.splitlines()[-1].startswith("2 nodes and 2 shards: "), done.stdout
 
 
 def test_scripts_learn_from_the_exit_code_and_from_json_what_is_wrong(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_a_slow_node_is_called_slow_and_one_that_hangs_hides_no_other(cluster: L
     wakes = threading.Timer(4.0, os.kill, (slow.process.pid, signal.SIGCONT))  # longer than a batch may take, shorter than the doctor waits
     os.kill(slow.process.pid, signal.SIGSTOP)
     wakes.start()
-    found = examine(load(path, {}), installed_version())
+    found = examine(load(path, {}), installed_version()).findings
     wakes.join()
     of_nodes = {(one.name, one.where) for one in found if one.where.startswith(("node", "storage"))}
     assert of_nodes == {("node-slow", f"node {slow.address}")}
@@ -335,5 +343,5 @@ def test_a_shards_disk_files_and_durability_are_told() -> None:
 def test_a_reader_may_ask_shards_that_speak_tls(require_server: Callable[[str], str], tmp_path: Path) -> None:
     require_server("redis-server")
     with running(TlsCluster(tmp_path)) as secured:
-        found = examine(load(secured.as_seen_by(secured.issue("reader/oncall", name="oncall")), {}), installed_version())
+        found = examine(load(secured.as_seen_by(secured.issue("reader/oncall", name="oncall")), {}), installed_version()).findings
     assert [one.name for one in found if one.level == "error"] == []

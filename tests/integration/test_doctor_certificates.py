@@ -55,7 +55,7 @@ def config_of(secured: TlsCluster, issued: Issued | None = None) -> Config:
 
 def found(config: Config) -> dict[str, Finding]:
     """Findings by name, but for those of the storage server's settings."""
-    made = examine(config, installed_version())
+    made = examine(config, installed_version()).findings
     assert all(one.mend and one.what and one.where for one in made)
     return {one.name: one for one in made}
 

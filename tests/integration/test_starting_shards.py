@@ -141,7 +141,7 @@ class Seen:
         config = load(self.folder / "kvemb.yaml", {})
         seen = survey(config)
         self.status, self.well = render(seen).splitlines(), healthy(seen)
-        self.findings = {finding.name: finding.what for finding in examine(config, installed_version())}
+        self.findings = {finding.name: finding.what for finding in examine(config, installed_version()).findings}
         with grpc.insecure_channel(self.address) as channel:
             ask = health_pb2_grpc.HealthStub(channel).Check
             self.health = {name: ask(health_pb2.HealthCheckRequest(service=name)).status for name in ("live", "")}

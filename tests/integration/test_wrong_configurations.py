@@ -223,7 +223,7 @@ def test_a_node_of_another_cluster_does_not_join_and_is_said_to_be_its(trial: Tr
 def assert_told_by_doctor_and_status(trial: Trial, path: Path, *says: str) -> None:
     """Both say first whose nodes these are, and change nothing."""
     before, config = contents(trial), load(path, {})
-    first, *others = examine(config, installed_version())
+    first, *others = examine(config, installed_version()).findings
     assert (first.name, first.level) == ("node-marker", "error")
     assert "node-marker" not in {one.name for one in others}
     status = survey(config)
