@@ -71,7 +71,7 @@ class StartReport:
         if not self.phase:
             return ""
         (n_done, n_all), share = self._how_far(), self.share
-        of_all = f" of {n_all:,} rows ({100 * share:.0f} %)" if share is not None else " rows"
+        of_all = f" of {n_all:,} rows ({int(100 * share)} %)" if share is not None else " rows"
         counted = f": {n_done:,}{of_all}" if n_done or n_all else ""
         waits = f"; it waits for storage: {self.waits_for}" if self.waits_for else ""
         return f"{PHASES[self.phase]}{counted}, {self._clock() - self._begun_s:.0f} s since it began{waits}"

@@ -59,7 +59,12 @@ def started(
     tree = {
         "cluster": "demo",
         "storage": {"kind": nodes.config.kind, "nodes": list(nodes.config.nodes), "timeout_s": 1.0},
-        "parameter_servers": {"shards": [f"127.0.0.1:{port or 1}"], "data_dir": str(folder / "shards"), "metrics_port": metrics_port},
+        "parameter_servers": {
+            "shards": [f"127.0.0.1:{port or 1}"],
+            "data_dir": str(folder / "shards"),
+            "metrics_port": metrics_port,
+            "away_timeout_s": 5,  # who connects meanwhile waits so long for it
+        },
         "tables": {"t": {"dim": 2, "optimizer": {"kind": "sgd", "lr": 1.0}, "initializer": {"kind": "zeros"}}},
     }
     path = folder / "kvemb.yaml"
@@ -148,7 +153,7 @@ class Seen:
         self.phases = {of: value(self.metrics_port, "kvemb_shard_starting", phase=of) for of in PHASES}
         self.ready = value(self.metrics_port, "kvemb_shard_ready")
         with pytest.raises(ShardUnavailableError, match="shard 0 is starting: it ") as caught:
-            kvemb.connect(str(self.folder / "kvemb.yaml"), timeout_s=1)
+            kvemb.connect(str(self.folder / "kvemb.yaml"), timeout_s=5)
         self.told = str(caught.value)
 
 
