@@ -133,14 +133,14 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--shard", required=True, type=int, help="which shard, counted from 0")
     parser.add_argument("--listen", help="host:port to bind, when it is not the shard's address in the file; port 0: a free one")
     parser.add_argument("--ready-file", help="written with the bound host:port once the shard serves")
-    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage (default 60)")
+    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="wait so long for storage, or the port (default 60)")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="at a stop, apply for so long (default 30)")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: each line an object with its ids")
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="leave out what matters less (default info)")
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="run the shard although another process seems to run it (one that hangs, or on a host that is lost): that one is shut out",
+        help="shut out a process that may run the shard and cannot be ended, its host being lost (one that hangs here: kill -9)",
     )
     parser.add_argument(
         "--roll-back",

@@ -5,6 +5,7 @@ ShardUnavailableError or ParameterServerError, naming shard, address and verb. T
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ _STUCK = "gRPC did not end the call at its deadline; connect anew"
 _PROBE_S = 2.0
 SAY_AFTER_S = 5.0
 _GREETING_S = 0.5  # a server that lives greets at once
-HANGS = "A process has the port and says nothing"
+HANGS, LAST_WORDS = "A process has the port and says nothing", "It has ended; its last words"
 log = logging.getLogger("kvemb")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -227,9 +228,10 @@ class ShardChannel:
                 return refused
         heard = look_at_port(self.address, Deadline.after(_GREETING_S))
         if heard == SILENT:
+            process = self._signed_by()
             return (
-                f"{HANGS}: look at it (stopped? swapping? its disk?). If it does not come back, `kvemb shard --shard {self.shard} "
-                "--take-over` runs the shard in its place."
+                f"{HANGS}{f' ({process})' if process else ''}: look at it (stopped? swapping? its disk?). If it does not come back, end "
+                f"it (kill -9) and start the shard as always: `kvemb shard --shard {self.shard}`."
             )
         if heard == SPEAKS_TLS and self._tls is None:
             return "It speaks TLS there, and this kvemb.yaml does not say so: parameter_servers.tls."
@@ -240,11 +242,22 @@ class ShardChannel:
             return "What answers there is no shard: put its address right in kvemb.yaml."
         return "A process answers there, but not this in time: is it busy, and is this the shard's address in kvemb.yaml?"
 
+    def _signed_by(self) -> str:
+        """Which process has the shard's port, as its data folder says to this machine; "" where that is not known."""
+        if self._last_words is not None:
+            with suppress(OSError, ValueError):
+                signature = (self._last_words.with_suffix("") / "lock").read_text(encoding="utf-8", errors="replace").strip()
+                pid, _, host = signature.removeprefix("process ").partition(" on ")
+                if host == os.uname().nodename:
+                    os.kill(int(pid), 0)  # raises where it is gone: nobody is sent to end another program
+                return signature
+        return ""
+
     def _words_of_the_dead(self) -> str:
         if self._last_words is not None:
             with suppress(OSError):  # it ran elsewhere, or was killed
                 words = self._last_words.read_bytes()[:_LONGEST_WORDS].decode(errors="replace")
-                return f". It has ended; its last words, at {_clock_time(self._last_words)}: {words}"
+                return f". {LAST_WORDS}, at {_clock_time(self._last_words)}: {words}"
         return ": start the shard (kvemb shard), or put its address right in kvemb.yaml."
 
     def abandon(self) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvemb.client.shard_channel import HANGS
+from kvemb.client.shard_channel import HANGS, LAST_WORDS
 from kvemb.config import Config
 from kvemb.doctor.finding import Finding, error, warning
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
@@ -49,11 +49,11 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
         yield error("shard-refuses", facts.where, facts.error, mend)
         return
     if HANGS in facts.error:
-        mend = f"See why. If it does not come back: kvemb shard --shard {facts.shard} --take-over, here or on another host with its folder."
-        yield error("shard-hangs", facts.where, facts.error, mend)
+        yield error("shard-hangs", facts.where, facts.error, _mend_hanging(facts))
         return
     if facts.error:
-        mend = "Start it: kvemb shard. Trainers' pushes for its rows wait for it; its journal has what was accepted."
+        first = "Mend what its last words name, then start it" if LAST_WORDS in facts.error else "Start it"
+        mend = f"{first}: kvemb shard --shard {facts.shard}. Trainers' pushes for its rows wait for it; its journal has what was accepted."
         yield error("shard-unreachable", facts.where, facts.error, mend)
         return
     if facts.describe is not None:
@@ -72,6 +72,15 @@ def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator
         if facts.examine.version != our_version:
             what = f"runs kvemb {facts.examine.version or '(not installed)'}, this command is {our_version or '(not installed)'}"
             yield error("shard-version", facts.where, what, "Install one version everywhere, shards and trainers alike.")
+
+
+def _mend_hanging(facts: ShardFacts) -> str:
+    process = re.search(r"\(process (\d+) on ([^)]+)\)", facts.error)
+    end = f"kill -9 {process[1]} on {process[2]}" if process else "kill -9 its pid, which ss -ltnp says on its host"
+    return (
+        f"See why. If it does not come back, end it ({end}), then start the shard as always: kvemb shard --shard {facts.shard}. Only where "
+        "it cannot be ended, its host being lost: the same with --take-over, on another host with its folder."
+    )
 
 
 def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config) -> Iterator[Finding]:

@@ -34,8 +34,10 @@ class DataDir:
     def __init__(self, root: Path, shard: int, *, take_over: bool = False) -> None:
         self.path = folder_of(root, shard)
         lock = self.path / "lock"
+        self._signed, self.signed_by = False, ""
         try:
             make_folder(self.path)
+            self.signed_by = _signature(lock)
             if take_over:
                 lock.unlink(missing_ok=True)
             self._lock: IO[str] = open(lock, "a", opener=opener)  # noqa: SIM115 (held as long as the process lives)
@@ -47,15 +49,23 @@ class DataDir:
                 raise BlockingIOError("the lock file was replaced")
         except BlockingIOError as error:
             self._lock.close()
+            by = f" ({self.signed_by})" if self.signed_by else ""
             raise ParameterServerError(
-                f"{self.path}: another process runs shard {shard} from this folder. If it is another cluster's, correct "
-                "parameter_servers.data_dir; else stop that process first, or give --take-over if it hangs"
+                f"{self.path}: another process runs shard {shard} from this folder{by}. If it is another cluster's, correct "
+                "parameter_servers.data_dir; else stop that process first (kill -9 ends one that hangs)"
             ) from error
         except OSError as error:  # a network's file system without locks
             self._lock.close()
             raise ParameterServerError(
                 f"{lock}: cannot be locked: {error.strerror}; keep the shard's folder on a disk of its own"
             ) from error
+        if take_over and self.signed_by:  # that one has the port still
+            self._write_signature(f"{self.signed_by}\n")
+
+    def sign(self) -> None:
+        """Say in the folder which process has the shard's port: a person may have to end one that hangs."""
+        self._signed = True
+        self._write_signature(f"process {os.getpid()} on {os.uname().nodename}\n")
 
     def read(self, name: str) -> bytes | None:
         """Return a file's bytes, or None when there is none."""
@@ -94,4 +104,17 @@ class DataDir:
 
     def close(self) -> None:
         """Let another process have the folder."""
+        if self._signed and not self._lock.closed:
+            self._write_signature("")
         self._lock.close()
+
+    def _write_signature(self, text: str) -> None:
+        with suppress(OSError):  # it only spares a person a search
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), text.encode())
+
+
+def _signature(lock: Path) -> str:
+    with suppress(OSError):
+        return lock.read_text(encoding="utf-8", errors="replace").strip()
+    return ""

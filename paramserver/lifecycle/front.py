@@ -1,12 +1,13 @@
 """What of a shard can be seen from the first second of its start: its port, with health and a report, and its metrics."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvemb.config import Config
 from kvemb.errors import ConfigError, ParameterServerError
 from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
+from kvemb.net.deadline import Deadline
 
 from ..figures.shard_metrics import StartMetrics
 from ..recovery.start_report import StartReport
@@ -18,6 +19,7 @@ from ..rpc.service import Server
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
+_PAUSE_S = 0.5
 log = logging.getLogger("paramserver")
 
 
@@ -29,28 +31,55 @@ class Front:
         shard: number.
         listen: "host:port" to serve on.
         report: of the start.
+        on_open: called once they are.
         take_over: the process that is to be shut out may have the ports still; then they are opened when the shard is to serve.
 
     Raises:
         ParameterServerError, ConfigError: a port cannot be had.
     """
 
-    def __init__(self, config: Config, shard: int, listen: str, report: StartReport, *, take_over: bool = False) -> None:
-        self._config, self._shard, self._listen, self._report = config, shard, listen, report
+    def __init__(
+        self, config: Config, shard: int, listen: str, report: StartReport, on_open: Callable[[], None], *, take_over: bool = False
+    ) -> None:
+        self._config, self._shard, self._listen, self._report, self._on_open = config, shard, listen, report, on_open
         self._figures: MetricsCollector = StartMetrics(config.cluster, shard, report)
         self._metrics: MetricsEndpoint | None = None
         self._server: Server | None = None
         try:
-            self.open()
+            self._open()
         except (ParameterServerError, ConfigError) as error:
             if not take_over:
                 raise
             log.warning("%s It is tried again when the shard is to serve.", error)
 
-    def open(self) -> None:
-        """Open the ports, unless they are; raises as the constructor does."""
-        if self._server is None:
-            self._server, self._metrics = self._opened()
+    def open(self, wait: Callable[[float], None], timeout_s: float, older: str) -> None:
+        """Open the ports, unless they are: the process that was shut out has them until it ends.
+
+        Args:
+            wait: between tries; raises StoppedError when the process is told to stop.
+            timeout_s: how long to try.
+            older: which process that is, or "".
+
+        Raises:
+            ParameterServerError, ConfigError: they cannot be had.
+        """
+        deadline, said = Deadline.after(timeout_s), False
+        whose = f"The process that had the shard ({older})" if older else "The process that had the shard"
+        while self._server is None:
+            try:
+                self._open()
+            except (ParameterServerError, ConfigError) as error:
+                if deadline.expired:
+                    end = f"{whose} may have it still: end it (kill -9), then start the shard again, without --take-over"
+                    raise type(error)(f"{error} Tried for {timeout_s:g} s. {end}. Nothing was lost.") from error
+                if not said:
+                    log.warning("%s %s may have it still: end it (kill -9). It is tried for %g s.", error, whose, timeout_s)
+                said = True
+                wait(min(_PAUSE_S, deadline.remaining_s()))
+
+    def _open(self) -> None:
+        self._server, self._metrics = self._opened()
+        self._on_open()
 
     def serve(self, handlers: Handlers, checkpoints: CheckpointHandlers, figures: MetricsCollector) -> None:
         """Let the shard's own handlers answer, and show its own figures; the ports are open."""

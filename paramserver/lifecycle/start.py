@@ -99,7 +99,7 @@ def start(
     try:
         data.leave_words("")
         report = StartReport()
-        front = Front(config, shard, listen, report, take_over=take_over)
+        front = Front(config, shard, listen, report, data.sign, take_over=take_over)
         while True:
             step = _Start(config, shard, data, start_timeout_s, wait, report, roll_back=roll_back, on_claimed=on_claimed)
             try:
@@ -167,7 +167,7 @@ class _Start:
         try:
             with named(f"shard {self._shard}: its data folder cannot be used", self._data.path):
                 started = self.recovered()
-                front.open()
+                front.open(self._wait, self._start_timeout_s, self._data.signed_by)
                 return Shard(started, self._store, self._data, front, on_fenced=on_fenced, on_load=on_load)
         except BaseException:
             if started is not None:

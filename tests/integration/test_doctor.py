@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -226,7 +227,12 @@ def test_a_shard_that_hangs_is_told_from_one_that_is_gone(require_server: Callab
             seen = findings(cluster.config_path)
         finally:
             os.kill(cluster.shards[0].pid, signal.SIGCONT)
-    assert "--shard 0 --take-over" in seen["shard-hangs"].mend
+        (cluster.folder / "shards/shard-1.last-words").write_text("ConfigError: no room")
+        ended = findings(cluster.config_path)["shard-unreachable"]
+    assert f"(kill -9 {cluster.shards[0].pid} on {socket.gethostname()}), then start the shard as always" in seen["shard-hangs"].mend
+    assert ended.what.endswith("ConfigError: no room")
+    assert ended.mend.startswith("Mend what its last words name, then start it: kvemb shard --shard 1")
+    assert seen["shard-unreachable"].mend.startswith("Start it: kvemb shard --shard 1")
     assert "Nobody listens there" in seen["shard-unreachable"].what
     assert seen["shard-unreachable"].where.startswith("shard 1 ")
 

@@ -2,8 +2,11 @@
 
 import importlib
 import logging
+import os
+import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import kvemb
 from kvemb.config import load
 from kvemb.doctor.examination import examine
 from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ParameterServerError, ShardUnavailableError
-from kvemb.local_cluster.processes import free_ports
+from kvemb.local_cluster import LocalCluster
+from kvemb.local_cluster.processes import LocalProcessError, free_ports
 from kvemb.protocol.installed_version import installed_version
 from kvemb.status.cluster_status import survey
 from kvemb.status.status_tables import healthy, render
@@ -201,3 +205,52 @@ def test_a_process_that_may_not_run_a_shard_leaves_the_words_of_the_one_that_doe
         assert not (tmp_path / "shards/shard-0.last-words").exists()
     finally:
         assert shard.stop(PATIENCE_S) == ""
+
+
+@pytest.fixture
+def hanging(require_server: Callable[[str], str]) -> Iterator[tuple[LocalCluster, int]]:
+    """A cluster whose shard 1 hangs after an acknowledged push, and its pid."""
+    require_server("redis-server")
+    with LocalCluster("redis", 1, shards=2) as cluster:
+        with kvemb.connect(cluster.url) as client:
+            table = client.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
+            table.push(range(100), [[1.0, 1.0]] * 100)
+            table.flush()
+        old = cluster.shards[1]
+        os.kill(old.pid, signal.SIGSTOP)
+        yield cluster, old.pid
+        if old.poll() is None:
+            old.kill()
+
+
+def is_whole(cluster: LocalCluster) -> bool:
+    with kvemb.connect(cluster.url) as client:
+        return bool((client.table("t").pull(range(100)) == -1).all())
+
+
+def test_a_shard_that_hangs_is_mended_by_following_the_doctor_word_by_word(hanging: tuple[LocalCluster, int]) -> None:
+    cluster, pid = hanging
+    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()) if one.name == "shard-hangs")
+    words = re.search(r"\(kill -9 (\d+) on .*?\), then start the shard as always: kvemb shard --shard (\d+)\.", found.mend)
+    assert words is not None, found.mend
+    assert (int(words[1]), int(words[2])) == (pid, 1)
+    os.kill(int(words[1]), signal.SIGKILL)
+    cluster.start_shard(int(words[2]))
+    assert is_whole(cluster)
+
+
+def test_a_take_over_beside_the_process_that_hangs_waits_for_its_port_and_says_whose_it_is(hanging: tuple[LocalCluster, int]) -> None:
+    cluster, pid = hanging
+    with pytest.raises(LocalProcessError, match=rf"cannot listen on .*process {pid} on .*end it .*Nothing was lost") as caught:
+        cluster.start_shard(1, "--take-over", "--start-timeout", "2")
+    assert "without --take-over" in str(caught.value)
+    cluster.launch_shard(1, "--take-over")
+    deadline = time.monotonic() + PATIENCE_S
+    while "It is tried for" not in cluster.shards[1].log_tail():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()) if one.name == "shard-hangs")
+    assert f"kill -9 {pid} " in found.mend  # not of the one that waits
+    os.kill(pid, signal.SIGKILL)
+    cluster._await_shard(1)
+    assert is_whole(cluster)
