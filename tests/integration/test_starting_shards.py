@@ -230,7 +230,7 @@ def is_whole(cluster: LocalCluster) -> bool:
 
 def test_a_shard_that_hangs_is_mended_by_following_the_doctor_word_by_word(hanging: tuple[LocalCluster, int]) -> None:
     cluster, pid = hanging
-    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()) if one.name == "shard-hangs")
+    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()).findings if one.name == "shard-hangs")
     words = re.search(r"\(kill -9 (\d+) on .*?\), then start the shard as always: kvemb shard --shard (\d+)\.", found.mend)
     assert words is not None, found.mend
     assert (int(words[1]), int(words[2])) == (pid, 1)
@@ -249,7 +249,7 @@ def test_a_take_over_beside_the_process_that_hangs_waits_for_its_port_and_says_w
     while "It is tried for" not in cluster.shards[1].log_tail():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()) if one.name == "shard-hangs")
+    (found,) = (one for one in examine(load(cluster.config_path, {}), installed_version()).findings if one.name == "shard-hangs")
     assert f"kill -9 {pid} " in found.mend  # not of the one that waits
     os.kill(pid, signal.SIGKILL)
     cluster._await_shard(1)
