@@ -42,7 +42,9 @@ def cluster_moves(config: StorageConfig, action: str) -> int:
         if action == "show":
             print(_under_way(nodes))
             return 0
-        return _say(_driven(nodes.abort if action == "abort" else nodes.resume))
+        begun = nodes.plans.under_way() is not None
+        remarks = _driven(nodes.abort if action == "abort" else nodes.resume)
+        return _say(remarks) if begun or remarks else _say([], _under_way(nodes))
 
 
 def cluster_addresses(config: StorageConfig) -> tuple[str, ...]:
@@ -86,7 +88,10 @@ def _plan(nodes: NodeScaling, action: str, words: Sequence[str], weights: Mappin
 def _under_way(nodes: NodeScaling) -> str:
     change = nodes.plans.under_way()
     if change is None:
-        return "nothing moves"
+        view = nodes.plans.view()
+        idle = [node.address for node in view.primaries if not view.n_slots(node.name)]
+        waits = f"; without slots: {', '.join(idle)} (`kvemb nodes add ADDRESS` gives it some, `kvemb nodes remove ADDRESS` takes it out)"
+        return f"nothing moves{waits if idle else ''}"
     what = "being taken back" if change.aborting else "under way"
     return (
         f"a change of nodes ({change.kind}) is {what}, {nodes.n_left(change):,} slots to go: `kvemb moves resume`, or `kvemb moves abort`"
@@ -98,10 +103,10 @@ def _driven(carry_out: Callable[[Progress], list[str]]) -> list[str]:
         with ProgressMeter(sys.stdout, "B") as meter:
             return carry_out(meter)
     except KeyboardInterrupt:
-        print("\nstopped between two slots: `kvemb moves resume` goes on, `kvemb moves abort` takes it back", file=sys.stderr)
+        print("\nstopped between two slots: `kvemb moves` says how far it came, and what goes on or takes it back", file=sys.stderr)
         raise
 
 
-def _say(remarks: Sequence[str]) -> int:
-    print("\n".join(["done", *remarks]))
+def _say(remarks: Sequence[str], outcome: str = "done") -> int:
+    print("\n".join([outcome, *remarks]))
     return 0
