@@ -10,12 +10,13 @@ import urllib.request
 from typing import Any
 
 import pytest
+import yaml
 from composed import ROOT, docker
 from test_compose import project, require_demo
 
 DASHBOARD = json.loads((ROOT / "deploy/monitoring/dashboard.json").read_text(encoding="utf-8"))
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-RULES = 12
+RULES = len(yaml.safe_load((ROOT / "deploy/monitoring/alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"])
 
 
 @pytest.fixture
