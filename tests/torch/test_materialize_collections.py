@@ -346,7 +346,7 @@ class Other(LookupModule):
 def test_a_module_whose_forward_is_not_known_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="module '0' is a Doubled, a EmbeddingBagCollection with a forward of its own"):
         materialize(nn.Sequential(Doubled(configs(), MakingCluster())))
-    with pytest.raises(InvalidInputError, match=r"module .0. is a Other; those that can be made plain are Embedding, .*, DenseFeatures"):
+    with pytest.raises(InvalidInputError, match=r"module .0. is a Other; .* can be made plain are .*Embedding, .*, DenseFeatures"):
         materialize(nn.Sequential(Other()))
 
 

@@ -261,6 +261,8 @@ def test_a_load_that_was_shut_out_while_it_was_at_work_touches_no_file_of_its_su
     folder, left = tmp_path / "data" / "shard-0", dict[str, bytes]()
 
     def take_over(*_: Any) -> None:
+        (folder / "lock").unlink()
+        (folder / "lock").write_bytes(b"process 77 on successor\n")
         (folder / "epoch").write_bytes(b"77\n")
         left.update(files_of(folder))
 

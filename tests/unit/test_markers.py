@@ -68,7 +68,7 @@ REPAIRING = replace(REPAIRED, repairing=True)
     [
         (MARKER, REPAIRED, NodeSuspectError, "brought back meanwhile"),
         (MARKER, REPAIRING, NodeLostError, "a" * 16),
-        (REPAIRED, REPAIRING, NodeLostError, "on_lost_node"),
+        (REPAIRED, REPAIRING, NodeLostError, "Try again later"),
         (REPAIRING, REPAIRED, NodeLostError, "not going on"),
         (REPAIRING, replace(REPAIRING, repair="b" * 16), NodeLostError, "not going on"),
         (REPAIRING, replace(REPAIRING, run_id="run-2"), NodeSuspectError, "run-2"),
