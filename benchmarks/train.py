@@ -37,11 +37,10 @@ _TFRA_OPERATIONS = 6.0
 
 @dataclass(frozen=True)
 class Way:
-    """How ours runs: durability, what the trainer keeps, how gradients travel, for how many batches hot rows are held back."""
+    """How ours runs: durability, how gradients travel, for how many batches hot rows are held back."""
 
     name: str
     durability: str
-    max_staleness: int = 0
     wire_dtype: str = "float32"
     write_behind: int = 0
     tls: bool = False
@@ -59,13 +58,8 @@ class Runner:
 
     def turn(self, options: argparse.Namespace) -> Stretch:
         """Train for one turn."""
-        before = self.opened.row_cache
         one = self.stretch(lambda: self.ours.run(options.seconds, options.unapplied))
-        after = self.opened.row_cache
-        kept: float | str = "–"
-        if before is not None and after is not None:
-            kept = (after.n_hits - before.n_hits) / max(1, after.n_lookups - before.n_lookups)
-        return replace(one, staleness=self.ours.staleness, kept=kept)
+        return replace(one, staleness=self.ours.staleness)
 
     def stretch(self, run: Callable[[], Turn]) -> Stretch:
         """Take stock of a turn on this cluster's server."""
@@ -79,19 +73,18 @@ def train(options: argparse.Namespace) -> Report:
     One trainer trains Zipf(1.05) batches of 26 x 4096 ids (about 32,000 distinct rows of 1,000,000) with Adam. A step: dedupe the ids,
     pull the distinct rows with their versions, take the gradient of their sum times a constant (so that the model costs nothing),
     push; the shards (two) apply. At most --unapplied pushes are under way, and a turn ends with a flush: everything counted is in
-    storage. Ours runs in several ways, each with a cluster of its own: every pull reads storage, with a journal that is not synced
-    (TFRA has none) and with one that is; and with rows of own pushes kept by the trainer (--max-staleness; one trainer on its own
-    finds there what storage holds) and gradients sent in --wire-dtype; and the same with hot rows written only every --write-behind
-    batches (the flush at the end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
+    storage. Ours runs in several ways, each with a cluster of its own: with a journal that is not synced (TFRA has none), and with one
+    that is; with gradients sent in --wire-dtype; and the same with hot rows written only every --write-behind batches (the flush at the
+    end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
     DynamicEmbeddingOptimizer(Adam), in a database of its own on the first cluster's server. All take turns in every round. Read: rows
     are distinct rows per step, summed; / TFRA is this line's rows/s divided by TFRA's, within a round; operations/row are reads and
     writes of one value per trained row (TFRA's are those of its design: W, m and v read and written, as INFO counts its commands of
     many fields each, not the fields; ours are GETs, keys of MGETs, and SETs, from INFO), calls/row are commands as INFO counts them;
-    µs/row is CPU time of the storage server, the shards and the trainer's process; kept is the share of pulled rows that came from the
-    trainer's memory; changed and elapsed are the staleness of ours: the fraction of pushed rows that had changed since their pull, and
-    how many batches ago at most (mean over pushes). There are 96 batches, taken in turn: later rounds meet rows again that earlier ones
-    met. Values are medians of the rounds with (smallest..largest). Before: the first steps, one by one, must give what Adam in NumPy
-    gives, in all cases and for TFRA. After: every row that was pushed exists, has moved the right way, and no other row exists.
+    µs/row is CPU time of the storage server, the shards and the trainer's process; changed and elapsed are the staleness of ours: the
+    fraction of pushed rows that had changed since their pull, and how many batches ago at most (mean over pushes).
+    There are 96 batches, taken in turn: later rounds meet rows again that earlier ones met. Values are medians of the rounds with
+    (smallest..largest). Before: the first steps, one by one, must give what Adam in NumPy gives, in all cases and for TFRA. After: every
+    row that was pushed exists, has moved the right way, and no other row exists.
     """
     sections = []
     versions: dict[str, str] = {}
@@ -109,7 +102,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="fast", help="of the table (fast)")
     parser.add_argument("--unapplied", type=whole(0), default=2, metavar="N", help="pushes that may be under way at the next pull (2)")
     parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["os", "fsync"], help="of the shards (os fsync)")
-    parser.add_argument("--max-staleness", type=whole(0), default=4, metavar="N", help="of the last way's row cache (4); 0: no such way")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
     parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")
     parser.add_argument("--tls", action="store_true", help="also the first way with TLS between trainer, shards and storage (redis)")
@@ -132,7 +124,6 @@ def lines_of(
     first = next(iter(ours), "")
     for name, rounds in ours.items():
         figures = _figures(rounds) | {
-            "kept": rounds[-1].kept,
             "changed": Spread.of([mean(push.changed_fraction for push in one.staleness) for one in rounds]),
             "elapsed": Spread.of([mean(push.batches_elapsed for push in one.staleness) for one in rounds]),
             "/ plain": "–",
@@ -165,12 +156,12 @@ def _figures(rounds: Sequence[Stretch]) -> dict[str, Spread | float | str]:
 def ways_of(options: argparse.Namespace) -> list[Way]:
     """Return the ways in which ours runs."""
     ways = [Way(f"ours, durability {durability}", durability) for durability in options.durability]
-    if options.max_staleness or options.wire_dtype != "float32":
-        name = f"ours, durability {options.durability[0]}, max_staleness {options.max_staleness}, {options.wire_dtype}"
-        ways.append(Way(name, options.durability[0], options.max_staleness, options.wire_dtype))
+    if options.wire_dtype != "float32":
+        name = f"ours, durability {options.durability[0]}, {options.wire_dtype}"
+        ways.append(Way(name, options.durability[0], options.wire_dtype))
     if options.write_behind:
-        name = f"ours, durability fsync, max_staleness {options.max_staleness}, {options.wire_dtype}, write-behind {options.write_behind}"
-        ways.append(Way(name, "fsync", options.max_staleness, options.wire_dtype, options.write_behind))
+        name = f"ours, durability fsync, {options.wire_dtype}, write-behind {options.write_behind}"
+        ways.append(Way(name, "fsync", options.wire_dtype, options.write_behind))
     if options.tls:
         ways.append(Way(f"{ways[0].name}, over TLS", options.durability[0], tls=True))
     return ways
@@ -217,8 +208,7 @@ def _runner(
     cluster = stack.enter_context(
         _kind_of(way)(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
     )
-    cache_mb = math.ceil(options.rows * (4 * dim + _OVERHEAD_BYTES) / (1 << 20)) if way.max_staleness else None
-    opened = stack.enter_context(kvemb.connect(cluster.url, max_staleness=way.max_staleness, row_cache_mb=cache_mb))
+    opened = stack.enter_context(kvemb.connect(cluster.url))
     versions[f"{store} server"] = opened.status().nodes[0].server
     spec = kvemb.optim.adam(lr=LEARNING_RATE)
     table = opened.create_table(

@@ -39,7 +39,6 @@ class Stretch:
         n_operations: values read or written in storage.
         n_calls: commands that storage counted.
         staleness: of each push, as its ack says: changed fraction and batches elapsed.
-        kept: fraction of pulled rows that came from the trainer's memory; a dash where it keeps none.
     """
 
     turn: Turn
@@ -48,7 +47,6 @@ class Stretch:
     n_operations: int
     n_calls: int
     staleness: Sequence[Staleness] = ()
-    kept: float | str = "–"
 
     @property
     def rows_per_s(self) -> float:

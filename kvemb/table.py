@@ -92,9 +92,7 @@ class Table:
     ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.uint64]]:
         """Read rows straight from storage; write nothing.
 
-        A row that does not exist yet has the value that its first push will begin with. On a connection with `max_staleness`, rows of
-        this trainer's own pushes may come from its memory; `kvemb.datapath.row_cache` says what they may lack. Storage's nodes are
-        asked, and checked, for the other rows only.
+        A row that does not exist yet has the value that its first push will begin with.
 
         Args:
             ids: any integer array, any shape, duplicates fine, empty fine.

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = "tests/integration/test_table.py"
 COMPACT = "tests/integration/test_compact_tables.py"
 FAILURES = "tests/integration/test_table_failures.py"
-ACKS = "tests/integration/test_rows_with_acks.py"
 DISTRIBUTE = "tests/torch/test_distribute.py"
 LOCAL = "tests/integration/test_local_cluster.py"
 SAVES = "tests/integration/test_save_load.py"
@@ -42,8 +41,6 @@ SHOWN_BY = {
         "read_only": f"{TABLE}:test_read_only_pulls_and_refuses_the_rest",
         "trainer": "tests/integration/test_trainer_restart.py:test_what_a_stopped_trainer_sends_after_its_successor_came_is_not_applied",
         "timeout_s": f"{FAILURES}:test_connecting_waits_as_long_as_it_was_told",
-        "max_staleness": f"{ACKS}:test_a_row_lags_behind_others_for_as_long_as_allowed",
-        "row_cache_mb": f"{ACKS}:test_a_small_row_cache_keeps_fewer_rows",
         "metrics_port": "tests/integration/test_metrics.py:test_a_trainer_serves_the_times_of_its_pulls_by_table_until_it_is_closed",
     },
     "kvemb/cluster/cluster.py:Cluster.create_table": {

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvemb.datapath.prefetched_rows import ChangedRows, PrefetchedRows, changed_rows_of, join_changed_rows
-from kvemb.datapath.row_cache import ExpectedRows
 from kvemb.errors import KvembError, ShardUnavailableError
 from kvemb.net.deadline import Deadline, checked_timeout
 from kvemb.protocol.message_format import ChangedRowsBlock
@@ -40,7 +39,6 @@ class PartAck:
         where: shard and address, for messages.
         n_rows: rows in it.
         trouble: returns what the stream suffers from at the moment, or ""; within the deadline.
-        wanted: the rows that its answer is to bring back, where the trainer keeps rows.
         prefetched: the rows that it asked about, which the trainer holds for later steps.
         changed_rows: what its answer says of those; empty while and where that is not known.
         released: whether its batch is computed; always so once it is applied.
@@ -49,7 +47,6 @@ class PartAck:
     where: str
     n_rows: int
     trouble: Callable[[Deadline], str] = lambda deadline: ""
-    wanted: ExpectedRows | None = None
     prefetched: Sequence[PrefetchedRows] = ()
     changed_rows: Sequence[ChangedRowsBlock] = ()
     accepted: bool = False

@@ -9,7 +9,6 @@ from kvemb.client.all_shards import AllShards, require_one_cluster
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_client import ShardClient
 from kvemb.config import Config
-from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import ShardStartingError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_probe import own_uris
@@ -20,7 +19,7 @@ from kvemb.stores.store import Store
 _BARRIER_MARGIN_S = 10.0
 
 
-def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline, row_cache: RowCache | None = None) -> ShardClient:
+def open_shards(config: Config, trainer: str | None, store: Store, deadline: Deadline) -> ShardClient:
     """Connect to the shards, then open the storage that they have provisioned.
 
     Args:
@@ -28,7 +27,6 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
         trainer: this process's name, or None to draw one from host, process and chance.
         store: not yet open; open afterwards.
         deadline: of all of it.
-        row_cache: for the rows that come back with acks.
 
     Raises:
         ConfigError, ShardUnavailableError, StorageError, ParameterServerError: nothing stays connected but the store,
@@ -47,7 +45,7 @@ def open_shards(config: Config, trainer: str | None, store: Store, deadline: Dea
     # In sync mode a step that lacks a trainer fails after barrier_timeout_s, naming it: wait for that message.
     step_s = config.servers.barrier_timeout_s + _BARRIER_MARGIN_S if sync else 0.0
     timeout_s = max(config.servers.away_timeout_s, step_s)
-    session = PushSession(servers, described.cluster_id, name, sync=sync, row_cache=row_cache, timeout_s=timeout_s)
+    session = PushSession(servers, described.cluster_id, name, sync=sync, timeout_s=timeout_s)
     return ShardClient(servers, session, timeout_s, close_timeout_s=max(DEFAULT_TIMEOUT_S, step_s))
 
 

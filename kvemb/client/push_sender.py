@@ -15,7 +15,6 @@ from kvemb.client.ack import Ack, copied
 from kvemb.client.outbox import MAX_UNAPPLIED_PARTS, WINDOW_PARTS, Outbox, Sent
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.datapath.prefetched_rows import check_changed_rows
-from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import (
     FencedError,
     KvembError,
@@ -61,7 +60,6 @@ class PushSender:
     Args:
         channel: of the shard.
         hello: introduces the trainer to the shard, before the first part and after every reconnect; raises ShardLeftError.
-        row_cache: takes the rows that come back, if the trainer keeps rows.
         on_moved: called when the shard has refused parts because slots have moved: `moved` has them. They count as neither accepted nor
             applied until `resent` says that other parts have taken their place.
         introduced: whether the shard has had the first hello.
@@ -73,13 +71,12 @@ class PushSender:
         self,
         channel: ShardChannel,
         hello: Callable[[Deadline], HelloReply],
-        row_cache: RowCache | None = None,
         on_moved: Callable[[], None] = lambda: None,
         *,
         introduced: bool = True,
         recovers: bool = True,
     ) -> None:
-        self._channel, self._hello, self._row_cache, self._on_moved = channel, hello, row_cache, on_moved
+        self._channel, self._hello, self._on_moved = channel, hello, on_moved
         self._introduced, self._recovers = introduced, recovers
         self._moved: list[Sent] = []
         self._changed = threading.Condition()
@@ -296,8 +293,6 @@ class PushSender:
             raise translated from error
         finally:
             call.cancel()
-            if self._row_cache is not None:
-                self._row_cache.invalidate()  # the shard may have been restarted, or its rows loaded anew
             with self._changed:
                 self._generation += 1
                 self._changed.notify_all()
@@ -350,8 +345,6 @@ class PushSender:
         changed_rows: list[ChangedRowsBlock] = []
         tell = sent.ack.part_applied if reply.state == "applied" else sent.ack.part_released
         try:
-            if reply.state == "applied" and self._row_cache is not None and sent.part.wanted is not None:
-                self._row_cache.applied(sent.part.wanted, reply)  # first: who waits for the ack pulls what it brought
             if reply.changed_rows:
                 check_changed_rows(sent.part.prefetched, reply.changed_rows)
                 changed_rows = reply.changed_rows

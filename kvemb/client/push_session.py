@@ -19,7 +19,6 @@ from kvemb.client.moved_pushes import put_together
 from kvemb.client.outbox import Sent
 from kvemb.client.push_sender import PushSender, ShardLeftError
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
-from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
@@ -54,7 +53,6 @@ class PushSession:
         cluster_id: of the storage's markers; shards that serve another cluster refuse the hello.
         trainer: its name, unique in the job; a second process of the same name fences the first.
         sync: whether every shard gets a part of every push.
-        row_cache: for the rows that come back with acks; None asks for none.
         timeout_s: of whoever waits for an ack, unless he says otherwise.
     """
 
@@ -65,10 +63,9 @@ class PushSession:
         trainer: str,
         *,
         sync: bool,
-        row_cache: RowCache | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self.row_cache, self._timeout_s = row_cache, timeout_s
+        self._timeout_s = timeout_s
         self._servers, self._cluster_id, self._trainer, self.sync = servers, cluster_id, trainer, sync
         self._sending = threading.Lock()
         self._streams: dict[int, PushSender] = {}
@@ -253,9 +250,7 @@ class PushSession:
         stream = self._streams.get(shard)
         if stream is None:
             channel = self._servers.channels[shard]
-            stream = PushSender(
-                channel, self._hello_of(shard), self.row_cache, self._route_again_soon, introduced=introduced, recovers=not self.sync
-            )
+            stream = PushSender(channel, self._hello_of(shard), self._route_again_soon, introduced=introduced, recovers=not self.sync)
             self._streams[shard] = stream
         elif (channel := self._servers.channels.get(shard, stream.channel)) is not stream.channel:
             stream.use(channel)
@@ -304,8 +299,7 @@ class PushSession:
                 more = index + 1 < len(messages)
                 body = self._part(first + index, message, more, step, serial, prefetched)
                 n_rows = sum(len(rows.ids) for rows in message)
-                to_keep = None if self.row_cache is None else self.row_cache.want(shard, message)
-                part = PartAck(stream.where, n_rows, partial(self._trouble, shard), to_keep, prefetched)
+                part = PartAck(stream.where, n_rows, partial(self._trouble, shard), prefetched)
                 numbered.append(_Numbered(stream, body, part))
         return numbered
 
@@ -321,7 +315,6 @@ class PushSession:
             more=more,
             tables=tables,
             digest=digest_tables(tables, questions),
-            return_rows=self.row_cache is not None,
             prefetched=questions,
             map_serial=serial,
         )
@@ -356,8 +349,6 @@ class PushSession:
             return self._servers.cluster_map
         cluster_map = self._newer_map(max(push.serial for push in pushes), deadline)
         writing = cluster_map.writing_shards
-        if self.row_cache is not None:
-            self.row_cache.invalidate()
         for push in pushes:
             # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
             missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))

@@ -16,7 +16,6 @@ from kvemb.client.missing_rows import MissingRows
 from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
-from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import SlotsMovedError
 from kvemb.interrupts import exit_delivery
 from kvemb.net.deadline import Deadline
@@ -89,11 +88,6 @@ class ShardClient:
         """How many pushes not every shard has accepted."""
         return len(self._session.undelivered())
 
-    @property
-    def row_cache(self) -> RowCache | None:
-        """The rows that came back with acks, where this trainer keeps them."""
-        return self._session.row_cache
-
     def create_table(self, definition: TableDef, exist_ok: bool, timeout_s: float | None) -> TableDef:
         """Register a table with shard 0; return it as registered."""
         request = CreateTableRequest(definition.to_dict(), exist_ok)
@@ -105,9 +99,8 @@ class ShardClient:
         broken off. Unless the caller gave a timeout, every half a million rows of a shard have it anew.
         """
         deadline = self._deadline(timeout_s)
-        self._session.wait_applied(deadline)  # also their answers, which may hold rows of the table
+        self._session.wait_applied(deadline)
         table = TableDef.from_dict(self._servers.call(0, "DropTable", TableRequest(name), TableReply, deadline).table)
-        self._forget_rows()
         n_erased, left = 0, True
         while left:
             deadline = deadline if timeout_s is not None else self._deadline(None)
@@ -129,7 +122,6 @@ class ShardClient:
         for shard, reply in self._servers.call_each("Flush", FlushRequest(_wait_s(deadline)), FlushReply, deadline).items():
             if reply.left_out:
                 log.info("a flush left out on shard %d %s", shard, reply.left_out)
-        self._forget_rows()  # pulls must now see what others pushed, too
 
     def assign(self, rows: TableRows, timeout_s: float | None = None) -> None:
         """Set rows, behind this process's own pushes.
@@ -175,12 +167,6 @@ class ShardClient:
 
     def _change_rows(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
         """Send each shard its rows, one message at a time; unless the caller gave a timeout, each has it anew."""
-        try:
-            return self._change_each(method, rows, reply_type, timeout_s)
-        finally:
-            self._forget_rows()
-
-    def _change_each(self, method: str, rows: TableRows, reply_type: type[M], timeout_s: float | None) -> list[M]:
         deadline = self._deadline(timeout_s)
         self._session.wait_accepted(deadline)
         limit = MAX_PART_BYTES if rows.rows.size else _ERASE_BYTES
@@ -210,10 +196,6 @@ class ShardClient:
         routed = [route(one, cluster_map) for one in rows]
         shares = [[share[shard] for share in routed] for shard in range(cluster_map.n_shards)]
         return [chain.from_iterable(pieces(one, limit_bytes) for one in share if len(one.ids)) for share in shares]
-
-    def _forget_rows(self) -> None:
-        if self.row_cache is not None:
-            self.row_cache.invalidate()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.of_caller(self.timeout_s if timeout_s is None else timeout_s)

@@ -19,7 +19,6 @@ from kvemb.cluster.several_tables import prepare_all_prefetched, prepare_pulls, 
 from kvemb.cluster.trainer_metrics import TrainerMetrics
 from kvemb.config import Config
 from kvemb.connection.access import Access
-from kvemb.datapath.row_cache import RowCacheStats
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.fork_lock import ForkLock
 from kvemb.init import Initializer
@@ -114,11 +113,6 @@ class Cluster:
     def all_stored(self) -> bool:
         """Whether storage has everything that was released to this connection; pulls wait for that, unless told not to."""
         return self._access.changes.all_stored()
-
-    @property
-    def row_cache(self) -> RowCacheStats | None:
-        """How many ids of pulls were looked up in the row cache, and how many were found; None without `max_staleness`."""
-        return None if self._access.row_cache is None else self._access.row_cache.stats
 
     def create_table(
         self,

@@ -16,7 +16,6 @@ from kvemb.config import load
 from kvemb.connection.access import Access
 from kvemb.connection.moved_nodes import NodesInFile
 from kvemb.connection.plaintext import require_encrypted
-from kvemb.datapath.row_cache import RowCache, check_options
 from kvemb.errors import ConfigError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
@@ -31,8 +30,6 @@ def connect(
     read_only: bool = False,
     trainer: str | None = None,
     timeout_s: float | None = None,
-    max_staleness: int = 0,
-    row_cache_mb: int | None = None,
     metrics_port: int | None = None,
 ) -> Cluster:
     """Open a cluster.
@@ -45,10 +42,6 @@ def connect(
             from host, process and chance unless given. In a sync job give it, so that a restarted trainer takes its place again.
         timeout_s: of connecting; storage.timeout_s unless given. A shard that says it is starting is waited for as long as one may be away
             (`parameter_servers.away_timeout_s`).
-        max_staleness: 0: every pull reads storage. Above 0, acks of pushes bring the updated rows back, and pulls may take them from
-            this process's memory. They do so while at most that many batches of the shard are known to have changed rows for others
-            since; `kvemb.datapath.row_cache` has the exact terms.
-        row_cache_mb: memory for those rows, 64 unless given; rows not used lately make room.
         metrics_port: serve this process's figures to Prometheus there, until the cluster is closed. A program with a registry of its own
             registers `Cluster.metrics_collector` instead. Each process of a machine needs another port.
 
@@ -62,9 +55,6 @@ def connect(
     config = load(source, os.environ)
     if trainer is not None and (read_only or not trainer or len(trainer) > 255):
         raise InvalidInputError(f"trainer is {trainer!r}: give a name of 1 to 255 characters, and none with read_only=True")
-    cache_bytes = check_options(max_staleness, row_cache_mb)
-    if cache_bytes and read_only:
-        raise InvalidInputError("max_staleness has no effect with read_only=True: what is kept are the rows of own pushes")
     require_encrypted(config)
     deadline = Deadline.of_caller(config.storage.timeout_s if timeout_s is None else timeout_s)
     store = open_store(config.storage, role="trainer")
@@ -77,11 +67,9 @@ def connect(
             return _served(Cluster(config, access, partial(connect, source, read_only=True)), metrics_port)
         from kvemb.client.opening import open_shards  # imports gRPC, which a read-only process does not need
 
-        row_cache = RowCache(cache_bytes, max_staleness) if cache_bytes else None
-        shards = open_shards(config, trainer, store, deadline, row_cache)
-        again = partial(connect, source, max_staleness=max_staleness, row_cache_mb=row_cache_mb)
+        shards = open_shards(config, trainer, store, deadline)
         access = Access(store, shards, config.storage.timeout_s, config.cluster)
-        return _served(Cluster(config, access, again), metrics_port)
+        return _served(Cluster(config, access, partial(connect, source)), metrics_port)
     except BaseException:
         store.close()
         raise

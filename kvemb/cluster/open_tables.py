@@ -76,14 +76,10 @@ class OpenTables:
         known = self._tables.get(definition.name)
         if known is not None and known.definition.key != definition.key:  # somebody has dropped that
             self._forget(definition.name)
-        if self._access.row_cache is not None:
-            self._access.row_cache.add_table(definition)
         with self._lock:
             return self._tables.setdefault(definition.name, Table(definition, self._access, self._cluster))
 
     def _forget(self, name: str) -> None:
-        if self._access.row_cache is not None:
-            self._access.row_cache.forget_table(name)
         with self._lock:
             self._tables.pop(name, None)
 

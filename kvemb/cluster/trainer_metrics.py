@@ -34,10 +34,4 @@ class TrainerMetrics:
         families.histogram("kvemb_pull_seconds", "Time of a pull that the table had a part in.", times)
         if shards is not None:
             families.gauge("kvemb_trainer_undelivered_pushes", "Pushes that not every shard has accepted.", shards.n_undelivered)
-        cache = self.access.row_cache
-        if cache is not None:
-            stats = cache.stats
-            families.counter("kvemb_trainer_row_cache_lookups_total", "Ids that pulls looked up in the row cache.", stats.n_lookups)
-            families.counter("kvemb_trainer_row_cache_hits_total", "Ids that were found there.", stats.n_hits)
-            families.gauge("kvemb_trainer_row_cache_bytes", "Memory that the row cache uses.", stats.used_bytes)
         return families

@@ -11,7 +11,6 @@ from kvemb.connection.write_counter import WriteCounter
 from kvemb.datapath.multi_table_read import Missing
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.datapath.pull import Pulled, PullRequest, pull
-from kvemb.datapath.row_cache import RowCache
 from kvemb.errors import ClosedError, ReadOnlyError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import TableRows
@@ -67,11 +66,6 @@ class Access:
         self.changes.pushed(ack)
         return ack
 
-    @property
-    def row_cache(self) -> RowCache | None:
-        """The rows that came back with acks, where this connection keeps them."""
-        return None if self.shards is None else self.shards.row_cache
-
     def pull_deadline(self, timeout_s: float | None) -> Deadline:
         """The deadline of a pull."""
         return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
@@ -98,7 +92,7 @@ class Access:
             return pull(self.store, requests, deadline, versions=versions, renewed=renewed)
         self.shards.missing.tell()
         missing: Missing = []
-        pulled = pull(self.store, requests, deadline, versions=versions, cache=self.row_cache, renewed=renewed, missing=missing)
+        pulled = pull(self.store, requests, deadline, versions=versions, renewed=renewed, missing=missing)
         if missing:
             self.shards.missing.note(missing)
         return pulled

@@ -2,14 +2,13 @@
 
 ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much (kvemb.datapath.piecewise_read) ->
 weights, rows that do not exist computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes
-nothing. What must not live here: connections and markers (kvemb.stores), the parameter servers, which rows a trainer may keep
-(kvemb.datapath.row_cache). Kept rows are filled in first; storage is asked for the others.
+nothing. What must not live here: connections and markers (kvemb.stores), the parameter servers.
 
 Records are read into memory that each thread keeps for its next pull (kvemb.datapath.thread_arena). Thread- and fork-safe.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +17,6 @@ from kvemb.arrays.ids import normalize
 from kvemb.arrays.unique import Unique, unique
 from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, items
 from kvemb.datapath.piecewise_read import ReadTimeout, read_piecewise
-from kvemb.datapath.row_cache import CacheHits, RowCache
 from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.errors import InvalidInputError
 from kvemb.net.deadline import Deadline
@@ -51,25 +49,6 @@ class Pulled:
     versions: NDArray[np.uint64]
 
 
-@dataclass(frozen=True, eq=False)
-class _CacheLookup:
-    """A request, and what the trainer's cache had of it.
-
-    Args:
-        request: as asked.
-        ids: uint64 [k]: to be read from storage.
-        kept: what was in the cache; None for nothing.
-        rows: float32 [n, dim] of the unique ids, with that filled in.
-        at: intp [k]: where `ids` stand among the unique ids.
-    """
-
-    request: PullRequest
-    ids: NDArray[np.uint64]
-    kept: CacheHits | None = None
-    rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    at: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-
-
 def prepare_pull(definition: TableDef, ids: ArrayLike, out: NDArray[np.float32] | None = None, *, minus_one: bool = False) -> PullRequest:
     """Check the arguments of a pull; no I/O.
 
@@ -94,18 +73,16 @@ def pull(
     deadline: Deadline,
     *,
     versions: bool = False,
-    cache: RowCache | None = None,
     renewed: bool = False,
     missing: Missing | None = None,
 ) -> list[Pulled]:
-    """Read several tables in one round trip per node, or one per piece where that is too much; none where the cache has every row.
+    """Read several tables in one round trip per node, or one per piece where that is too much; none where no id is asked for.
 
     Args:
         store: open.
         requests: one per table.
         deadline: of all of it.
         versions: whether the rows' versions are wanted, too.
-        cache: of this trainer, if it has one.
         renewed: whether the deadline is that of each piece, instead of all.
         missing: takes the ids of rows that storage does not have, by table, where there are any.
 
@@ -113,54 +90,18 @@ def pull(
         StorageError: see `kvemb.errors`; every `out` is untouched then.
     """
     _memory.reset(sum(len(request.wanted.ids) * 2 * request.definition.record.prefix_bytes for request in requests))
-    lookups = [_look_up(request, cache) for request in requests]
-    wanted = [WantedRows(lookup.request.definition, lookup.ids) for lookup in lookups if len(lookup.ids)]
+    wanted = [WantedRows(request.definition, request.wanted.ids) for request in requests if len(request.wanted.ids)]
     timeout = ReadTimeout(deadline, renewed)
     shares = iter(read_piecewise(store, wanted, timeout, _memory, versions=versions, missing=missing) if wanted else [])
-    return [_gather(lookup, next(shares) if len(lookup.ids) else None, versions) for lookup in lookups]
+    return [_gather(request, next(shares) if len(request.wanted.ids) else None, versions) for request in requests]
 
 
-def _look_up(request: PullRequest, cache: RowCache | None) -> _CacheLookup:
-    """Take what the cache has, into the array that will be returned where that is possible; never into the caller's own."""
-    ids, dim = request.wanted.ids, request.definition.dim
-    if cache is None or not len(ids):
-        return _CacheLookup(request, ids)
-    rows = np.empty((len(ids), dim), np.float32) if _is_ours(request) else _memory.take(len(ids), 4 * dim).view(np.float32)
-    kept = cache.fill(request.definition, ids, rows)
-    if kept is None:
-        return _CacheLookup(request, ids)
-    at = np.flatnonzero(~kept.rows)
-    return _CacheLookup(request, ids.take(at), kept, rows, at)
-
-
-def _gather(lookup: _CacheLookup, share: TableShare | None, with_versions: bool) -> Pulled:
-    if lookup.kept is not None:
-        return _merge(lookup, lookup.kept, share, with_versions)
-    request = lookup.request
+def _gather(request: PullRequest, share: TableShare | None, with_versions: bool) -> Pulled:
     if share is None:
         empty = np.empty((*request.shape, request.definition.dim), np.float32) if request.out is None else request.out
         return Pulled(empty, np.zeros(request.shape if with_versions else 0, np.uint64))
     versions = share.versions(request.wanted.inverse).reshape(request.shape) if with_versions else np.zeros(0, np.uint64)
     return Pulled(_deliver(request, share), versions)
-
-
-def _merge(lookup: _CacheLookup, kept: CacheHits, share: TableShare | None, with_versions: bool) -> Pulled:
-    """The same where the cache had rows: put what was read between them."""
-    request, rows, versions = lookup.request, lookup.rows, kept.versions
-    if share is not None:
-        items(rows)[lookup.at] = share.rows(None)
-        if with_versions:
-            versions[lookup.at] = share.versions(None)
-    every = TableShare(items(rows), versions, None)
-    found = versions[:0]
-    if with_versions:
-        found = every.versions(request.wanted.inverse).reshape(request.shape)
-    return Pulled(rows.reshape(*request.shape, rows.shape[1]) if _is_ours(request) else _deliver(request, every), found)
-
-
-def _is_ours(request: PullRequest) -> bool:
-    """Whether rows of the unique ids, in their order, in an array of ours are what the pull returns."""
-    return request.wanted.inverse is None and request.out is None
 
 
 def _deliver(request: PullRequest, share: TableShare) -> NDArray[np.float32]:

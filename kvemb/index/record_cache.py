@@ -1,8 +1,7 @@
 """A cache of records: rows of fixed size in one array per table, within a budget of bytes for all of them. Pure, NumPy only.
 
 The parameter servers keep what they wrote: whole records, with memcached's tokens. A shard is the only writer of its rows, so what it wrote
-is what storage holds, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched. Trainers
-keep what came back with their acks (`kvemb.datapath.row_cache`).
+is what storage holds, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched.
 
 When the budget is used up, a table takes the room of rows of its own that were not used lately. (CLOCK: a hand goes round, passes over rows
 that were used since its last visit, and takes the others.) Pinned rows stay until they are unpinned or forgotten: of those there may be no

@@ -61,7 +61,6 @@ class PushPart(Message):
         more: further parts of the same push follow to this shard (a large push is split); applied when the last is in.
         tables: rows of each table (a table without rows here still counts as a step of its optimizer).
         digest: xxh3-64 over the arrays of tables and prefetched; tells other data under a used sequence.
-        return_rows: whether the reply is to carry the updated rows.
         prefetched: sync mode only: ids of rows that the trainer has pulled for later steps (dim 0), with their versions. The reply says
             which of them changed with this step.
         map_serial: with which the shards' half of the cluster map came into force by which all of it was routed; a shard takes parts of the
@@ -75,7 +74,6 @@ class PushPart(Message):
     more: bool
     tables: list[TableRows]
     digest: int
-    return_rows: bool = False
     prefetched: list[TableRows] = field(default_factory=list)
     map_serial: int = 1
 
@@ -85,7 +83,7 @@ class PushReply(Message):
     """State of one part: "accepted", then "applied"; or "failed" with an error.
 
     A part with prefetched rows may hear "released" between these: its batch is computed and in the journal, and not in storage yet.
-    What the outcome says of it is said then, but for `others` and `rows`; the outcome has no changed rows any more.
+    What the outcome says of it is said then; the outcome has no changed rows any more.
 
     Args:
         k: the shard's batch that applied it (states "released" and "applied").
@@ -94,9 +92,6 @@ class PushReply(Message):
             none of them changed.
         error: {} or {"type", "message"} (`kvemb.errors.to_wire`).
         epoch: of the shard's versions: the part's rows have the version (epoch, k) now (state "applied").
-        others: how many of the shard's batches up to k in this epoch changed rows for anybody but this trainer.
-        rows: for each table of the part the updated weights of its ids, in their order and in the table's storage dtype. [] when they were
-            not asked for or are not at hand. At most twice as large as the gradients, so a reply is never split.
         changed_rows: for each table of the part's prefetched rows those that changed; [] when it has none, and when it is not known. Then
             the part was answered before (perhaps by a process that was killed since), or storage did not give the rows. Pull them then.
     """
@@ -108,8 +103,6 @@ class PushReply(Message):
     elapsed: int = 0
     error: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
-    others: int = 0
-    rows: list[bytes] = field(default_factory=list)
     changed_rows: list[ChangedRowsBlock] = field(default_factory=list)
 
 

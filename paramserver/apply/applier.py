@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvemb.errors import StorageError
 from kvemb.protocol.message_format import ChangedRowsBlock
@@ -22,7 +21,6 @@ from .apply_figures import ApplyFigures
 from .background import BackgroundWork
 from .changed_rows import ChangedRowsFinder
 from .committer import Committed, Handover
-from .returned_rows import OthersCount, returned_rows, weights_at_hand
 from .staleness import part_staleness
 
 log = logging.getLogger("paramserver")
@@ -58,7 +56,6 @@ class Applier:
     ) -> None:
         self._ingest, self._engine, self._tables, self._handover = ingest, engine, tables, handover
         self._finder, self._background, self._failed = finder, background, failed
-        self._others = OthersCount()
         self.thread = OwnedThread(self._run, name="kvemb-apply", wakes=(ingest.state.stop, handover.close))
         self.applied = applied
         self.figures = ApplyFigures()
@@ -102,7 +99,6 @@ class Applier:
         work = batch.work
         if isinstance(work, RowsWork):
             work.finish(self._engine.run(batch.batch, batch.version, self.pause, between=self._between).n_existed)
-            self._others.add([])
             return {}
         pushes = work.pushes if isinstance(work, RefusedStep) else work
         parts = [(push, part) for push in pushes for part in push.parts]
@@ -118,17 +114,12 @@ class Applier:
 
         computed, between = release if asked else None, self._between
         applied = self._engine.run(batch.batch, batch.version, self.pause, computed=computed, between=between)
-        self._others.add(pushes)
         if isinstance(work, RefusedStep):
             return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
-        wanted = any(part.ticket.return_rows for _, part in parts)
-        weights = weights_at_hand(batch.batch, applied.written) if wanted else {}
         replies = {}
-        for (push, part), of in zip(parts, stale, strict=True):
-            rows = returned_rows(part, batch.batch, weights) if part.ticket.return_rows else []
+        for (_, part), of in zip(parts, stale, strict=True):
             changed_rows = [] if part.ticket.released else self._changed_rows(part, applied.written)
-            reply = _reply(part, "applied", of, k_and_epoch, changed_rows)
-            replies[id(part.ticket)] = replace(reply, others=self._others.of(push), rows=rows)
+            replies[id(part.ticket)] = _reply(part, "applied", of, k_and_epoch, changed_rows)
         return replies
 
     def _changed_rows(self, part: ReceivedPart, batch: Sequence[PreparedRows]) -> list[ChangedRowsBlock]:

@@ -89,7 +89,7 @@ class Ingest:
             if ticket is not None:
                 ticket.answer(sink)
                 return
-            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size, return_rows=part.return_rows), prefetched)
+            new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
             self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])

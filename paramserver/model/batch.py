@@ -53,7 +53,6 @@ class PartTicket:
         final: its outcome, once it has one.
         accepted: whether its push is in the journal.
         sinks: who waits for the outcome.
-        return_rows: whether the trainer wants the updated rows with the outcome.
         released: whether its trainer may go on, because it was told what it needs of a batch that is computed and not stored yet.
     """
 
@@ -63,7 +62,6 @@ class PartTicket:
     final: PushReply | None = None
     accepted: bool = False
     sinks: list[Sink] = field(default_factory=list)
-    return_rows: bool = False
     released: bool = False
 
     def answer(self, sink: Sink) -> None:
@@ -89,7 +87,7 @@ class PartTicket:
 
     def finish(self, reply: PushReply) -> None:
         """Record the outcome and tell everybody who asked."""
-        self.final = replace(reply, rows=[], changed_rows=[]) if reply.rows or reply.changed_rows else reply  # who asks again does without
+        self.final = replace(reply, changed_rows=[]) if reply.changed_rows else reply  # who asks again does without
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
             sink(reply)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.schema.record import HEADER_SIZE
 from kvemb.stores.row_io import WritePart
 
 from .batch import CheckedRows
@@ -24,11 +23,6 @@ class PreparedRows:
     rows: CheckedRows
     part: WritePart
     at: NDArray[np.int64]
-
-    @property
-    def weights(self) -> NDArray[np.uint8]:
-        """The new weights as they are stored, without the state: a copy, uint8 [n, row bytes]."""
-        return self.part.records[:, HEADER_SIZE : self.rows.definition.record.prefix_bytes].copy()
 
     def take(self, which: NDArray[np.bool_]) -> "PreparedRows":
         """Return the rows where `which` (bool [n]) selects; copies."""

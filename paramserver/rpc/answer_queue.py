@@ -10,7 +10,7 @@ from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
 from kvemb.protocol.messages import PushReply
 
 _MAX_UNSENT = 1024
-# Of updated rows in replies that the trainer does not take; further replies leave them out. One reply with as many is still a message.
+# Of changed rows in replies that the trainer does not take; further replies leave them out. One reply with as many is still a message.
 _MAX_ROW_BYTES = MAX_MESSAGE_BYTES - (4 << 20)
 _LONGEST_IDLE_S = 60.0  # then a stream is ended: it holds two threads
 _FINAL = ("applied", "failed")
@@ -40,7 +40,7 @@ class AnswerQueue:
             self._n_open -= reply.state in _FINAL
             self._quiet_since_s = time.monotonic()
             if self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
-                reply = replace(reply, rows=[], changed_rows=[])
+                reply = replace(reply, changed_rows=[])
             self._row_bytes += _row_bytes(reply)
             self._replies.append(reply)
             self._changed.notify_all()
@@ -103,4 +103,4 @@ class AnswerQueue:
 
 
 def _row_bytes(reply: PushReply) -> int:
-    return sum(map(len, reply.rows)) + sum(rows.size_bytes for rows in reply.changed_rows)
+    return sum(rows.size_bytes for rows in reply.changed_rows)

@@ -156,21 +156,6 @@ def test_a_load_over_nodes_that_lost_rows_and_keys_of_another_type_ends_at_the_c
     assert np.unique(table.pull(np.arange(N), timeout_s=PATIENCE_S)).tolist() == [2]
 
 
-def test_a_trainer_that_keeps_rows_sees_the_load_of_another_client(local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path) -> None:
-    with kvemb.connect(local.url, timeout_s=PATIENCE_S, max_staleness=1000) as keeper:
-        job = Job(keeper)
-        job.push(OLD)
-        saved = job.save(tmp_path / "old")
-        job.push(OLD)
-        keeper.table("t").pull(OLD, timeout_s=PATIENCE_S)
-        stats = keeper.row_cache
-        assert stats is not None
-        assert stats.n_hits > 0  # it does keep rows
-        cluster.load(str(tmp_path / "old"))
-        job.expected = saved
-        job.check()
-
-
 def test_a_shard_that_wakes_up_after_a_load_by_its_successor_changes_nothing_of_it(
     local: FaultyCluster, cluster: kvemb.Cluster, tmp_path: Path
 ) -> None:

@@ -141,10 +141,7 @@ class _Calls:
             for sequence in range(1, self._chance.choice((2, 4))):
                 rows = [self._rows(self._chance.choice(about.tables)) for _ in range(self._chance.randrange(3))] if about.tables else []
                 more, steps = self._chance.random() < 0.2, self._chance.choice((sequence, sequence, 0, 2**62))
-                back = self._chance.random() < 0.5
-                yield PushPart(
-                    self._trainer, hello.incarnation, sequence, steps, more, rows, digest_tables(rows), return_rows=back
-                ).encode()
+                yield PushPart(self._trainer, hello.incarnation, sequence, steps, more, rows, digest_tables(rows)).encode()
             yield data
 
         list(self._channel.stream_stream(f"/{SERVICE}/Push")(parts(), timeout=_TIMEOUT_S))

@@ -240,15 +240,6 @@ def test_modes_that_cannot_be_kept_are_refused(mode: str, options: dict[str, Any
         prepare(model, [], **options)
 
 
-def test_exact_and_bounded_are_refused_on_a_connection_that_keeps_rows() -> None:
-    cluster: Any = MemoryCluster("sync")
-    cluster.row_cache = object()
-    model = Embedding(cluster.table("one", 2))
-    for options in ({"consistency": "exact"}, {"consistency": "bounded", "k": 2}):
-        with pytest.raises(InvalidInputError, match="max_staleness"):
-            prepare(model, [], **options)  # type: ignore[arg-type]
-
-
 class Product(nn.Module):
     """Two tables whose rows meet: what one of them lacks shows in the other's gradients."""
 

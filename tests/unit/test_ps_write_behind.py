@@ -9,7 +9,6 @@ from kvemb.index import record_cache
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version
 from kvemb.stores.row_io import WritePart, WriteResult
-from paramserver.apply.returned_rows import weights_at_hand
 from paramserver.engine.write_behind import Bound
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
 from tests.unit.mortal_shard import (
@@ -104,13 +103,6 @@ def test_a_step_without_rows_leaves_dirty_rows_alone(shard: Shard) -> None:
     shard.engine.run(Batch(ERASE, ()), make_version(1, 3), never)
     shard.run([])
     assert (shard.engine.k, shard.behind.n_rows, shard.k_of([0])) == (4, 1, [1])
-
-
-def test_updated_rows_come_back_whether_they_are_written_or_not(shard: Shard) -> None:
-    ids = [0, 2, 3, 7, 8]
-    rows = weights_at_hand(batch(APPLY, ids), shard.run(ids).written)["adam"]
-    np.testing.assert_array_equal(rows.view(np.float32), ADAM.record.weights(shard.records(ids)))
-    assert shard.behind.n_rows == 3
 
 
 def test_replay_writes_every_row_at_once() -> None:

@@ -67,7 +67,6 @@ class OneShard:
     """A shard that takes what it is sent, and notes until when its answer is awaited."""
 
     def __init__(self) -> None:
-        self.row_cache = None
         self.sent: list[tuple[int, float]] = []
 
     cluster_map = ClusterMap.first(0, 1)

@@ -206,7 +206,7 @@ def check_consistency(consistency: object, k: object, cluster: Any) -> None:
     Args:
         consistency: one of `MODES`.
         k: batches, with "bounded" only.
-        cluster: with its mode ("sync" or "async"), and a row_cache or None.
+        cluster: with its mode ("sync" or "async").
 
     Raises:
         InvalidInputError: saying why.
@@ -221,9 +221,4 @@ def check_consistency(consistency: object, k: object, cluster: Any) -> None:
         raise InvalidInputError(
             f"consistency='exact' needs a cluster in sync mode, this one is {cluster.mode}: its rows change at any time. Use 'bounded' "
             "or 'stale', or set parameter_servers.mode to sync."
-        )
-    if consistency != "stale" and getattr(cluster, "row_cache", None) is not None:
-        raise InvalidInputError(
-            f"consistency={consistency!r}: this connection takes rows from its own memory (max_staleness), which may be older. Connect "
-            "without max_staleness, or use 'stale'."
         )
