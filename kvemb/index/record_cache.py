@@ -8,6 +8,7 @@ that were used since its last visit, and takes the others.) Pinned rows stay unt
 other copy (`paramserver.engine.write_behind`). Memory is claimed from the system as rows come, not before. Not thread-safe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,6 @@ class RecordCache:
         self.n_pinned = 0
         self._places = RowIndex(_INDEX_GROWTH)  # id -> place + 1
         self._kept: IndexLookup | None = None  # of the last `find`
-        self._second_tokens: Ids | None = None  # 8 bytes a row beyond the budget, while slots move
         self._n_taken = 0
         self._hand = 0
 
@@ -84,7 +84,6 @@ class RecordCache:
         records: NDArray[np.uint8],
         tokens: Ids | None,
         at: NDArray[np.int64] | None = None,
-        second_tokens: Ids | None = None,
     ) -> None:
         """Keep n unique rows.
 
@@ -93,7 +92,6 @@ class RecordCache:
             records: uint8 [n, record bytes]; copied.
             tokens: uint64 [n] kept beside them, or None.
             at: what `find` said of these ids, if nothing was put or forgotten since; saves looking them up again.
-            second_tokens: uint64 [n], see there; None for none.
         """
         found, self._kept = self._kept, None
         if not len(self.records):
@@ -103,13 +101,13 @@ class RecordCache:
             at = self._at(found)
         new = np.flatnonzero(at < 0)
         if not len(new):
-            self._set(at, records, tokens, second_tokens)
+            self._set(at, records, tokens)
             self._used[at] = True
             return
         if len(new) < len(ids):
             # Rows that are kept already come first: making room for the others may well take their places, which is fine then.
             kept = np.flatnonzero(at >= 0)
-            self._set(at[kept], records, tokens, second_tokens, kept)
+            self._set(at[kept], records, tokens, kept)
             self._used[at[kept]] = True
         places = self._make_room(len(new))
         new = new[: len(places)]  # more rows than there is room for: the rest is not kept
@@ -118,7 +116,7 @@ class RecordCache:
         if found is None or found.ids is not ids:
             found = self._places.find(ids)
         self._places.put_at(found.take(new), (places + 1).view(np.uint64))
-        self._set(places, records, tokens, second_tokens, new)
+        self._set(places, records, tokens, new)
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 
     def forget(self, ids: Ids, *, pinned: bool = True) -> None:
@@ -153,30 +151,10 @@ class RecordCache:
         pinned: NDArray[np.bool_] = (at >= 0) & self._pinned[at]
         return pinned
 
-    def second_tokens(self, at: NDArray[np.int64]) -> Ids:
-        """Return the tokens that rows at these places have at their other node (`paramserver.model.second_tokens`), 0 for those of which
-        none is known, and for places of -1: uint64 [n]."""
-        known = at >= 0
-        if self._second_tokens is None or not known.any():
-            return np.zeros(len(at), np.uint64)
-        return np.where(known, self._second_tokens[at], np.uint64(0))
-
-    def keep_second_tokens(self, at: NDArray[np.int64], tokens: Ids) -> None:
-        """Know these tokens of rows, places of -1 left out."""
-        if self._second_tokens is None:
-            self._second_tokens = np.zeros(len(self.records), np.uint64)
-        known = at >= 0
-        self._second_tokens[at[known]] = tokens[known]
-
-    def swap_tokens(self) -> None:
-        """The other node of every row is the first one now, and the first one the other."""
-        if self._second_tokens is not None:
-            at = np.flatnonzero(self._second_tokens)
-            self.tokens[at], self._second_tokens[at] = self._second_tokens[at], self.tokens[at]
-
-    def forget_second_tokens(self) -> None:
-        """Rows have no other node any more, or nothing is known of it."""
-        self._second_tokens = None
+    def forget_tokens(self, of: Callable[[Ids], NDArray[np.bool_]]) -> None:
+        """Know no token of the rows that `of` names: given uint64 [n] ids, it returns bool [n]."""
+        n = self._n_taken
+        self.tokens[:n][of(self._ids[:n])] = 0
 
     def peek(self, ids: Ids) -> NDArray[np.int64]:
         """Return places as `find` does, -1 for none; it does not count as use."""
@@ -231,7 +209,6 @@ class RecordCache:
         places: NDArray[np.int64],
         records: NDArray[np.uint8],
         tokens: Ids | None,
-        second_tokens: Ids | None,
         which: NDArray[np.intp] | None = None,
     ) -> None:
         """Copy records and tokens, or those of them that `which` numbers in ascending order, to their places."""
@@ -245,10 +222,6 @@ class RecordCache:
         self.records.view(whole)[to, 0] = np.ascontiguousarray(records).view(whole)[at, 0]
         if tokens is not None:
             self.tokens[to] = tokens[at]
-            if second_tokens is not None:
-                self.keep_second_tokens(places, second_tokens[at])
-            elif self._second_tokens is not None:
-                self._second_tokens[to] = 0
 
     def _release(self, places: NDArray[np.int64]) -> None:
         self._places.erase(self._ids[places])

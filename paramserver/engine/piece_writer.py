@@ -20,7 +20,6 @@ from kvemb.stores.store import Store
 
 from ..model.batch import APPLY, ERASE, CheckedRows
 from ..model.prepared_rows import PreparedRows
-from ..model.second_tokens import SecondTokens
 from ..model.tables import Tables
 from ..model.timeline import Timeline
 from ..model.transition import Replay, new_records, records_to_write, rows_to_erase
@@ -119,17 +118,15 @@ class PieceWriter:
     def _round(self, change: Change, todo: Sequence[CheckedRows], behind: WriteBehind | None) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
         self.prepared = []
-        cluster_map = self._store.cluster_map
-        self._tables.follow(cluster_map)
+        self._tables.follow(self._store.cluster_map)
         fetched = self._fetch(todo)
         prepared = [self._prepare(change, rows, got) for rows, got in zip(todo, fetched, strict=True)]
         computed, self._computed = self._computed, None  # only the first round begins with all rows
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
             computed(prepared)
         now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
-        known = [self._tables.second_tokens(cluster_map, one.rows.definition, one.at) for one in now]
-        written = self._access.write([one.part for one in now], known)
-        conflicts = [self._settle(one, result, there) for one, result, there in zip(now, written, known, strict=True)]
+        written = self._access.write([one.part for one in now])
+        conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
         if change.newest != change.version:
             self._keep_done(todo, fetched, change.version)
         self.prepared = prepared
@@ -144,18 +141,17 @@ class PieceWriter:
         read = iter(self._access.read([(rows.definition, rows.ids) for rows in missing]))
         return [Fetched(cache, at, next(read) if none.any() else None) for cache, at, none in zip(caches, places, lacking, strict=True)]
 
-    def _settle(self, prepared: PreparedRows, result: WriteResult, known: SecondTokens | None) -> CheckedRows:
+    def _settle(self, prepared: PreparedRows, result: WriteResult) -> CheckedRows:
         """Keep what was stored; return the rows that met a conflict."""
-        rows, part, there = prepared.rows, prepared.part, None if known is None else known.tokens
+        rows, part = prepared.rows, prepared.part
         cache = self._tables.state(rows.definition).cache
         if result.stored.all():
-            cache.put(rows.ids, part.records, result.tokens, prepared.at, there)
+            cache.put(rows.ids, part.records, result.tokens, prepared.at)
             return rows.take(slice(0, 0))
         conflict = rows.take(~result.stored)
         cache.forget(conflict.ids)
         tokens = None if result.tokens is None else result.tokens[result.stored]
-        there = None if there is None else there[result.stored]
-        cache.put(rows.ids[result.stored], part.records[result.stored], tokens, second_tokens=there)
+        cache.put(rows.ids[result.stored], part.records[result.stored], tokens)
         return conflict
 
     def _keep_done(self, todo: Sequence[CheckedRows], fetched: Sequence[Fetched], version: int) -> None:

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
-from kvemb.schema.record import HEADER_SIZE
+from kvemb.schema.record import HEADER_SIZE, stored_versions
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import OtherNodes, Store
 
-from ..model.second_tokens import SecondTokens
 from .batch_pieces import Pace
 from .fetched_rows import FetchedRecords
-from .second_write import SecondWrite, taken
 from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS
 
 Ids = NDArray[np.uint64]
@@ -128,20 +126,16 @@ class RowAccess:
             found.append(FetchedRecords(got.records, got.found, got.tokens))
         return found
 
-    def write(self, parts: Sequence[WritePart], known: Sequence[SecondTokens | None] = ()) -> list[WriteResult]:
+    def write(self, parts: Sequence[WritePart]) -> list[WriteResult]:
         """Write records under the tokens that they carry; conflicts are in the results.
 
         Rows whose slots move between nodes are written to their other node first. So a row that is found written needs nothing more.
-
-        Args:
-            parts: of the batch.
-            known: of each part what is known of its rows at their other node, and is known then; without it they are looked at first.
         """
         if not parts:
             return []
         if (second := self._second) is not None:
-            for part, tokens in zip(parts, known or [None] * len(parts), strict=True):
-                self._write_second(second, part, tokens)
+            for part in parts:
+                self._write_second(second, part)
         results = self._calls.write(parts, self.deadline())
         if (now := self._second) is not None and now is not second:
             # Another thread follows the map. Where slots flipped between the two writes, both went to one node; no plan goes on from there
@@ -178,13 +172,32 @@ class RowAccess:
             if moving:
                 other.erase(moving, self.deadline())
 
-    def _write_second(self, second: OtherNodes, part: WritePart, known: SecondTokens | None = None) -> None:
-        if known is not None and known.cluster_map is not self._store.cluster_map:
-            known.tokens[:] = 0  # of other nodes
-            known = None
-        left = SecondWrite(second, self.deadline, cas=self._store.capabilities.cas).run(part, known)
-        if left:
-            raise self._error(f"{left} rows {CHANGED_BY_ANOTHER_WRITER}")
+    def _write_second(self, second: OtherNodes, part: WritePart) -> None:
+        """Write those rows of a part that have another node there; with compare-and-swap after a look at them (docs/adr/0081)."""
+        moving = _moving(second, part)
+        if not self._store.capabilities.cas and len(moving.keys):
+            second.write([moving], self.deadline())
+            return
+        for _ in range(MAX_CONFLICT_ROUNDS):
+            if not len(moving.keys):
+                return
+            moving = self._write_older(second, moving)
+        if len(moving.keys):
+            raise self._error(f"{len(moving.keys)} rows {CHANGED_BY_ANOTHER_WRITER}")
+
+    def _write_older(self, second: OtherNodes, part: WritePart) -> WritePart:
+        """Look at rows there, and write those that are not newer; return those that changed in between.
+
+        One that is newer there is left alone: the write to its first node will tell who has written it.
+        """
+        read = ReadPart(part.keys, part.records.shape[1], HEADER_SIZE, tokens=True, foreign=True)
+        seen = second.read([read], self.deadline())[0].in_key_order()
+        assert seen.tokens is not None
+        assert seen.foreign is not None
+        tokens = np.where(seen.found | seen.foreign, seen.tokens, np.uint64(0))
+        older = ~seen.found | (stored_versions(seen.records) <= stored_versions(part.records))
+        part = taken(WritePart(part.keys, part.records, tokens), older)
+        return taken(part, ~second.write([part], self.deadline())[0].stored) if len(part.keys) else part
 
     def look(self, definition: TableDef, ids: Ids, *, tokens: bool = True, deadline: Deadline | None = None) -> SeenRows:
         """Look at what stands under the keys of n rows."""
@@ -280,6 +293,14 @@ def _moving(second: OtherNodes, part: WritePart) -> WritePart:
     """Return the rows of a part that have another node, without tokens: those are good for one node."""
     some = taken(part, second.has(part.keys))
     return WritePart(some.keys.of_any_rows(), some.records)
+
+
+def taken(part: WritePart, rows: Mask) -> WritePart:
+    """Return the rows of a part that `rows` (bool [n]) selects."""
+    if rows.all():
+        return part
+    records = part.records[rows] if len(part.records) == len(part.keys) else part.records
+    return WritePart(part.keys.take(np.flatnonzero(rows)), records, None if part.tokens is None else part.tokens[rows])
 
 
 def until_none_is_left(left: T, one_round: Callable[[T], T], error: Callable[[T], StorageError]) -> None:

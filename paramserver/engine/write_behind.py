@@ -203,15 +203,10 @@ class WriteBehind:
     def _write_some(self) -> bool:
         """Write as many rows as one write takes; return whether some of them met a conflict."""
         self._arena.reset()
-        cluster_map = self._store.cluster_map
-        self._tables.follow(cluster_map)
+        self._tables.follow(self._store.cluster_map)
         dirty = self._some()
-        known = [self._tables.second_tokens(cluster_map, one.state.definition, one.at) for one in dirty]
         with self._access.pace.exchange(sum(one.part.records.nbytes for one in dirty)):
-            results = self._access.write([one.part for one in dirty], known)
-        for one, there in zip(dirty, known, strict=True):
-            if there is not None:
-                one.state.cache.keep_second_tokens(one.at, there.tokens)
+            results = self._access.write([one.part for one in dirty])
         return any([self._settle(one, result) for one, result in zip(dirty, results, strict=True)])
 
     def _some(self) -> list[_Dirty]:

@@ -8,6 +8,7 @@ one and the same array: those of a push that was not merged with others.
 """
 
 import threading
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,6 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.table_def import TableDef
 
 from ..optim import build_optimizer
-from . import second_tokens
-from .second_tokens import SecondTokens, write_both
 
 Ids = NDArray[np.uint64]
 
@@ -169,25 +168,24 @@ class Tables:
             self._states.pop(definition.key, None)
 
     def follow(self, cluster_map: ClusterMap) -> None:
-        """Have the tokens in the caches be those of the nodes that this map names, before any are taken out. Apply thread only."""
-        if cluster_map is not self._map:
-            second_tokens.follow(self._map, cluster_map, [state.cache for state in self.all()])
-            self._map = cluster_map
+        """Forget the tokens of rows whose slots have changed their node, where they mean nothing: before a batch takes any out of a cache.
 
-    def second_tokens(self, cluster_map: ClusterMap, definition: TableDef, at: NDArray[np.int64]) -> SecondTokens | None:
-        """Return what is known of rows at their other node by this map, which was followed; None where rows have none, or no cache.
-
-        Args:
-            cluster_map: in force.
-            definition: the table.
-            at: int64 [n], places in its cache, -1 for rows that are not there.
+        Apply thread only.
         """
-        cache = self.state(definition).cache
-        if not write_both(cluster_map) or not len(cache.records):
-            return None
-        return SecondTokens(cluster_map, cache.second_tokens(at))
+        before, self._map = self._map, cluster_map
+        if before is None or before.slot_nodes is cluster_map.slot_nodes:
+            return
+        moved = before.slot_nodes != cluster_map.slot_nodes
+        for state in self.all() if moved.any() else []:
+            state.cache.forget_tokens(partial(_have_moved, state.definition, moved))
 
     def all(self) -> list[TableState]:
         """Return every state, by name."""
         with self._lock:
             return [state for _, state in sorted(self._states.items())]
+
+
+def _have_moved(definition: TableDef, moved: NDArray[np.bool_], ids: Ids) -> NDArray[np.bool_]:
+    """Which rows lie in moved slots, where rows have keys of their own: on all storage with tokens."""
+    have_moved: NDArray[np.bool_] = moved[definition.keys(ids, pages=False).slots()]
+    return have_moved

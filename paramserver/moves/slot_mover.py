@@ -120,13 +120,12 @@ class SlotMover:
         begun_s = self._clock()
         try:
             self._engine.write_dirty(pause)
-            self._tables.follow(cluster_map)
             n_rows = next(self._slices, None)
         except LostRowError:
             raise
         except StorageError as error:
             self._failing_since_s, self._why = self._failing_since_s or self._clock(), f"{type(error).__name__}: {error}"
-            self._begin(cluster_map, again=True)  # from the first row: what is done is found done
+            self._begin(cluster_map)  # from the first row: what is done is found done
             self._not_before_s = self._clock() + _RETRY_S
             return False
         self._failing_since_s = 0.0
@@ -136,7 +135,7 @@ class SlotMover:
         self.progress = MoveProgress(now.version, n_rows is None, now.rows + (n_rows or 0), now.n_rows)
         return n_rows is not None and self._clock() >= self._not_before_s
 
-    def _begin(self, cluster_map: ClusterMap, *, again: bool = False) -> None:
+    def _begin(self, cluster_map: ClusterMap) -> None:
         self._map, plan = cluster_map, cluster_map.plan
         todo: list[tuple[TableState, Ids]] = []
         self._slices = iter(())
@@ -144,8 +143,7 @@ class SlotMover:
             other = self._store.other
             assert other is not None
             todo = [(state, self._ids_at(other, state)) for state in self._tables.all()]
-            first = self._store.capabilities.cas and not again
-            copies = self._copy(todo, other, plan.max_bytes_per_s, first=first)
+            copies = self._copy(todo, other, plan.max_bytes_per_s)
             self._slices = copies if plan.phase == MOVING else self._erase(todo, other)
         self.progress = MoveProgress(cluster_map.version, False, 0, sum(len(ids) for _, ids in todo))
 
@@ -153,37 +151,17 @@ class SlotMover:
         ids, _ = state.arrays()
         return ids[other.has(self._access.keys(state.definition, ids))]
 
-    def _copy(self, todo: list[tuple[TableState, Ids]], other: OtherNodes, max_bytes_per_s: int, *, first: bool) -> Iterator[int]:
+    def _copy(self, todo: list[tuple[TableState, Ids]], other: OtherNodes, max_bytes_per_s: int) -> Iterator[int]:
         there = self._access.by(other)
         for state, ids in todo:
             size = state.definition.record.size_bytes
             n_block = max(1, _SLICE_BYTES // size)
             for start in range(0, len(ids), n_block):
                 some = ids[start : start + n_block]
-                left = self._add_rows(state, some, there) if first else some
-                n_copied = len(some) - len(left) + self._copy_rows(state, left, there)
+                n_copied = self._copy_rows(state, some, there)
                 if max_bytes_per_s:
                     self._not_before_s = self._clock() + n_copied * size * len(self._store.cluster_map.shard_numbers) / max_bytes_per_s
                 yield len(some)
-
-    def _add_rows(self, state: TableState, ids: Ids, there: RowAccess) -> Ids:
-        """Copy those of these rows that the other node does not have at all, without a look at it; return the others.
-
-        The tokens of rows that the cache holds are kept: batches may well write them soon.
-        """
-        definition, wanted, cache = state.definition, state.versions(ids), state.cache
-        new = (wanted != 0) & (cache.second_tokens(cache.peek(ids)) == 0)
-        if not new.any():
-            return ids
-        records = self._records(state, ids[new], wanted[new])
-        keys = there.keys(definition, ids[new]).of_any_rows()
-        result = there.write([WritePart(keys, records, np.zeros(len(records), np.uint64))])[0]
-        assert result.tokens is not None
-        cache.keep_second_tokens(cache.peek(ids[new])[result.stored], result.tokens[result.stored])
-        self._count(state, int(np.count_nonzero(result.stored)))
-        left = np.ones(len(ids), bool)
-        left[new] = ~result.stored
-        return ids[left]
 
     def _copy_rows(self, state: TableState, ids: Ids, there: RowAccess) -> int:
         """Copy those of these rows that the other node does not have as they are; return how many."""

@@ -84,20 +84,10 @@ def test_no_budget_keeps_nothing_and_counts_no_hits() -> None:
     assert (budget.n_lookups, budget.n_hits) == (1, 0)
 
 
-def test_a_row_has_the_tokens_of_two_nodes_until_it_makes_room_for_another() -> None:
-    budget = CacheBudget(1)
-    cache, ids = RecordCache(4, budget), np.arange(1, MIN_ROWS + 1, dtype=np.uint64)
-    records = np.zeros((MIN_ROWS, 4), np.uint8)
-    assert not cache.second_tokens(cache.peek(ids)).any()
-    cache.put(ids, records, ids + np.uint64(1000), second_tokens=ids + np.uint64(5000))
-    np.testing.assert_array_equal(cache.second_tokens(cache.find(ids)), ids + np.uint64(5000))
-    cache.swap_tokens()
-    np.testing.assert_array_equal(cache.second_tokens(cache.find(ids)), ids + np.uint64(1000))
-    np.testing.assert_array_equal(cache.tokens[cache.find(ids)], ids + np.uint64(5000))
-    others = ids[:10] + np.uint64(1 << 20)
-    cache.put(others, records[:10], others)  # in the places of rows that go
-    assert (cache.peek(others) >= 0).all()
-    assert not cache.second_tokens(cache.peek(others)).any()
-    assert not cache.second_tokens(np.full(3, -1)).any()
-    cache.forget_second_tokens()
-    assert not cache.second_tokens(cache.peek(ids)).any()
+def test_tokens_are_forgotten_and_the_rows_are_kept() -> None:
+    cache, ids = RecordCache(SIZE, CacheBudget(1 << 20)), ids_of([1, 2, 3])
+    cache.put(ids, records_for(ids, 1), ids + np.uint64(1000))
+    cache.forget_tokens(lambda held: held == 2)
+    at = cache.find(ids)
+    assert cache.tokens[at].tolist() == [1001, 0, 1003]
+    np.testing.assert_array_equal(cache.records[at], records_for(ids, 1))
