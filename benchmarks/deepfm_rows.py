@@ -108,7 +108,7 @@ def local_rows(known_ids: NDArray[np.int64], settings: Settings, suffix: str = "
         for name, dim in settings.dims().items()
     }
     linear = nn.EmbeddingBag.from_pretrained(weights[LINEAR], freeze=False, mode="sum", sparse=True)
-    factors = nn.Embedding.from_pretrained(weights[FACTORS], freeze=False, sparse=True)
+    factors = nn.Embedding.from_pretrained(weights[FACTORS], freeze=False, sparse=True)  # type: ignore[no-untyped-call]
     optimizer = SPARSE[settings.optimizer]([linear.weight, factors.weight], lr=settings.lr)
     return Rows(linear, factors, optimizer, lambda: None)
 

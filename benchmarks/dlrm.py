@@ -102,18 +102,17 @@ def _stored(
     """Trainers on a cluster of a mode, each with tables of its own."""
     n_trainers = 1 if mode == "sync" else 0
     spec = NetworkSpec(options.rtt_ms, options.gbit)
-    cluster = stack.enter_context(
-        NetworkedCluster(
-            spec,
-            options.store,
-            shards=N_SHARDS,
-            mode=mode,
-            trainers=n_trainers,
-            durability=options.durability,
-            memory_mb=_MEMORY_MB,
-            cache_mb=_CACHE_MB,
-        )
+    cluster = NetworkedCluster(
+        spec,
+        options.store,
+        shards=N_SHARDS,
+        mode=mode,
+        trainers=n_trainers,
+        durability=options.durability,
+        memory_mb=_MEMORY_MB,
+        cache_mb=_CACHE_MB,
     )
+    stack.enter_context(cluster)
     opened = stack.enter_context(kvemb.connect(cluster.url))
     versions[f"{options.store} server"] = opened.status().nodes[0].server
     pids = {

@@ -160,7 +160,7 @@ class ElasticCluster:
     @contextmanager
     def further_shard(self) -> Iterator[str]:
         """The address of a shard that is none of the cluster's yet, nor afterwards."""
-        number = self.opened.shards.state().map.n_shards
+        (number,) = self.opened.shards.state().map.free_shards(1)
         address = further_shard(self.cluster, number)
         yield address
         self.cluster.shards[number].kill()

@@ -135,7 +135,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
     ids, values = (array.reshape(options.lines, -1)[order].reshape(batches) for array in (log.ids, log.values))
     known_ids = np.unique(log.ids)
     widths = [log.n_fields * options.dim, *_HIDDEN, 1]
-    kernels = [rng.uniform(-1, 1, shape).astype(np.float32) * np.float32(shape[0] ** -0.5) for shape in pairwise(widths)]
+    first, second, third = (rng.uniform(-1, 1, shape).astype(np.float32) * np.float32(shape[0] ** -0.5) for shape in pairwise(widths))
     return Problem(
         ids,
         np.searchsorted(known_ids, ids).astype(np.int32),
@@ -144,7 +144,9 @@ def problem_of(options: argparse.Namespace) -> Problem:
         known_ids,
         np.zeros((len(known_ids), 1), np.float32),
         rng.normal(0.0, _FACTOR_STD, (len(known_ids), options.dim)).astype(np.float32),
-        *kernels,
+        first,
+        second,
+        third,
         np.array(_LR),
     )
 

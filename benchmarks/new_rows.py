@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,10 +100,10 @@ def _training(store: str, dim: int, options: argparse.Namespace, versions: dict[
         _check_first_steps(ours, other)
         mine, theirs = [], []
         for begin in range(_CHECKED_STEPS, n_batches, options.steps):
-            one = stretch(lambda begin=begin: _turn(ours, range(begin, begin + options.steps)), *pids, counter)
+            one = stretch(partial(_turn, ours, range(begin, begin + options.steps)), *pids, counter)
             mine.append(replace(one, staleness=ours.staleness))
             if other is not None:
-                theirs.append(stretch(lambda: other.turn("train", steps=options.steps), *pids, counter))
+                theirs.append(stretch(partial(other.turn, "train", steps=options.steps), *pids, counter))
         check_created(ours)
     settings = {"store": store, "dim": dim, "optimizer": "adam", "record_bytes": record_bytes, "shards": 1, "rows/step": round(mean_rows)}
     settings |= {"unapplied": 0, "steps": options.steps, "repeats": options.repeats}

@@ -136,7 +136,7 @@ def redis_py(port: int, batches: Sequence[list[tuple[bytes, list[bytes]]]], reco
     def read(index: int) -> list[bytes | None]:
         with client.pipeline(transaction=False) as pipeline:
             for key, fields in batches[index]:
-                pipeline.hmget(key, fields)  # type: ignore[arg-type]  # a list is one of the things that it takes
+                pipeline.hmget(key, fields)
             return [value for values in pipeline.execute() for value in values]
 
     return Contender("redis-py + hiredis HMGET, pipelined", repeated(read, _check_values(record_bytes, n_missing), len(batches)))

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     asked = (options.store, options.ids, options.optimizer, options.layout, options.dim)
     if all(given is None for given in asked):
         return list(DEFAULT_CASES)
-    default = (list(STORES), ["uniform"], ["sgd"], ["buckets"], [16])
+    default: tuple[list[Any], ...] = (list(STORES), ["uniform"], ["sgd"], ["buckets"], [16])
     cases = [Case(*one) for one in product(*(given or others for given, others in zip(asked, default, strict=True)))]
     if any(case.layout == "paged" and case.store not in PAGED_STORES for case in cases):
         raise KvembError(f"--layout paged: only {', '.join(PAGED_STORES)} have pages")

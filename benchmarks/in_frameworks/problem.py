@@ -47,7 +47,7 @@ class Problem:
     @property
     def dim(self) -> int:
         """Weights of a vector."""
-        return self.factors.shape[1]
+        return int(self.factors.shape[1])
 
     @property
     def rows(self) -> dict[str, NDArray[np.float32]]:

@@ -1,0 +1,32 @@
+"""Every benchmark runs to its end with tiny sizes. What it measures then means nothing, and is not looked at."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS, main
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.matrix
+
+_ONCE = ("--repeats", "1")
+TINY: dict[str, Sequence[str]] = {
+    "pull": ("--store", "redis", "--rows", "5000", "--seconds", "0.02", *_ONCE),
+    "apply": ("--rows", "4000", "--batch", "400", "--optimizer", "adam", *_ONCE),
+    "train": ("--rows", "5000", "--dim", "16", "--seconds", "0.05", "--durability", "os", *_ONCE),
+    "new_rows": ("--rows", "20000", "--dim", "16", "--steps", "1", "--seconds", "0.02", *_ONCE),
+    "durability": ("--rows", "4000", "--batch", "400", *_ONCE),
+    "recovery": ("--store", "redis", "--rows", "4000", "--batch", "1000", "--small-batch", "100", *_ONCE),
+    "checkpoint": ("--rows", "4000", "--batch", "1000", "--changed", "0.1", *_ONCE),
+    "deepfm": ("--store", "redis", "--mode", "sync", "--batch", "64", "--lines", "2000", "--steps", "2", *_ONCE),
+    "dlrm": ("--batch", "64", "--ids", "500", "--steps", "1", *_ONCE),
+    "memory": ("--store", "redis", "--dim", "8", "--optimizer", "sgd", "--rows", "4000"),
+    "elastic": ("--store", "redis", "--rows", "1000", "--batch", "100", "--seconds", "0.3", "--steps", "4", *_ONCE),
+    "frameworks": ("--framework", "torch", "--batch", "64", "--lines", "2000", "--steps", "9", *_ONCE),
+    "scale": ("--nodes", "2", "--trainers", "2", "--rows", "4000", "--seconds", "0.5", *_ONCE),
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_comes_to_its_end(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([name, *TINY[name]]) == 0, capfd.readouterr().err
