@@ -37,12 +37,11 @@ _TFRA_OPERATIONS = 6.0
 
 @dataclass(frozen=True)
 class Way:
-    """How ours runs: durability, how gradients travel, for how many batches hot rows are held back."""
+    """How ours runs: durability, how gradients travel."""
 
     name: str
     durability: str
     wire_dtype: str = "float32"
-    write_behind: int = 0
     tls: bool = False
 
 
@@ -74,8 +73,7 @@ def train(options: argparse.Namespace) -> Report:
     pull the distinct rows with their versions, take the gradient of their sum times a constant (so that the model costs nothing),
     push; the shards (two) apply. At most --unapplied pushes are under way, and a turn ends with a flush: everything counted is in
     storage. Ours runs in several ways, each with a cluster of its own: with a journal that is not synced (TFRA has none), and with one
-    that is; with gradients sent in --wire-dtype; and the same with hot rows written only every --write-behind batches (the flush at the
-    end of a turn waits for them). TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
+    that is; and with gradients sent in --wire-dtype. TFRA does the same in its own process: tf.unique, shadow_ops.embedding_lookup,
     DynamicEmbeddingOptimizer(Adam), in a database of its own on the first cluster's server. All take turns in every round. Read: rows
     are distinct rows per step, summed; / TFRA is this line's rows/s divided by TFRA's, within a round; operations/row are reads and
     writes of one value per trained row (TFRA's are those of its design: W, m and v read and written, as INFO counts its commands of
@@ -103,7 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unapplied", type=whole(0), default=2, metavar="N", help="pushes that may be under way at the next pull (2)")
     parser.add_argument("--durability", nargs="+", choices=DURABILITIES, default=["os", "fsync"], help="of the shards (os fsync)")
     parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="of the last way's gradients (bfloat16)")
-    parser.add_argument("--write-behind", type=whole(0), default=16, metavar="N", help="batches, of one more way (16); 0: no such way")
     parser.add_argument("--tls", action="store_true", help="also the first way with TLS between trainer, shards and storage (redis)")
     parser.add_argument("--seconds", type=positive, default=2.0, metavar="S", help="length of one turn (2)")
     parser.add_argument("--repeats", type=whole(1), default=3, metavar="N", help="rounds, after one to warm up (3)")
@@ -159,9 +156,6 @@ def ways_of(options: argparse.Namespace) -> list[Way]:
     if options.wire_dtype != "float32":
         name = f"ours, durability {options.durability[0]}, {options.wire_dtype}"
         ways.append(Way(name, options.durability[0], options.wire_dtype))
-    if options.write_behind:
-        name = f"ours, durability fsync, {options.wire_dtype}, write-behind {options.write_behind}"
-        ways.append(Way(name, "fsync", options.wire_dtype, options.write_behind))
     if options.tls:
         ways.append(Way(f"{ways[0].name}, over TLS", options.durability[0], tls=True))
     return ways
@@ -205,9 +199,7 @@ def _runner(
     versions: dict[str, str],
 ) -> Runner:
     memory_mb = max(1024, math.ceil(2.5 * options.rows * (12 + 12 * dim + 3 * _OVERHEAD_BYTES) / (1 << 20)))
-    cluster = stack.enter_context(
-        _kind_of(way)(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability, write_behind_batches=way.write_behind)
-    )
+    cluster = stack.enter_context(_kind_of(way)(store, shards=N_SHARDS, memory_mb=memory_mb, durability=way.durability))
     opened = stack.enter_context(kvemb.connect(cluster.url))
     versions[f"{store} server"] = opened.status().nodes[0].server
     spec = kvemb.optim.adam(lr=LEARNING_RATE)

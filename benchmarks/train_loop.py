@@ -161,7 +161,7 @@ def check_first_steps(ours: Ours, other: Tfra | None, lr: float) -> None:
         ours.step(index)[1].wait_applied(TIMEOUT_S)
         if other is not None:
             other.step(index)
-    ours.table.flush(TIMEOUT_S)  # with write-behind, applied rows may not be in storage yet
+    ours.table.flush(TIMEOUT_S)
     ids, expected = after_steps(ours.batches[:CHECKED_STEPS], lr)
     require_close("ours", ours.table.pull(ids, timeout_s=TIMEOUT_S), expected)
     if other is not None:

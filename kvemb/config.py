@@ -92,10 +92,6 @@ class ServersConfig:
         cache_mb: memory in which each shard keeps records that it wrote lately, so as not to fetch them again; 0 for none.
         durability: when a push counts as accepted. "fsync": its journal entry is on disk; "os": the operating system has it, so it survives
             the death of the shard, not of the machine.
-        write_behind_batches: how many applied batches storage may lag behind for rows in the shard's cache. A row that many batches change
-            is then written once for all of them; 0 writes every row at every apply. Pulls see such a row that much later, also after
-            `Ack.wait_applied`; after `flush` they see all of it. Not in sync mode, where the next pull must see the step.
-        write_behind_ms: ... and for how long at most.
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
         metrics_port: where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards`
             gives one host, the first has this port, the next the one above, and so on.
@@ -113,8 +109,6 @@ class ServersConfig:
     durability: str = "fsync"
     journal_max_mb: int = 4096
     on_lost_trainer: str = "abort"
-    write_behind_batches: int = 0
-    write_behind_ms: int = 100
     metrics_port: int = 0
     tls: TlsConfig | None = None
     insecure: bool = False
@@ -243,7 +237,7 @@ def _storage(tree: object, environ: Mapping[str, str]) -> StorageConfig:
 def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     at = "parameter_servers."
     keys = {"shards", "mode", "trainers", "data_dir", "barrier_timeout_s", "cache_mb", "durability", "journal_max_mb", "on_lost_trainer"}
-    keys |= {"write_behind_batches", "write_behind_ms", "metrics_port", "tls", "insecure", "away_timeout_s"}
+    keys |= {"metrics_port", "tls", "insecure", "away_timeout_s"}
     fields = _section(tree, "parameter_servers", keys, {"shards"})
     mode = fields.get("mode", "async")
     if mode not in MODES:
@@ -271,7 +265,6 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
     for name in ("barrier_timeout_s", "on_lost_trainer"):
         if mode == "async" and name in fields:
             raise ConfigError(f"parameter_servers.{name}: has an effect in sync mode only")
-    write_behind_batches, write_behind_ms = _write_behind(fields, mode, cache_mb)
     metrics_port = fields.get("metrics_port", 0)
     if isinstance(metrics_port, bool) or not isinstance(metrics_port, int) or not 0 <= metrics_port < 65536:
         raise ConfigError(f"parameter_servers.metrics_port: got {metrics_port!r}, expected a port, 0 for none")
@@ -286,30 +279,10 @@ def _servers(tree: object, environ: Mapping[str, str]) -> ServersConfig:
         durability=durability,
         journal_max_mb=journal_max_mb,
         on_lost_trainer=on_lost_trainer,
-        write_behind_batches=write_behind_batches,
-        write_behind_ms=write_behind_ms,
         metrics_port=metrics_port,
         tls=parse_tls(fields.get("tls"), "parameter_servers.tls", environ, tokens=True),
         insecure=_flag(fields, "insecure", at),
     )
-
-
-def _write_behind(fields: Mapping[str, Any], mode: str, cache_mb: int) -> tuple[int, int]:
-    """Return write_behind_batches and write_behind_ms."""
-    at = "parameter_servers."
-    batches, longest_ms = fields.get("write_behind_batches", 0), fields.get("write_behind_ms", 100)
-    for name, value, lowest in (("write_behind_batches", batches, 0), ("write_behind_ms", longest_ms, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= 60_000:
-            raise ConfigError(f"{at}{name}: got {value!r}, expected a whole number from {lowest} to 60000")
-    if not batches:
-        if "write_behind_ms" in fields:
-            raise ConfigError(f"{at}write_behind_ms: has an effect only with write_behind_batches of at least 1")
-        return batches, longest_ms
-    if mode == "sync":
-        raise ConfigError(f"{at}write_behind_batches: not in sync mode, where every trainer's next pull must see the step before it")
-    if not cache_mb:
-        raise ConfigError(f"{at}write_behind_batches: needs cache_mb of at least 1: rows that are not written yet are kept there")
-    return batches, longest_ms
 
 
 def _tables(tree: object, kind: str) -> tuple[TableDef, ...]:

@@ -31,7 +31,6 @@ HANDED_ON = f"{LOCAL}:test_a_local_cluster_hands_every_option_on"
 SHOWN = "tests/integration/test_cli.py:test_status_shows_every_node_and_shard"
 TLS = "tests/integration/test_tls.py"
 IN_THE_CLEAR = f"{TLS}:test_plain_text_beyond_this_machine_takes_a_word_in_the_file"
-WRITTEN_BEHIND = "tests/integration/test_write_behind.py:test_applied_rows_are_dirty_until_a_flush_or_the_end"
 SCRAPED = "tests/integration/test_metrics.py:test_every_shard_serves_its_figures_on_a_port_of_its_own"
 
 # By function, or by class of which each field is a key of kvemb.yaml: its options, and where their effect is shown.
@@ -162,8 +161,6 @@ SHOWN_BY = {
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
         "durability": HANDED_ON,
         "journal_max_mb": HANDED_ON,
-        "write_behind_batches": WRITTEN_BEHIND,
-        "write_behind_ms": HANDED_ON,
         "metrics_port": SCRAPED,
     },
     "kvemb/local_cluster/launcher.py:local": dict.fromkeys(
@@ -197,8 +194,6 @@ SHOWN_BY = {
         "cache_mb": f"{LOCAL}:test_servers_and_shards_have_the_memory_that_was_asked_for",
         "durability": "tests/unit/test_ps_start_options.py:test_a_shard_syncs_its_journal_unless_it_is_told_not_to",
         "journal_max_mb": "tests/faults/test_faults_archive.py:test_shards_killed_at_the_steps_of_local_snapshots_go_on_where_they_were",
-        "write_behind_batches": WRITTEN_BEHIND,
-        "write_behind_ms": "tests/unit/test_ps_start_options.py:test_a_shard_writes_behind_within_the_bounds_of_its_file",
         "metrics_port": SCRAPED,
         "tls": f"{TLS}:test_a_certificate_that_is_not_good_is_refused_by_name",
         "insecure": IN_THE_CLEAR,

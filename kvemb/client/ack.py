@@ -97,10 +97,7 @@ class Ack:
         self._wait(lambda part: part.accepted, "accepted", timeout_s)
 
     def wait_applied(self, timeout_s: float | None = None) -> None:
-        """Return when every shard has applied its part: every client's next pull sees it. Raises as `wait` does.
-
-        Where shards write behind (`write_behind_batches` in kvemb.yaml), pulls see it within that bound, or after a flush.
-        """
+        """Return when every shard has applied its part: every client's next pull sees it. Raises as `wait` does."""
         self._wait(lambda part: part.applied, "applied", timeout_s)
 
     def wait_released(self, timeout_s: float | None = None) -> None:

@@ -34,8 +34,6 @@ parameter_servers:
   # trainers: 4  # sync only: how many
   # barrier_timeout_s: 60.0  # sync only: how long a step waits for a trainer
   # on_lost_trainer: abort  # sync only: or wait, or drop
-  # write_behind_batches: 0  # async only: how many batches storage may lag behind for rows in the cache
-  # write_behind_ms: 100  # and for how long
   # metrics_port: 9470  # for Prometheus; shards of one host have ports side by side
   # tls: {{ca: tls/ca.pem, cert: tls/me.crt, key: tls/me.key}}  # docs/security.md
   # insecure: false

@@ -119,8 +119,6 @@ def _verdict(definition: TableDef, known: ShowRowReply, stored: bytes, trouble: 
     at = _version(definition, stored)
     if not known.version and not stored:
         return "no such row: a pull returns its first value, and writes nothing", True
-    if known.dirty and at < known.version:
-        return "write-behind: storage gets the cached record soon", True
     if at > known.version and split_version(at)[1] > known.k:
         return "a batch has written the row since the shard was asked", True
     if at != known.version:

@@ -4,8 +4,8 @@ The parameter servers keep what they wrote: whole records, with memcached's toke
 is what storage holds, as long as the write was answered. Rows of a batch that was not answered are dropped (`forget`) and fetched.
 
 When the budget is used up, a table takes the room of rows of its own that were not used lately. (CLOCK: a hand goes round, passes over rows
-that were used since its last visit, and takes the others.) Pinned rows stay until they are unpinned or forgotten: of those there may be no
-other copy (`paramserver.engine.write_behind`). Memory is claimed from the system as rows come, not before. Not thread-safe.
+that were used since its last visit, and takes the others.) Memory is claimed from the system as
+rows come, not before. Not thread-safe.
 """
 
 from collections.abc import Callable
@@ -55,8 +55,6 @@ class RecordCache:
         self._ids = np.zeros(capacity, np.uint64)
         self._used = np.zeros(capacity, bool)
         self._live = np.zeros(capacity, bool)
-        self._pinned = np.zeros(capacity, bool)
-        self.n_pinned = 0
         self._places = RowIndex(_INDEX_GROWTH)  # id -> place + 1
         self._kept: IndexLookup | None = None  # of the last `find`
         self._n_taken = 0
@@ -64,8 +62,8 @@ class RecordCache:
 
     @property
     def _row_bytes(self) -> int:
-        # Record, token, id, three flags, and the share of the index (17 bytes a place at a load between 0.57 and 0.85).
-        return self._record_bytes + 8 + 8 + 3 + 30
+        # Record, token, id, two flags, and the share of the index (17 bytes a place at a load between 0.57 and 0.85).
+        return self._record_bytes + 8 + 8 + 2 + 30
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return where each row lies in `records` and `tokens`, -1 where it is not kept: int64 [n]."""
@@ -119,37 +117,13 @@ class RecordCache:
         self._set(places, records, tokens, new)
         self._used[places] = False  # a row seen once is the first to go: a pass over cold rows does not drive out the hot ones
 
-    def forget(self, ids: Ids, *, pinned: bool = True) -> None:
-        """Drop rows, those that are kept among them; without `pinned` only those that are not pinned."""
-        at = self._look(ids)
+    def forget(self, ids: Ids) -> None:
+        """Drop rows, those that are kept among them."""
+        at = self.peek(ids)
         at = at[at >= 0]
-        if self.n_pinned:
-            are_pinned = self._pinned[at]
-            if pinned:
-                self.unpin(at[are_pinned])
-            else:
-                at = at[~are_pinned]
-        self._release(at)
-
-    def pin(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Keep rows until they are unpinned or forgotten; return the places, of these unique ones, that were not pinned before."""
-        new = at[~self._pinned[at]]
-        self._pinned[new] = True
-        self.n_pinned += len(new)
-        return new
-
-    def unpin(self, at: NDArray[np.int64]) -> None:
-        """Let pinned rows at n unique places make room again."""
-        self._pinned[at] = False
-        self.n_pinned -= len(at)
-
-    def is_pinned(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return which rows are pinned: bool [n]."""
-        if not self.n_pinned:
-            return np.zeros(len(ids), bool)
-        at = self._look(ids)
-        pinned: NDArray[np.bool_] = (at >= 0) & self._pinned[at]
-        return pinned
+        self._places.erase(self._ids[at])
+        self._live[at] = False
+        self._used[at] = False
 
     def forget_tokens(self, of: Callable[[Ids], NDArray[np.bool_]]) -> None:
         """Know no token of the rows that `of` names: given uint64 [n] ids, it returns bool [n]."""
@@ -158,14 +132,6 @@ class RecordCache:
 
     def peek(self, ids: Ids) -> NDArray[np.int64]:
         """Return places as `find` does, -1 for none; it does not count as use."""
-        return self._look(ids)
-
-    def pinned(self) -> tuple[NDArray[np.int64], Ids]:
-        """Return places and ids of the rows that are pinned."""
-        at = np.flatnonzero(self._pinned[: self._n_taken])
-        return at, self._ids[at]
-
-    def _look(self, ids: Ids) -> NDArray[np.int64]:
         return self._at(self._places.find(ids))
 
     def _at(self, found: IndexLookup) -> NDArray[np.int64]:
@@ -185,12 +151,12 @@ class RecordCache:
         return np.concatenate([unused, evicted])
 
     def _evict(self, n: int) -> NDArray[np.int64]:
-        """Turn the hand until n rows are given up, fewer where rows are pinned; at most two rounds, since the first clears every mark."""
+        """Turn the hand until n rows are given up; at most two rounds, since the first clears every mark."""
         taken: list[NDArray[np.int64]] = []
         left = 2 * self._n_taken
         while n > 0 and left > 0:
             window = np.arange(self._hand, min(self._hand + max(4 * n, MIN_ROWS), self._hand + left, self._n_taken))
-            idle = window[~(self._used[window] | self._pinned[window])]
+            idle = window[~self._used[window]]
             if len(idle) > n:
                 idle = idle[:n]
                 window = window[: int(idle[-1]) - self._hand + 1]
@@ -222,8 +188,3 @@ class RecordCache:
         self.records.view(whole)[to, 0] = np.ascontiguousarray(records).view(whole)[at, 0]
         if tokens is not None:
             self.tokens[to] = tokens[at]
-
-    def _release(self, places: NDArray[np.int64]) -> None:
-        self._places.erase(self._ids[places])
-        self._live[places] = False
-        self._used[places] = False

@@ -262,7 +262,6 @@ class StatusReply(Message):
     journal_bytes: int = 0
     recovered_rows: int = 0
     recovery_s: float = 0.0
-    dirty_rows: int = 0
     repair: str = ""
     compared: str = ""
     starting: str = ""
@@ -360,14 +359,12 @@ class ShowRowReply(Message):
     Args:
         version: of the index; 0 where the row does not exist.
         cached: the record that the shard's cache holds, b"" where it holds none.
-        dirty: whether storage does not have that record yet.
         k: the last batch that the shard has applied.
         trainers: of the pushes that were merged into the batch which wrote the row last; [] where the journal does not have it any more.
     """
 
     version: int
     cached: bytes
-    dirty: bool
     k: int
     trainers: list[str] = field(default_factory=list)
 

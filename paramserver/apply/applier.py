@@ -74,9 +74,6 @@ class Applier:
                     self.figures.seconds.add(time.perf_counter() - started_s)
                     self.applied = batch.end
                     self._ingest.outcomes.settle(batch.work, replies)
-                elif self._wait_s() == 0:
-                    self._engine.write_dirty(self.pause)
-                    self._ingest.outcomes.written()
                 busy = self._background.step(self.applied, self.pause)
                 self._ingest.state.trouble.storage_works()  # whatever was tried again is done
             except AbandonedError:
@@ -84,15 +81,9 @@ class Applier:
             except Exception as error:
                 self._failed(error)
 
-    def _wait_s(self) -> float | None:
-        """How long dirty rows may wait for another batch."""
-        behind = self._engine.behind
-        return None if behind is None or self._ingest.state.why_failed else behind.due_in_s()
-
     def _until_due_s(self) -> float | None:
         """How long there is nothing to do but to wait for a batch."""
-        background = None if self._ingest.state.why_failed else self._background.due_in_s()
-        return min((due for due in (self._wait_s(), background) if due is not None), default=None)
+        return None if self._ingest.state.why_failed else self._background.due_in_s()
 
     def _apply(self, batch: Committed) -> dict[int, PushReply]:
         """Apply one batch; return the reply of each part, by id() of its ticket."""

@@ -172,7 +172,7 @@ class BackgroundWork:
         if self._mover is not None and self._mover.changes_runs:
             self._snapshots.give_up()
             self._not_before_s = time.monotonic() + _AFTER_A_HANDOVER_S
-        moving = self._mover is not None and self._mover.step(pause, loaded=loaded)
+        moving = self._mover is not None and self._mover.step(loaded=loaded)
         with self._lock:
             asked, self._asked = self._asked, []
             to_compare, self._to_compare = self._to_compare, []

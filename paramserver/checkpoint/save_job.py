@@ -253,7 +253,7 @@ class SaveJob:
                     f"table {definition.name!r}: {len(lost)} rows are not in storage as the shard's index knows them, the first is id "
                     f"{definition.shown_id(int(lost[0]))}, and they were not restored in time"
                 )
-                self._restore(definition, lost)  # in vain while they are still to be written: they were dirty at the cut
+                self._restore(definition, lost)
             except PASSING as error:
                 waiting = error
             if time.monotonic() > until or self.thread.wait(_PAUSE_S):

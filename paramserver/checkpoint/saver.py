@@ -104,8 +104,6 @@ class Saver:
             except CheckpointError:
                 self._observer.follow(None)
                 raise
-        if self._engine.behind is not None:
-            self._engine.behind.ask()  # the job reads storage, and would have to wait for rows that were dirty at the cut
         self.figures.begin(order.save_id, resumable=not order.weights_only)
         job.thread.start()
 

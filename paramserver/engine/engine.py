@@ -68,10 +68,10 @@ class Engine:
         rows_applied: int = 0,
     ) -> None:
         self._tables, self._pace = tables, Pace(timeout_s)
-        self._writer = PieceWriter(store, tables, timeline, timeout_s, ports)
+        self._writer = PieceWriter(store, tables, timeline, timeout_s, ports.observer)
         self._timeline, self.k, self.rows_applied = timeline, k, rows_applied
         self.batch_boundary = BatchBoundary()
-        self._observer, self._repair, self.behind = ports.observer, ports.repair, ports.behind
+        self._observer, self._repair = ports.observer, ports.repair
 
     def run(
         self,
@@ -83,7 +83,7 @@ class Engine:
         computed: Computed | None = None,
         between: Callable[[], None] = lambda: None,
     ) -> Applied:
-        """Apply one batch: returns when every row of it is stored, or held back by write-behind within its bound.
+        """Apply one batch: returns when every row of it is stored.
 
         Args:
             batch: the rows.
@@ -100,12 +100,8 @@ class Engine:
         """
         change = Change(batch.kind, version, replay)
         with self.batch_boundary.batch():
-            if self.behind is not None and batch.kind != APPLY and batch.tables:
-                self.behind.write(pause)
             self._writer.begin(computed)
-            applied = self._run(change, batch, pause, between)
-            self._write_due(pause)
-            return applied
+            return self._run(change, batch, pause, between)
 
     @property
     def epoch(self) -> int:
@@ -115,35 +111,12 @@ class Engine:
     def rise(self, epoch: int, k: int) -> None:
         """Go on in a higher epoch, in which all batches behind k are numbered. Between batches, apply thread only."""
         self._timeline.rise(epoch, k)
-        if self.behind is not None:
-            self.behind.rise(epoch)
-
-    @property
-    def stored_k(self) -> int:
-        """The last batch up to which storage has every row. Any thread."""
-        k = self.k
-        return k if self.behind is None else self.behind.stored_k(k)
-
-    def write_dirty(self, pause: Pause) -> None:
-        """Write what write-behind holds back; between batches, apply thread only.
-
-        Raises:
-            StorageError: as `run`.
-        """
-        if self.behind is not None:
-            with self.batch_boundary.batch():
-                self.behind.write(pause)
-
-    def _write_due(self, pause: Pause) -> None:
-        if self.behind is not None and self.behind.due(self.k):
-            self.behind.write(pause)
 
     def _run(self, change: Change, batch: Batch, pause: Pause, between: Callable[[], None]) -> Applied:
         left, n_existed, n_pieces = list(batch.tables), 0, 0
         while left:
             if n_pieces:
                 between()
-                self._write_due(pause)  # its bound holds during a long batch, too
             piece, left = self._store_piece(change, left, pause)
             n_existed += sum(self._commit(change, rows) for rows in piece)
             n_pieces += 1

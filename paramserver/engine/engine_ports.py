@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from kvemb.schema.table_def import TableDef
 
 from .repair_port import RepairPort
-from .write_behind import WriteBehind
 
 
 class WriteObserver(Protocol):
@@ -28,14 +27,12 @@ class WriteObserver(Protocol):
 
 @dataclass(frozen=True)
 class EnginePorts:
-    """What an engine works with beside storage and tables: repair, whoever observes writes, write-behind.
+    """What an engine works with beside storage and tables: repair, and whoever observes writes.
 
     Args:
         repair: brings back what storage has lost.
         observer: hears of rows before they change.
-        behind: holds hot rows back; None: every row is written at every apply.
     """
 
     repair: RepairPort
     observer: WriteObserver
-    behind: WriteBehind | None = None

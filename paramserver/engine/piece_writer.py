@@ -5,7 +5,6 @@ which rows make a piece, what is done when storage does not take it, and when th
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,23 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.errors import StorageError
-from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..model.batch import APPLY, ERASE, CheckedRows
+from ..model.batch import ERASE, CheckedRows
 from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 from ..model.timeline import Timeline
 from ..model.transition import Replay, new_records, records_to_write, rows_to_erase
 from .arena import RecordArena
-from .engine_ports import EnginePorts
+from .engine_ports import WriteObserver
 from .fetched_rows import Fetched, FetchedRecords
 from .repair_port import AheadOfIndex
 from .row_access import RowAccess, until_none_is_left
 from .storage_retry import CHANGED_BY_ANOTHER_WRITER
-from .write_behind import WriteBehind
 
 # Rows are computed in blocks of so many weights: what one step leaves is still in the processor's cache for the next. The optimizers take
 # blocks of the same size (measured there).
@@ -72,12 +69,12 @@ class PieceWriter:
         tables: whose indexes and caches are asked; the caches learn of what is stored.
         timeline: what is known of versions.
         timeout_s: deadline of one storage call.
-        ports: what it tells, and what holds rows back.
+        observer: hears of rows before they change.
     """
 
-    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, ports: EnginePorts) -> None:
+    def __init__(self, store: Store, tables: Tables, timeline: Timeline, timeout_s: float, observer: WriteObserver) -> None:
         self._store, self._tables, self._timeline = store, tables, timeline
-        self._observer, self._behind = ports.observer, ports.behind
+        self._observer = observer
         self._access, self._arena = RowAccess(store, timeout_s), RecordArena()
         self._computed: Computed | None = None  # still to be called for the batch at work
         self.prepared: list[PreparedRows] = []  # in the last round
@@ -106,16 +103,14 @@ class PieceWriter:
             self._erase([rows for rows in todo if len(rows.ids)], change)
             return
         self._arena.reset()
-        behind = self._behind if change.kind == APPLY and change.replay is None else None
-        with nullcontext() if behind is None else behind.batch(split_version(change.version)[1]):
-            until_none_is_left(todo, lambda left: self._round(change, left, behind), _many_changes)
+        until_none_is_left(todo, lambda left: self._round(change, left), _many_changes)
 
     def forget(self, piece: Sequence[CheckedRows]) -> None:
-        """Which rows were written is not known now: they are fetched, and their versions tell. Dirty rows were not to be written."""
+        """Which rows were written is not known now: they are fetched, and their versions tell."""
         for rows in piece:
-            self._tables.state(rows.definition).cache.forget(rows.ids, pinned=False)
+            self._tables.state(rows.definition).cache.forget(rows.ids)
 
-    def _round(self, change: Change, todo: Sequence[CheckedRows], behind: WriteBehind | None) -> list[CheckedRows]:
+    def _round(self, change: Change, todo: Sequence[CheckedRows]) -> list[CheckedRows]:
         """Read, compute, write once; return the rows that met a conflict."""
         self.prepared = []
         self._tables.follow(self._store.cluster_map)
@@ -124,7 +119,7 @@ class PieceWriter:
         computed, self._computed = self._computed, None  # only the first round begins with all rows
         if computed is not None and all(len(one.rows.ids) == len(rows.ids) for one, rows in zip(prepared, todo, strict=True)):
             computed(prepared)
-        now = [one for one in (prepared if behind is None else map(behind.hold, prepared)) if len(one.rows.ids)]
+        now = [one for one in prepared if len(one.rows.ids)]
         written = self._access.write([one.part for one in now])
         conflicts = [self._settle(one, result) for one, result in zip(now, written, strict=True)]
         if change.newest != change.version:

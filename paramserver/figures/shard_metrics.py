@@ -122,8 +122,6 @@ class ShardMetrics:
         to.counter("kvemb_shard_cache_hits_total", "Rows that were found there.", cache.n_hits)
         to.gauge("kvemb_shard_cache_bytes", "Memory that the cache uses.", cache.used_bytes)
         to.gauge("kvemb_shard_cache_limit_bytes", "Memory that it may use.", cache.limit_bytes)
-        behind = self.parts.engine.behind
-        to.gauge("kvemb_shard_dirty_rows", "Applied rows that are not written to storage yet.", 0 if behind is None else behind.n_rows)
 
     def _add_journal(self, to: MetricFamilies) -> None:
         limit_bytes = self.parts.config.servers.journal_max_mb << 20

@@ -2,7 +2,6 @@
 
 from kvemb.net.deadline import Deadline
 
-from ..engine.write_behind import WriteBehind
 from .ingest_state import POLL_S, IngestState
 from .unapplied_parts import UnappliedParts
 from .work_queue import WorkQueue
@@ -13,11 +12,10 @@ class Backlog:
 
     Args:
         state, pending, queue: ingest's.
-        behind: what holds applied rows back from storage; None where nothing does.
     """
 
-    def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue, behind: WriteBehind | None) -> None:
-        self._state, self._pending, self._queue, self._behind = state, pending, queue, behind
+    def __init__(self, state: IngestState, pending: UnappliedParts, queue: WorkQueue) -> None:
+        self._state, self._pending, self._queue = state, pending, queue
 
     def flush(self, deadline: Deadline, *, table: str = "") -> str:
         """Wait until every push accepted before this call is applied, and its rows are in storage.
@@ -43,9 +41,6 @@ class Backlog:
                 self._state.wait(deadline, f"{len(self._pending)} pushes to be applied")
             if self._state.failure is not None:
                 raise self._state.failure
-            newest_k = 0 if self._behind is None else self._behind.newest_k
-            while self._owes_rows(newest_k):
-                self._state.wait(deadline, "rows of applied pushes to be written to storage")
             return said
 
     def drain(self, deadline: Deadline) -> bool:
@@ -75,17 +70,7 @@ class Backlog:
         """Say what is not applied, for the last words of a shard that could not drain."""
         with self._state.changed:
             text = self._pending.describe()
-            if self._behind is not None and self._behind.n_rows:
-                text += f"; {self._behind.n_rows} applied rows are not written to storage"
             return text + (f"; last error: {waits}" if (waits := self._state.waits_for) else "")
 
     def _owes(self) -> bool:
-        n_accepted = len(self._pending) - len(self._queue.in_unfinished_steps())
-        return n_accepted > 0 or (self._behind is not None and self._owes_rows(self._behind.newest_k))
-
-    def _owes_rows(self, newest_k: int) -> bool:
-        """Whether rows of batches up to this one are still to be written; has that done then."""
-        if self._behind is None or not self._behind.owes(newest_k):
-            return False
-        self._behind.ask()
-        return True
+        return len(self._pending) > len(self._queue.in_unfinished_steps())

@@ -12,7 +12,6 @@ from kvemb.errors import KvembError, ShardUnavailableError, TableDroppedError, t
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart
 
-from ..engine.write_behind import WriteBehind
 from ..model.batch import ERASE, CheckedRows, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP
 from .aggregate import hyper_by_table
@@ -38,7 +37,6 @@ class Ingest:
         barrier: in sync mode; None applies as pushes come.
         limits: bounds.
         record: keeps hellos and goodbyes.
-        behind: what holds applied rows back from storage; None where nothing does.
         clock: monotonic.
         gate: says by which cluster map rows are taken.
     """
@@ -49,7 +47,6 @@ class Ingest:
         barrier: Barrier | None,
         limits: Limits | None = None,
         record: Record = lambda trainer, incarnation: None,
-        behind: WriteBehind | None = None,
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
     ) -> None:
@@ -59,7 +56,7 @@ class Ingest:
         self.state = IngestState(barrier, clock)
         self.outcomes = Outcomes(self.state, sessions, barrier, self._pending, self._queue)
         self.attendance = Attendance(self.state, sessions, barrier, self.outcomes, record)
-        self.backlog = Backlog(self.state, self._pending, self._queue, behind)
+        self.backlog = Backlog(self.state, self._pending, self._queue)
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
         self.steps = StepsByMap(self.state, sessions, barrier, self._queue, self.outcomes, self.gate)

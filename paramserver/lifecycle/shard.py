@@ -74,12 +74,10 @@ class RecoveredShard:
 
     Args:
         parts: its parts.
-        handover: which its apply thread will take batches from; write-behind wakes it.
         observer: of its engine.
     """
 
     parts: ShardParts
-    handover: Handover
     observer: SaveObserver
 
 
@@ -103,7 +101,7 @@ class Shard:
         on_fenced: Callable[[], None] = lambda: None,
         on_load: Callable[[], None] | None = None,
     ) -> None:
-        parts, handover, observer = recovered.parts, recovered.handover, recovered.observer
+        parts, handover, observer = recovered.parts, Handover(), recovered.observer
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced, self._erased_log = False, observer.erased_log
@@ -235,7 +233,6 @@ class Shard:
             rise=lambda above: parts.claim.rise_above(above, self._risen),
             quiet=lambda: parts.ingest.backlog.quiet,
             saving=lambda: observer.running,
-            write_dirty=engine.write_dirty,
             steps=parts.ingest.steps.follow if parts.config.servers.mode == "sync" else None,
             expect=parts.ingest.steps.expect,
             joins=self._joins,
@@ -296,16 +293,12 @@ class Shard:
         )
 
     def _save_image(self, position: Position, pause: Pause) -> None:
-        self._parts.engine.write_dirty(pause)
-        self._parts.ingest.outcomes.written()
         save(self._data, image(self._parts, position))
 
     def _note_change(self, came: Sequence[SlotEntries] = (), gone: NDArray[np.bool_] | None = None) -> None:
         """Note durably what came to the index, and went, as of the last batch applied; between two batches, apply thread only."""
         position, rows = self._background.applied, {one.definition.key: (one.ids, one.versions) for one in came}
         assert position is not None
-        self._parts.engine.write_dirty(self._applier.pause)
-        self._parts.ingest.outcomes.written()
         none = np.empty(0, np.uint64)
         change = image(self._parts, position, lambda state: rows.get(state.definition.key, (none, none)))
         if not note_change(self._data, change if gone is None else replace(change, gone=slots_gone(gone))):

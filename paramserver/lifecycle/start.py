@@ -17,7 +17,6 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 
-from ..apply.committer import Handover
 from ..checkpoint.loader import LoadedError, Loader
 from ..checkpoint.save_observer import SaveObserver
 from ..disk.data_dir import DataDir, folder_of
@@ -25,7 +24,6 @@ from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
 from ..engine.engine_ports import EnginePorts
 from ..engine.repair_port import Pause
-from ..engine.write_behind import Bound, WriteBehind
 from ..handover.other_shards import OtherShards
 from ..ingest.barrier import Barrier
 from ..ingest.ingest import Ingest
@@ -229,9 +227,8 @@ class _Start:
             snapshot = data.path / SNAPSHOT
             runs = Runs(snapshot, epoch=state.epoch, still_ours=still_ours)
             repairer = self._repairer(timeline, journal, runs, registry, tables, still_ours)
-            handover, observer = Handover(), SaveObserver(make_version(state.epoch, state.k))
-            behind = self._write_behind(tables, state.epoch, repairer, handover.wake)
-            ports = EnginePorts(repairer, observer, behind)
+            observer = SaveObserver(make_version(state.epoch, state.k))
+            ports = EnginePorts(repairer, observer)
             engine = Engine(self._store, tables, timeline, k=state.k, timeout_s=timeout_s, ports=ports, rows_applied=state.rows_applied)
             due = not reaches_back(journal, runs.cut, state.k, registry.find_key)
             report.enter(REPLAYING, recovery.applied)
@@ -241,7 +238,7 @@ class _Start:
             rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
             barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
             gate = MapGate(shard, lambda: self._store.cluster_map)
-            ingest = Ingest(sessions, barrier, record=fenced_log.record, behind=behind, gate=gate)
+            ingest = Ingest(sessions, barrier, record=fenced_log.record, gate=gate)
             parts = ShardParts(
                 self._config,
                 shard,
@@ -263,7 +260,7 @@ class _Start:
             loader = Loader(parts, self._store, self._data, self._retry_until())
             report.enter(LOADING, loader.how_far)
             loader.run()
-            return RecoveredShard(parts, handover, observer)
+            return RecoveredShard(parts, observer)
         except JournalBehindError:
             journal.give_up()
             raise
@@ -303,13 +300,6 @@ class _Start:
             metas=lambda: [(META_NAME, registry.encoded)],
             still_ours=still_ours,
         )
-
-    def _write_behind(self, tables: Tables, epoch: int, repairer: Repairer, wake: Callable[[], None]) -> WriteBehind | None:
-        servers, timeout_s = self._config.servers, self._config.storage.timeout_s
-        if not servers.write_behind_batches:
-            return None
-        bound = Bound(servers.write_behind_batches, servers.write_behind_ms / 1e3)
-        return WriteBehind(self._store, tables, bound, epoch=epoch, timeout_s=timeout_s, repair=repairer, wake=wake)
 
     def _open_journal(self) -> Journal:
         # Only whole segments can be let go: several must fit into the bound.

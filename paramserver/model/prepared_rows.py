@@ -1,4 +1,4 @@
-"""Rows of one table whose new records are computed and not stored yet. A value; no behaviour beyond picking rows."""
+"""Rows of one table whose new records are computed and not stored yet. A value."""
 
 from dataclasses import dataclass
 
@@ -23,11 +23,3 @@ class PreparedRows:
     rows: CheckedRows
     part: WritePart
     at: NDArray[np.int64]
-
-    def take(self, which: NDArray[np.bool_]) -> "PreparedRows":
-        """Return the rows where `which` (bool [n]) selects; copies."""
-        part, chosen = self.part, np.flatnonzero(which)
-        whole = part.records.view(f"V{part.records.shape[1]}")[:, 0]  # records as items, which are copied at once
-        records = whole[chosen].view(np.uint8).reshape(len(chosen), part.records.shape[1])
-        tokens = None if part.tokens is None else part.tokens[chosen]
-        return PreparedRows(self.rows.take(which), WritePart(part.keys.take(chosen), records, tokens), self.at[chosen])

@@ -16,7 +16,6 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 from kvemb.stores.store import Store
 
-from ..engine.repair_port import Pause
 from ..handover.giver_questions import GiverQuestions
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
@@ -42,7 +41,6 @@ class HandoverPorts:
         rise: makes the shard's epoch higher than another shard's.
         quiet: whether everything that was accepted is applied.
         saving: whether a checkpoint is being saved.
-        write_dirty: writes what write-behind holds back.
         steps: lets a sync job's steps follow the map in force, and says how far they are; None in async mode.
         expect: waits for these members of a sync job from now on.
         joins: told when this shard has taken its first slots, before it says so.
@@ -52,7 +50,6 @@ class HandoverPorts:
     rise: Callable[[int], None]
     quiet: Callable[[], bool]
     saving: Callable[[], bool]
-    write_dirty: Callable[[Pause], None]
     steps: Callable[[], HeldSteps] | None = None
     expect: Callable[[Sequence[tuple[str, int]]], None] = lambda members: None
     joins: Callable[[], None] = lambda: None
@@ -90,7 +87,6 @@ class HandoverWork:
         self._steps: Iterator[float] = iter(())
         self._rows = self._n_rows = 0
         self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
-        self._pause: Pause
         self._never, self._last_step = "", 0
         self._had_slots = self._has_left = False  # this process
         self.progress = MoveProgress(0, True, 0, 0)
@@ -118,14 +114,14 @@ class HandoverWork:
             return None
         return max(0.0, self._not_before_s - self._clock())
 
-    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
+    def step(self, *, loaded: bool = False) -> bool:
         """Do a bit of what the map in force asks for; return whether there is more at once. See `SlotMover.step`."""
         cluster_map = self._store.cluster_map
         if cluster_map is not self._map:
             self._begin(cluster_map)
         if self.progress.done or self._clock() < self._not_before_s:
             return False
-        self._pause, begun_s = pause, self._clock()
+        begun_s = self._clock()
         try:
             wait_s = next(self._steps, None)
         except LostRowError:
@@ -227,7 +223,6 @@ class HandoverWork:
         if self._ports.steps is not None or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
             while not self._ports.quiet():
                 yield _POLL_S
-            self._ports.write_dirty(self._pause)
             self._offers.drained(cluster_map.version)
         if cluster_map.takes(self._shard).any():
             yield from self._ask(cluster_map)

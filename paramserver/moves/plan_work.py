@@ -4,7 +4,6 @@
 from kvemb.schema.move_plan import SHARDS
 from kvemb.stores.store import Store
 
-from ..engine.repair_port import Pause
 from .handover_work import HandoverWork
 from .slot_mover import MoveFigures, MoveProgress, SlotMover
 
@@ -44,10 +43,10 @@ class PlanWork:
         """When there is something to do; None while there is not."""
         return min((due_s for due_s in (self._nodes.due_in_s(), self._shards.due_in_s()) if due_s is not None), default=None)
 
-    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
+    def step(self, *, loaded: bool = False) -> bool:
         """Do a slice; return whether there is more at once."""
-        handing = self._shards.step(pause, loaded=loaded)
-        return self._nodes.step(pause, loaded=loaded) or handing
+        handing = self._shards.step(loaded=loaded)
+        return self._nodes.step(loaded=loaded) or handing
 
     @property
     def _now(self) -> SlotMover | HandoverWork:

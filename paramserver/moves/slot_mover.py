@@ -21,7 +21,6 @@ from kvemb.stores.row_io import WritePart
 from kvemb.stores.store import OtherNodes, Store
 
 from ..engine.engine import Engine
-from ..engine.repair_port import Pause
 from ..engine.row_access import RowAccess
 from ..model.tables import Tables, TableState
 from ..repair.repairer import Repairer, kept_records
@@ -102,11 +101,10 @@ class SlotMover:
             return None
         return max(0.0, self._not_before_s - self._clock())
 
-    def step(self, pause: Pause, *, loaded: bool = False) -> bool:
+    def step(self, *, loaded: bool = False) -> bool:
         """Do a slice of what the map in force asks for; return whether there is more at once.
 
         Args:
-            pause: between tries of what storage does not take.
             loaded: whether batches came since the last slice: most of the time is theirs then.
 
         Raises:
@@ -119,7 +117,6 @@ class SlotMover:
             return False
         begun_s = self._clock()
         try:
-            self._engine.write_dirty(pause)
             n_rows = next(self._slices, None)
         except LostRowError:
             raise

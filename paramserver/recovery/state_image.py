@@ -12,13 +12,11 @@ def image(parts: ShardParts, position: Position, rows: Callable[[TableState], tu
     """Take the state as of the last batch applied.
 
     Args:
-        parts: of the shard. Nothing may be applied meanwhile, and no row may be dirty: call this on the apply thread, or when that has
-            ended.
+        parts: of the shard. Nothing may be applied meanwhile: call this on the apply thread, or when that has ended.
         position: behind the journal entry of that batch. Sessions may be ahead of it: a hello or a push that is told twice changes
             nothing.
         rows: ids and versions of a table: all of them, or those that came with what is noted (`state_changes`).
     """
-    assert parts.engine.behind is None or not parts.engine.behind.n_rows, "an image is of a moment when storage holds what the index says"
     tables = [TableImage(state.definition, state.step, *rows(state)) for state in parts.tables.all()]
     sessions, members, complete = parts.ingest.attendance.to_save()
     return ShardState(

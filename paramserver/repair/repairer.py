@@ -185,7 +185,6 @@ class Repairer:
                 log.error("table %r: %d pages had bytes of another program behind their end; cut off", rows.definition.name, n_long)
             for block in self._blocks(rows.definition, len(rows.ids)):
                 ids = rows.ids[block]
-                ids = ids[~state.cache.is_pinned(ids)]  # dirty rows are older in storage than in the index, and will be written anyway
                 wanted = state.versions(ids)
                 if ahead.tail is not None:
                     wanted = ahead.tail.wanted(rows.definition, ids, wanted)
@@ -210,7 +209,6 @@ class Repairer:
             JournalBehindError: a row was written by a batch that the journal does not have.
             StorageError: as every read and write.
         """
-        ids = ids[~state.cache.is_pinned(ids)]
         wanted = state.versions(ids)
         ids, wanted = ids[wanted != 0], wanted[wanted != 0]
         if not len(ids):
@@ -318,10 +316,8 @@ class Repairer:
                 self._still_ours()
                 judge = partial(self._refuse_if_later, one.table.definition)
                 access.write_over(one.table.definition, one.ids[block], records[block], judge)
-            # Dirty rows among them are written with this, ahead of their time. Memcached's tokens have changed.
-            n_dirty = int(np.count_nonzero(cache.is_pinned(one.ids)))
-            cache.forget(one.ids)
-            self.figures.rows += len(one.ids) - n_dirty
+            cache.forget(one.ids)  # memcached's tokens have changed
+            self.figures.rows += len(one.ids)
 
     def _records(self, wanted: Sequence[WantedVersions]) -> list[NDArray[np.uint8]]:
         """The records at these versions: from the cache where it has them, the others reconstructed."""

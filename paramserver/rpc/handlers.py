@@ -192,7 +192,7 @@ class Handlers:
 
     def progress(self, request: Empty, deadline: Deadline) -> ProgressReply:
         """Say up to which batch storage has everything."""
-        return ProgressReply(self._parts.engine.epoch, self._parts.engine.stored_k)
+        return ProgressReply(self._parts.engine.epoch, self._parts.engine.k)
 
     def status(self, request: Empty, deadline: Deadline) -> StatusReply:
         """Say how the shard is doing."""
@@ -215,7 +215,6 @@ class Handlers:
             journal_bytes=parts.fenced_log.journal.size_bytes,
             recovered_rows=parts.recovered.rows,
             recovery_s=parts.recovered.seconds,
-            dirty_rows=0 if parts.engine.behind is None else parts.engine.behind.n_rows,
             repair=parts.repairer.figures.now,
             compared=self._background.scrub.describe(),
         )

@@ -44,7 +44,7 @@ class InspectionHandlers:
         with engine.batch_boundary.between(deadline):
             at = int(state.cache.peek(ids)[0])
             record = state.cache.records[at].tobytes() if at >= 0 else b""
-            reply = ShowRowReply(int(state.versions(ids)[0]), record, bool(state.cache.is_pinned(ids)[0]), engine.k)
+            reply = ShowRowReply(int(state.versions(ids)[0]), record, engine.k)
         return replace(reply, trainers=self._trainers_of(reply.version, deadline))
 
     def _trainers_of(self, version: int, deadline: Deadline) -> list[str]:

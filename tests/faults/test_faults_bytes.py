@@ -276,12 +276,11 @@ OTHER_TYPES: dict[str, Callable[[redis.Redis, bytes], object]] = {
 }
 
 
-@pytest.mark.parametrize("write_behind", [False, True])
-def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes_back(kind: str, write_behind: bool) -> None:
+@pytest.mark.parametrize("cache_mb", [0, 64])
+def test_a_page_that_another_program_replaced_is_named_and_every_row_of_it_comes_back(kind: str, cache_mb: int) -> None:
     if kind == "memcached":
         pytest.skip("memcached keeps no pages and knows one type of value")
-    servers = {"cache_mb": 64, "write_behind_batches": 4} if write_behind else {"cache_mb": 0}
-    faulty = FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2, "on_lost_node": "fail"}, servers=servers)
+    faulty = FaultyCluster(kind, 3, shards=2, storage={"timeout_s": 2, "on_lost_node": "fail"}, servers={"cache_mb": cache_mb})
     with faulty as local, kvemb.connect(local.url, timeout_s=PATIENCE_S) as cluster:
         table = paged_table(cluster)
         ids, expected = np.arange(4000), 1

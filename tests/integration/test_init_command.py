@@ -53,8 +53,6 @@ def test_every_key_may_be_taken_in_as_it_stands_and_shows_its_default(written: P
         if key in {"trainers", "barrier_timeout_s", "on_lost_trainer"}:
             text = text.replace("  # mode: async", "  mode: sync")
             text = text if key == "trainers" else text.replace("  # trainers: 4", "  trainers: 4")
-        if key == "write_behind_ms":
-            text = text.replace("  # write_behind_batches: 0", "  write_behind_batches: 1")
         after = config.load(yaml.safe_load(text) | {}, ENVIRON)
         if key not in SHOWS_ANOTHER:
             section = "storage" if hasattr(after.storage, key) and not hasattr(after.servers, key) else "servers"

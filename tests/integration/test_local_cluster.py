@@ -308,8 +308,6 @@ def test_a_local_cluster_hands_every_option_on() -> None:
     assert started._servers_section == given
     more = {"barrier_timeout_s": 9.0}
     assert LocalCluster("redis", mode="sync", trainers=1, **more)._servers_section.items() >= more.items()  # type: ignore[arg-type]
-    more = {"write_behind_batches": 3, "write_behind_ms": 20}
-    assert LocalCluster("redis", **more)._servers_section.items() >= more.items()  # type: ignore[arg-type]
 
 
 def test_a_shard_that_ended_tells_its_last_words_to_trainers_of_the_machine() -> None:

@@ -1,4 +1,4 @@
-"""How far the shards have come: up to which batch storage has everything, also where rows are written behind."""
+"""How far the shards have come: up to which batch storage has everything."""
 
 import numpy as np
 import pytest
@@ -40,17 +40,3 @@ def test_every_batch_up_to_k_is_seen_by_pulls() -> None:
         assert cluster.progress() == [(1, 3), (2, 2)]
         with kvemb.connect(local.url, read_only=True) as reader, pytest.raises(ReadOnlyError):
             reader.progress()
-
-
-def test_rows_that_are_written_behind_are_not_there_yet() -> None:
-    with LocalCluster("valkey", write_behind_batches=1000, write_behind_ms=60_000) as local, kvemb.connect(local.url) as cluster:
-        table = table_of(cluster)
-        push(table, IDS)  # new rows are written at once
-        assert cluster.progress() == [(1, 1)]
-        push(table, IDS[:10])
-        push(table, IDS[50:])
-        assert cluster.progress() == [(1, 1)]
-        np.testing.assert_array_equal(table.pull(IDS[:10]), np.full((10, 2), -1.0))
-        cluster.flush()
-        assert cluster.progress() == [(1, 3)]
-        np.testing.assert_array_equal(table.pull(IDS[:10]), np.full((10, 2), -2.0))

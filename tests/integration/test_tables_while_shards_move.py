@@ -1,11 +1,10 @@
-"""Tables that come and go, loads, and write-behind, while slots change their shard: right, or refused by name, nothing half done."""
+"""Tables that come and go, and loads, while slots change their shard: right, or refused by name, nothing half done."""
 
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from chaos.cluster import FaultyCluster
 from chaos.processes import paused
 from matrix import one_of
 from shard_moves import IDS, PATIENCE_S, HastyTrainer, ShardMoves
@@ -111,25 +110,6 @@ def test_tables_that_are_made_while_slots_move_between_shards_are_trained_like_a
             table.push(IDS, ONES).wait_applied(PATIENCE_S)
             assert np.unique(table.pull(IDS)).tolist() == [-2]
     moves.close()
-
-
-def test_rows_that_write_behind_holds_back_go_with_their_slots(require_server: Callable[[str], str]) -> None:
-    require_server("redis-server")
-    with FaultyCluster("redis", 2, shards=3, servers={"write_behind_batches": 64, "write_behind_ms": 60_000}) as cluster:
-        moves, trainers = ShardMoves(cluster.url), [HastyTrainer(cluster.url, "t", seed) for seed in (1, 2)]
-        try:
-            for owners in (GIVEN, THIRDS, GIVEN):
-                for trainer in trainers:
-                    require_progress(trainer)
-                moves.begin(owners)
-                assert (moves.wait().slot_shards == owners).all()
-            cluster.shards[1].kill()
-            cluster.start_shard(1)
-        finally:
-            moves.close()
-            counts = sum(trainer.stop() for trainer in trainers)
-        with kvemb.connect(cluster.url, read_only=True) as reader:
-            np.testing.assert_array_equal(-reader.table("t").pull(IDS, timeout_s=PATIENCE_S)[:, 0], counts)
 
 
 def test_a_trainer_that_slept_through_two_moves_has_what_it_pushed_before_applied_once(local: LocalCluster) -> None:

@@ -22,7 +22,6 @@ from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
-from paramserver.engine.write_behind import WriteBehind
 from paramserver.ingest.membership import Membership
 from paramserver.ingest.sessions import Sessions
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
@@ -112,11 +111,10 @@ class Life:
         *,
         epoch: int,
         cache_bytes: int,
-        behind: Callable[[Tables], WriteBehind | None] = lambda tables: None,
     ) -> None:
         budget = CacheBudget(cache_bytes)
         self.tables = Tables([TableState(TABLES[name], step, arrays, budget) for name, (step, arrays) in saved.tables.items()], budget)
-        ports = EnginePorts(NO_REPAIR, NO_OBSERVER, behind(self.tables))
+        ports = EnginePorts(NO_REPAIR, NO_OBSERVER)
         self.engine = Engine(store, self.tables, Timeline(epoch), k=saved.k, timeout_s=5, ports=ports)
         self.sessions, self.members = Sessions(True), Membership(2)
         self.saved = saved

@@ -73,14 +73,6 @@ def test_every_option_has_an_effect() -> None:
     assert (loaded.servers.durability, loaded.servers.journal_max_mb) == ("os", 5)
 
 
-def test_write_behind_needs_a_cache_and_async_mode() -> None:
-    loaded = config.parse(tree("parameter_servers", {"shards": ["c:7000"], "write_behind_batches": 4, "write_behind_ms": 20}), {})
-    assert (loaded.servers.write_behind_batches, loaded.servers.write_behind_ms) == (4, 20)
-    for others in ({"mode": "sync", "trainers": 2}, {"cache_mb": 0}):
-        with pytest.raises(ConfigError, match=r"^parameter_servers.write_behind_batches: (not in sync mode|needs)"):
-            config.parse(tree("parameter_servers", {"shards": ["c:7000"], "write_behind_batches": 4, **others}), {})
-
-
 def test_shards_of_one_host_are_scraped_on_ports_side_by_side_and_never_on_another_servers() -> None:
     shards = ["c:7000", "d:7000", "c:7001"]
     servers = config.parse(tree("parameter_servers", {"shards": shards, "metrics_port": 9470}), {}).servers
@@ -149,10 +141,7 @@ def test_a_shard_without_a_journal_is_refused_with_what_to_set_instead() -> None
         ("parameter_servers.metrics_port", -1, "parameter_servers.metrics_port.*expected a port"),
         ("parameter_servers.metrics_port", True, "parameter_servers.metrics_port.*expected a port"),
         ("parameter_servers.metrics_port", 65536, "parameter_servers.metrics_port.*expected a port"),
-        ("parameter_servers.write_behind_batches", -1, "parameter_servers.write_behind_batches.*whole number from 0"),
-        ("parameter_servers.write_behind_batches", True, "parameter_servers.write_behind_batches"),
-        ("parameter_servers.write_behind_ms", 0, "parameter_servers.write_behind_ms.*whole number from 1"),
-        ("parameter_servers.write_behind_ms", 50, "parameter_servers.write_behind_ms: has an effect only with write_behind_batches"),
+        ("parameter_servers.write_behind_batches", 4, "parameter_servers.write_behind_batches: unknown key"),
         ("parameter_servers.durability", "disk", "parameter_servers.durability: got 'disk', expected fsync .* or os "),
         ("parameter_servers.durability", None, "parameter_servers.durability"),
         ("parameter_servers.journal_max_mb", 0, "parameter_servers.journal_max_mb"),

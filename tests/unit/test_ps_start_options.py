@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvemb.config import parse
-from paramserver.engine.write_behind import Bound
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start
 from tests.unit.journal_disk import FaultyOs, system
@@ -30,11 +29,3 @@ def started(folder: Path, **servers: object) -> Shard:
 def test_a_shard_syncs_its_journal_unless_it_is_told_not_to(tmp_path: Path, system: FaultyOs, durability: str, syncs: bool) -> None:
     started(tmp_path, durability=durability).stop(5)
     assert ("fdatasync" in system.calls) == syncs
-
-
-def test_a_shard_writes_behind_within_the_bounds_of_its_file(tmp_path: Path) -> None:
-    shard = started(tmp_path, write_behind_batches=4, write_behind_ms=20)
-    behind = shard._parts.engine.behind
-    shard.stop(5)
-    assert behind is not None
-    assert behind._bound == Bound(4, 0.02)

@@ -66,14 +66,14 @@ def test_rows_in_use_outlive_rows_that_are_not() -> None:
 
 
 def test_tables_share_one_budget_and_each_keeps_a_little() -> None:
-    budget = CacheBudget(4 * MIN_ROWS * (SIZE + 49))
+    budget = CacheBudget(4 * MIN_ROWS * (SIZE + 48))
     first, second = RecordCache(SIZE, budget), RecordCache(SIZE, budget)
     many = ids_of(list(range(10 * MIN_ROWS)))
     first.put(many, records_for(many, 1), None)
     second.put(many, records_for(many, 1), None)
     assert (first.find(many) >= 0).sum() == 4 * MIN_ROWS
     assert (second.find(many) >= 0).sum() == MIN_ROWS
-    assert budget.used_bytes == 5 * MIN_ROWS * (SIZE + 49)
+    assert budget.used_bytes == 5 * MIN_ROWS * (SIZE + 48)
 
 
 def test_no_budget_keeps_nothing_and_counts_no_hits() -> None:
