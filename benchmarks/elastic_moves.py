@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +13,21 @@ import kvemb
 from benchmarks.apply_load import TIMEOUT_S
 from benchmarks.elastic_load import Trainers, Window, check_counts, fill
 from benchmarks.recovery_steps import watch_repair
-from kvemb.client.resizing.node_moves import NodePlan
-from kvemb.client.resizing.shard_scaling import INDEX_BYTES, ShardMovePlan
+from kvemb.client.slot_moves import INDEX_BYTES
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
 from kvemb.net.deadline import Deadline
+from kvemb.schema.move_plan import SHARDS
+from kvemb.schema.slot_dealing import SlotPlan
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
-from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan
 from kvemb.stores.storage_kinds import open_store
 
 N_NODES, N_SHARDS = 2, 2
 TABLE = "elastic"
 _OPEN_S = 20.0
 _CLUSTER = "redis-cluster"
-Plan = NodePlan | ShardMovePlan | ScalingPlan
+Plan = SlotPlan[Any]
 
 
 @dataclass(frozen=True)
@@ -132,21 +133,20 @@ class ElasticCluster:
             time.sleep(self._options.seconds)
         with trainers.window() as meanwhile:
             move = self.alone(plan)
-        n_after = 1 + (N_SHARDS if isinstance(plan, ShardMovePlan) else self.n_nodes)
+        n_after = 1 + (N_SHARDS if plan.kind == SHARDS else self.n_nodes)
         return Change(before[0], meanwhile[0], move, move.n_rows * n_after / self._options.rows)
 
     def alone(self, plan: Plan) -> Move:
         """Let the plan happen."""
         start_s = time.perf_counter()
-        if isinstance(plan, ScalingPlan):
-            assert self._scaling is not None
-            self._scaling.carry_out(plan)
-            n_rows = round(self._options.rows * plan.n_bytes / float(plan.loads.sum()))
-            return Move(n_rows, time.perf_counter() - start_s)
-        if isinstance(plan, NodePlan):
+        if plan.kind == SHARDS:
+            self.opened.shards.begin(plan)
+        elif self._scaling is None:
             self.opened.nodes.begin(plan)
         else:
-            self.opened.shards.begin(plan)
+            self._scaling.carry_out(plan)
+            n_rows = round(self._options.rows * plan.n_bytes / float(plan.sizes.record_bytes.sum()))
+            return Move(n_rows, time.perf_counter() - start_s)
         self.opened.nodes.wait(timeout_s=TIMEOUT_S)
         return Move(plan.n_rows, time.perf_counter() - start_s)
 

@@ -189,7 +189,7 @@ def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _move_verb(args: argparse.Namespace) -> int:
-    from kvemb.commands.resize_verbs.shards_command import COMMANDS
+    from kvemb.commands.scaling_commands import COMMANDS
 
     return COMMANDS[args.verb](args)
 

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from kvemb.checkpoint.load import LoadProgress, LoadResult
     from kvemb.checkpoint.save import SaveProgress, SaveResult
     from kvemb.client.ack import Ack
-    from kvemb.client.resizing.node_moves import NodeMoves
-    from kvemb.client.resizing.shard_scaling import ShardScaling
     from kvemb.client.shard_questions import ShardQuestions
+    from kvemb.client.slot_moves import NodeMoves, ShardScaling
 
 _LEAVE_S = 2.0  # how long a program that failed is kept because of pushes that are on their way
 
@@ -79,14 +78,14 @@ class Cluster:
     @property
     def nodes(self) -> NodeMoves:
         """The storage nodes that come and go while training goes on (memcached, Redis, Valkey)."""
-        from kvemb.client.resizing.node_moves import NodeMoves
+        from kvemb.client.slot_moves import NodeMoves
 
         return NodeMoves(self._access.require_shards("nodes").servers)
 
     @property
     def shards(self) -> ShardScaling:
         """The parameter-server shards that come and go while training goes on."""
-        from kvemb.client.resizing.shard_scaling import ShardScaling
+        from kvemb.client.slot_moves import ShardScaling
 
         return ShardScaling(self._access.require_shards("shards").servers)
 

@@ -21,7 +21,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import open_store
 
 if TYPE_CHECKING:
-    from kvemb.client.resizing.node_moves import NodeMoves
+    from kvemb.client.slot_moves import NodeMoves
 
 
 def connect(
@@ -90,7 +90,7 @@ def nodes(source: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[NodeMo
         ...     nodes.replace_dead("10.0.0.2:6379", "10.0.0.4:6379")
     """
     from kvemb.client.all_shards import AllShards  # imports gRPC
-    from kvemb.client.resizing.node_moves import NodeMoves
+    from kvemb.client.slot_moves import NodeMoves
 
     config = load(source, os.environ)
     require_encrypted(config)

@@ -1,11 +1,15 @@
 """Which slots move when owners come, go, or change their weights: as little as possible, and each table's rows as evenly as all rows. Pure.
 
+The one dealer, and the one kind of plan: of nodes under a map of ours, of a Redis Cluster's nodes, of shards.
+
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
 such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. Who has too much
 only gives, who lacks some only takes: no shard can do both in one move (docs/adr/0062).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +21,109 @@ _WIDEST_GROUP = 64
 _GROUPS_PER_OWNER = 16
 _EVEN_SHARE = 0.05  # of a slot's cost counts the slot itself, so that empty ones are dealt, too
 _GOLDEN = 0.6180339887498949
+Basis = TypeVar("Basis")
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSizes:
+    """What lies in each slot: uint64 [16384] rows, and bytes of their records."""
+
+    rows: NDArray[np.uint64]
+    record_bytes: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan(Generic[Basis]):
+    """What a move of slots would do. Nothing is changed until it is begun.
+
+    Args:
+        kind: "nodes" or "shards", as of a `MovePlan`.
+        basis: what it was worked out from: the cluster map; of a Redis Cluster's nodes the change as the cluster is to keep it.
+        before, after: uint16 [16384], the number of each slot's owner now, and then.
+        sizes: of the slots.
+        join, leave: addresses.
+    """
+
+    kind: str
+    basis: Basis
+    before: NDArray[np.uint16]
+    after: NDArray[np.uint16]
+    sizes: SlotSizes
+    join: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+
+    @property
+    def moving(self) -> NDArray[np.bool_]:
+        """Which slots move: bool [16384]."""
+        moving: NDArray[np.bool_] = self.before != self.after
+        return moving
+
+    @property
+    def n_slots(self) -> int:
+        """How many slots move."""
+        return int(np.count_nonzero(self.moving))
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows are in them; 0 on a Redis Cluster, whose nodes are not asked."""
+        return int(self.sizes.rows[self.moving].sum())
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes of records are in them, without what a server adds; on a Redis Cluster about what they take in memory."""
+        return int(self.sizes.record_bytes[self.moving].sum())
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether everything is as it is to be."""
+        return not (self.n_slots or self.join or self.leave)
+
+
+def shares_of(
+    kind: str, there: Mapping[int, str], joining: Mapping[int, str], leave: Sequence[str], weights: Mapping[str, float] | None
+) -> dict[int, float]:
+    """Return the share of each owner that is to have slots, by its number: 1 where no weight names it.
+
+    Args:
+        kind: "nodes" or "shards".
+        there, joining: addresses by number, of the owners that there are, and of those to come.
+        leave: addresses.
+        weights: shares by address.
+
+    Raises:
+        InvalidInputError: an address is none of theirs, or a new one is one already; or nobody would have slots.
+    """
+    noun, owners, named = kind.removesuffix("s"), {**there, **joining}, ", ".join(there.values())
+    for address in [*leave, *(weights or {})]:
+        if address not in owners.values():
+            raise InvalidInputError(f"{noun} {address}: is none of the cluster's, which are {named}")
+    if len(set(owners.values())) < len(owners):
+        raise InvalidInputError(f"{noun} {', '.join(joining.values())}: is one of the cluster's already, which are {named}")
+    shares = {number: (weights or {}).get(address, 1.0) for number, address in owners.items() if address not in leave}
+    if not any(share > 0 for share in shares.values()):
+        raise InvalidInputError(f"no {noun} would be left that has slots; a cluster needs one")
+    return shares
+
+
+def kept_shares(
+    owners: NDArray[np.uint16], sizes: NDArray[np.uint64], numbers: Sequence[int], joining: int | None = None, leaving: int | None = None
+) -> dict[int, float]:
+    """Return shares by which owners keep their proportions when one joins, with the mean of the others, or leaves.
+
+    Args:
+        owners, sizes: as of `deal`.
+        numbers: of all owners, the joining one and the leaving one among them.
+
+    Example:
+        >>> owners, even = np.repeat(np.array([0, 1], np.uint16), [4096, 12288]), np.ones(N_SLOTS, np.uint64)
+        >>> kept_shares(owners, even, [0, 1, 2], joining=2), kept_shares(owners, even, [0, 1], leaving=0)
+        ({0: 0.25, 1: 0.75, 2: 0.5}, {1: 0.75})
+    """
+    held = np.bincount(owners, weights=_cost(sizes), minlength=max(numbers) + 1)
+    shares = {number: float(held[number]) for number in numbers if number not in (joining, leaving)}
+    if joining is not None:
+        shares[joining] = sum(shares.values()) / max(1, len(shares))
+    return shares if any(shares.values()) else dict.fromkeys(shares, 1.0)
 
 
 def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping[int, float]) -> NDArray[np.uint16]:
@@ -38,7 +145,7 @@ def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping
     wanted = {owner: weight for owner, weight in weights.items() if weight > 0}
     if not wanted or len(wanted) > N_SLOTS:
         raise InvalidInputError(f"{len(wanted)} owners with a weight above 0; give between 1 and {N_SLOTS}")
-    cost = sizes / max(1.0, float(sizes.sum())) * (1 - _EVEN_SHARE) + _EVEN_SHARE / N_SLOTS
+    cost = _cost(sizes)
     total = sum(wanted.values())
     target = {owner: float(cost.sum()) * weight / total for owner, weight in wanted.items()}
     begins, ends = _groups(owners, len(wanted))
@@ -59,6 +166,12 @@ def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping
         load[owner] -= size
         load[taker] += size
     return out
+
+
+def _cost(sizes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """What each slot counts: float64 [16384], 1 together."""
+    cost: NDArray[np.float64] = sizes / max(1.0, float(sizes.sum())) * (1 - _EVEN_SHARE) + _EVEN_SHARE / N_SLOTS
+    return cost
 
 
 def _groups(owners: NDArray[np.uint16], n_owners: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -16,10 +16,12 @@ from training import Training
 from kvemb.config import load
 from kvemb.local_cluster import storage_servers
 from kvemb.net.deadline import Deadline
+from kvemb.schema.slot_dealing import SlotPlan
+from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
-from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner
+from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlanner
 
-Plan = Callable[[ScalingPlanner], ScalingPlan]
+Plan = Callable[[ScalingPlanner], SlotPlan[NodeChange]]
 
 
 class Stopped(BaseException):

@@ -11,8 +11,7 @@ from matrix import one_of
 from moving_load import PATIENCE_S, MovingLoad, further_node
 
 import kvemb
-from kvemb.client.resizing.node_moves import NodeMoves
-from kvemb.client.resizing.slot_moves import MoveState
+from kvemb.client.slot_moves import MoveState, NodeMoves
 from kvemb.errors import KvembError, MoveRefusedError, WrongNodeError
 from kvemb.local_cluster import LocalCluster
 from kvemb.net.deadline import Deadline

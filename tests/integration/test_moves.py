@@ -66,7 +66,7 @@ def test_on_memcached_rows_are_judged_at_each_node_that_they_are_written_to(requ
         nodes, definition, cluster_map = cluster.nodes, table.definition, cluster.store.cluster_map
         ids = IDS[cluster_map.shards_of(definition.placement.slots(IDS.astype(np.uint64))) == 0][:2000]
         plan = nodes.add(third.address)
-        n_moving = int((plan.slot_nodes[definition.placement.slots(ids.astype(np.uint64))] == 2).sum())
+        n_moving = int((plan.after[definition.placement.slots(ids.astype(np.uint64))] == 2).sum())
         assert n_moving > 400
 
         def push(n: int) -> dict[str, int]:

@@ -198,10 +198,10 @@ def test_an_incremental_checkpoint_knows_what_was_erased_while_slots_were_elsewh
         table = cluster.create_table("t", dim=2, optimizer=kvemb.optim.sgd(lr=1.0), initializer=kvemb.init.zeros())
         table.push(IDS, np.ones((len(IDS), 2), np.float32)).wait_applied(PATIENCE_S)
         base = cluster.save(f"{local.folder}/saves/base")
-        there = cluster.shards.rebalance().map.slot_shards
+        there = cluster.shards.rebalance().before
 
         def move(owners: np.ndarray) -> None:
-            cluster.shards.begin(replace(cluster.shards.rebalance(), slot_shards=owners.astype(np.uint16)))
+            cluster.shards.begin(replace(cluster.shards.rebalance(), after=owners.astype(np.uint16)))
             cluster.shards.wait(timeout_s=PATIENCE_S)
 
         move(np.zeros_like(there))

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from kvemb.errors import NodeUnavailableError, ProtocolError, StorageError
 from kvemb.stores.node_batch import server_error
-from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, key_bytes
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode
-from kvemb.stores.redis_cluster.scaling.slot_loads import key_bytes
 from kvemb.stores.redis_server.redis_commands import RedisAccess, Word, shown
 from kvemb.wire.resp.resp_value import ErrorLine
 

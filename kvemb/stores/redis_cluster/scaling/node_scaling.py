@@ -24,19 +24,19 @@ from kvemb.errors import ConfigError, InvalidInputError, NodeUnavailableError
 from kvemb.net.deadline import Deadline
 from kvemb.net.pool import Doubts, LinkPool
 from kvemb.net.tls_link import connector_of
+from kvemb.schema.slot_dealing import SlotPlan
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, NodeChange
 from kvemb.stores.redis_cluster.primary_links import PrimaryConnector
-from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.admin_links import LEAST_LOAD, AdminLinks, slot_loads
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView, OpenSlot
 from kvemb.stores.redis_cluster.scaling.key_migration import MigrationPace
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
 from kvemb.stores.redis_cluster.scaling.redis_slot_mover import RedisSlotMover
-from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlan, ScalingPlanner, new_holder
-from kvemb.stores.redis_cluster.scaling.slot_loads import LEAST_LOAD, slot_loads
+from kvemb.stores.redis_cluster.scaling.scaling_plans import ScalingPlanner, new_holder
 from kvemb.stores.redis_cluster.whole_primaries import WholePrimaries
 from kvemb.stores.redis_server.redis_commands import RedisAccess
 
@@ -85,7 +85,7 @@ class NodeScaling:
         """Return how many slots still have to move for a change."""
         return change.left(self.plans.view().owners)
 
-    def carry_out(self, plan: ScalingPlan, progress: Progress | None = None) -> list[str]:
+    def carry_out(self, plan: SlotPlan[NodeChange], progress: Progress | None = None) -> list[str]:
         """Do it. When this returns it is done; what the operator should know besides is returned, in words.
 
         Raises:
@@ -93,17 +93,17 @@ class NodeScaling:
             StorageError: it could not go on. What has moved has moved and what has not has not; no row is lost. `resume` goes on,
                 `abort` takes all of it back.
         """
-        change = plan.change
-        if plan.address:
-            joined = self._membership.join(plan.address, self.plans.view())
+        change = plan.basis
+        for address in plan.join:
+            joined = self._membership.join(address, self.plans.view())
             assert joined == change.joining
             view = self.plans.view()
             if change.kind == "replace" and view.nodes[change.leaving].failed:
                 return self._replace_dead(change, view)
-            self._membership.admit(plan.address)
+            self._membership.admit(address)
         if not self._begin(change):
             raise ConfigError("a change of nodes is under way already: look at it, then resume or abort it. This one was not begun.")
-        return self._go_on(change, progress, plan.loads)
+        return self._go_on(change, progress, plan.sizes.record_bytes)
 
     def resume(self, progress: Progress | None = None) -> list[str]:
         """Go on with the change that is under way, whoever began it; without one, close slots that stand open. As `carry_out`."""
@@ -151,7 +151,7 @@ class NodeScaling:
             self._mover.drop_witnesses([state.slot], holder)
         return [f"{len(view.open_slots)} slots stood open; no change of nodes was under way"] if view.open_slots else []
 
-    def _go_on(self, change: NodeChange, progress: Progress | None, loads: NDArray[np.float64] | None = None) -> list[str]:
+    def _go_on(self, change: NodeChange, progress: Progress | None, loads: NDArray[np.uint64] | None = None) -> list[str]:
         view = self.plans.view()
         if loads is None:
             loads = slot_loads(self._links, view, self._config.timeout_s)
@@ -169,7 +169,7 @@ class NodeScaling:
                 progress(what, int(done), int(total))
         return self._end(change, going)
 
-    def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView, loads: NDArray[np.float64]) -> Iterator[list[int]]:
+    def _groups(self, going: NDArray[np.int64], change: NodeChange, view: ClusterView, loads: NDArray[np.uint64]) -> Iterator[list[int]]:
         """Slots that can be moved at once: a few, from one node to another. Those that stand open come first, each alone."""
         standing = {state.slot for state in view.open_slots}
         yield from ([slot] for slot in going.tolist() if slot in standing)

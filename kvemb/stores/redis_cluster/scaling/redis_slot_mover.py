@@ -7,7 +7,7 @@ nothing was lost meanwhile:
     a witness           a key that the source is given before, and that travels last. If it is gone, the source has lost keys on the way:
                         the marker is deleted, and the shards compare the slot's rows.
 
-What must not live here: which slots move (slot_shares), who is to know (node_scaling).
+What must not live here: which slots move (scaling_plans), who is to know (node_scaling).
 """
 
 import re
@@ -21,10 +21,9 @@ from kvemb.errors import DeadlineExceededError, NodeFullError, NodeLostError, No
 from kvemb.net.deadline import Deadline
 from kvemb.schema.slots import slot_tags
 from kvemb.stores.node_batch import server_error
-from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, keys_in
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, OpenSlot
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration, MigrationPace
-from kvemb.stores.redis_cluster.scaling.slot_loads import keys_in
 from kvemb.stores.redis_cluster.slot_map import marker_keys
 from kvemb.stores.redis_server.redis_commands import RedisAccess, Word
 from kvemb.wire.resp.resp_value import ErrorLine, Value

@@ -1,4 +1,7 @@
-"""What a change of a cluster's nodes would do: which slots would move, and whether every node has the room. Nothing is changed here."""
+"""What a change of a cluster's nodes would do: which slots would move, and whether every node has the room. Nothing is changed here.
+
+Who gets which slot is dealt as everywhere (`kvemb.schema.slot_dealing`), by the memory that slots take.
+"""
 
 import os
 from collections.abc import Mapping
@@ -10,46 +13,16 @@ from numpy.typing import NDArray
 
 from kvemb.errors import ConfigError, InvalidInputError, NodeFullError, NodeUnavailableError, StorageError
 from kvemb.net.deadline import Deadline
+from kvemb.schema.move_plan import NODES
+from kvemb.schema.slot_dealing import SlotPlan, SlotSizes, deal, kept_shares, shares_of
 from kvemb.schema.slots import N_SLOTS
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues
 from kvemb.stores.redis_cluster.node_change import CHANGE_NAME, ChangeKind, NodeChange
-from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks
+from kvemb.stores.redis_cluster.scaling.admin_links import AdminLinks, slot_loads
 from kvemb.stores.redis_cluster.scaling.cluster_nodes import ClusterNode, ClusterView
 from kvemb.stores.redis_cluster.scaling.node_membership import NodeMembership
-from kvemb.stores.redis_cluster.scaling.slot_loads import slot_loads
-from kvemb.stores.redis_cluster.scaling.slot_shares import new_owners, shares_with, weighted
 from kvemb.stores.redis_server import redis_admin
 from kvemb.stores.redis_server.redis_commands import RedisAccess
-
-
-@dataclass(frozen=True, eq=False)
-class ScalingPlan:
-    """What a change of nodes would do. Nothing is changed until `NodeScaling.carry_out`.
-
-    Args:
-        change: as it would be kept.
-        address: of the node that joins, as the operator gave it; "" for none.
-        loads: float64 [16384], about how many bytes lie in each slot.
-    """
-
-    change: NodeChange
-    address: str
-    loads: NDArray[np.float64]
-
-    @property
-    def n_slots(self) -> int:
-        """How many slots move."""
-        return int(self._moving.sum())
-
-    @property
-    def n_bytes(self) -> int:
-        """About how many bytes move."""
-        return int(self.loads[self._moving].sum())
-
-    @property
-    def _moving(self) -> NDArray[np.bool_]:
-        moving: NDArray[np.bool_] = self.change.before != self.change.after
-        return moving
 
 
 @dataclass(frozen=True)
@@ -101,12 +74,12 @@ class ScalingPlanner:
         data = self._values.get(CHANGE_NAME, self._deadline())
         return None if data is None else NodeChange.decode(data)
 
-    def add(self, address: str) -> ScalingPlan:
+    def add(self, address: str) -> SlotPlan[NodeChange]:
         """Plan that a server joins, and gets its part of all others' slots."""
         view, name = self._for_newcomer(address)
         return self._plan("add", view, address, joining=name)
 
-    def remove(self, address: str) -> ScalingPlan:
+    def remove(self, address: str) -> SlotPlan[NodeChange]:
         """Plan that a node gives its slots away, and leaves."""
         view = self._settled_view()
         node = self._primary(view, address)
@@ -115,7 +88,7 @@ class ScalingPlanner:
         self._require_no_replicas(view, node)
         return self._plan("remove", view, leaving=node.name)
 
-    def replace(self, old: str, new: str) -> ScalingPlan:
+    def replace(self, old: str, new: str) -> SlotPlan[NodeChange]:
         """Plan that a server takes the place of a node, which leaves."""
         view, name = self._for_newcomer(new)
         node = self._primary(view, old)
@@ -124,11 +97,10 @@ class ScalingPlanner:
             raise InvalidInputError(f"node {new}: holds slots already; remove {old} instead: the others take over what it has")
         return self._plan("replace", view, new, joining=name, leaving=node.name)
 
-    def rebalance(self, weights: Mapping[str, float] | None = None) -> ScalingPlan:
+    def rebalance(self, weights: Mapping[str, float] | None = None) -> SlotPlan[NodeChange]:
         """Plan that every node gets its share of the rows: by weights, 1 for who is given none."""
         view = self._settled_view()
-        addresses = [node.address for node in view.primaries]
-        return self._plan("rebalance", view, shares=weighted(addresses, weights or {}))
+        return self._plan("rebalance", view, shares=shares_of(NODES, dict(enumerate(n.address for n in view.primaries)), {}, (), weights))
 
     # --- inside: planning -------------------------------------------------------------------------------------------------------
 
@@ -140,27 +112,27 @@ class ScalingPlanner:
         *,
         joining: str = "",
         leaving: str = "",
-        shares: NDArray[np.float64] | None = None,
-    ) -> ScalingPlan:
+        shares: Mapping[int, float] | None = None,
+    ) -> SlotPlan[NodeChange]:
         names = tuple(dict.fromkeys([*(node.name for node in view.primaries), *([joining] if joining else [])]))
-        before, loads = owners_among(view, names), slot_loads(self._links, view, self._config.timeout_s)
+        before, loads = owners_among(view, names).astype(np.uint16), slot_loads(self._links, view, self._config.timeout_s)
         number = {name: index for index, name in enumerate(names)}
         if kind == "replace":
-            after = np.where(before == number[leaving], number[joining], before)
+            after = np.where(before == number[leaving], number[joining], before).astype(np.uint16)
         else:
-            held = np.bincount(before, weights=loads, minlength=len(names)).astype(np.float64)
-            wanted = shares_with(held, number.get(joining), number.get(leaving)) if shares is None else shares
-            after = new_owners(before, loads, wanted)
-        plan = ScalingPlan(NodeChange(kind, joining, leaving, names, before, after, aborting=False, holder=new_holder()), address, loads)
+            after = deal(before, loads, shares or kept_shares(before, loads, [*number.values()], number.get(joining), number.get(leaving)))
+        owners = before.astype(np.int64), after.astype(np.int64)
+        change = NodeChange(kind, joining, leaving, names, *owners, aborting=False, holder=new_holder())
+        leave = (view.nodes[leaving].address,) if leaving else ()
+        plan = SlotPlan(NODES, change, before, after, SlotSizes(np.zeros_like(loads), loads), (address,) if address else (), leave)
         self._require_room(plan, view)
         return plan
 
-    def _require_room(self, plan: ScalingPlan, view: ClusterView) -> None:
+    def _require_room(self, plan: SlotPlan[NodeChange], view: ClusterView) -> None:
         """Refuse a change for which a node has not the memory."""
-        change = plan.change
-        for number, name in enumerate(change.names):
-            address = plan.address if name == change.joining else view.nodes[name].address
-            coming = plan.loads[(change.after == number) & (change.before != number)].sum()
+        for number, name in enumerate(plan.basis.names):
+            address = plan.join[0] if name == plan.basis.joining else view.nodes[name].address
+            coming = int(plan.sizes.record_bytes[plan.moving & (plan.after == number)].sum())
             if not coming:
                 continue
             fields = redis_admin.info(address, self._access, self._deadline())
@@ -204,7 +176,7 @@ class ScalingPlanner:
                 "take them away, first. Nothing was changed."
             )
 
-    def _figures(self, node: ClusterNode, view: ClusterView, loads: NDArray[np.float64]) -> NodeFigures:
+    def _figures(self, node: ClusterNode, view: ClusterView, loads: NDArray[np.uint64]) -> NodeFigures:
         used = limit = 0
         failed = node.failed
         try:

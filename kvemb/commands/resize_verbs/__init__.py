@@ -1,1 +1,0 @@
-"""`kvemb nodes`, `kvemb shards` and `kvemb moves`, on our kinds and on a Redis Cluster."""

@@ -1,0 +1,402 @@
+"""What `kvemb nodes`, `kvemb shards`, `kvemb moves` and `kvemb config` do: nodes and shards join, leave and take other shares.
+
+One way for all: show, or work a plan out, say what it would do, ask, carry it out. Three fronts know what differs: nodes and shards, whose
+moves shard 0 carries (`kvemb.client.slot_moves`), and the nodes of a Redis Cluster, whose own commands this process drives.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Protocol
+
+import numpy as np
+import yaml
+
+from kvemb.client.all_shards import AllShards
+from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
+from kvemb.commands.config_option import words_of
+from kvemb.commands.progress_meter import ProgressMeter
+from kvemb.commands.text_table import text_table
+from kvemb.config import Config, StorageConfig, load
+from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
+from kvemb.net.deadline import Deadline
+from kvemb.net.tls_link import connector_of
+from kvemb.schema.cluster_map import GONE, ClusterMap
+from kvemb.schema.move_plan import NODES
+from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
+from kvemb.status.cluster_status import survey
+from kvemb.status.node_traffic import look_twice, traffic_between
+from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
+from kvemb.stores.redis_cluster.node_change import NodeChange
+from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress
+from kvemb.stores.redis_server.redis_commands import RedisAccess
+
+NODE_ACTIONS = ("show", "add", "remove", "replace", "rebalance")
+SHARD_ACTIONS = ("show", "add", "remove", "rebalance")
+MOVE_ACTIONS = ("show", "abort", "resume")
+REDIS_CLUSTER = "redis-cluster"
+_ASK_S = 5.0
+Weights = Mapping[str, float] | None
+
+
+class _OwnersFront(Protocol):
+    """What one kind of owners of slots needs beside the one way."""
+
+    def table(self) -> str:
+        """Who is there, and what moves."""
+
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[Any]:
+        """Work out what an action would do."""
+
+    def lines(self, plan: SlotPlan[Any]) -> list[str]:
+        """What it would do, in words."""
+
+    def carry_out(self, plan: SlotPlan[Any]) -> int:
+        """Do it; return the exit code."""
+
+
+def nodes_command(args: argparse.Namespace) -> int:
+    """Show the nodes, or move slots between them."""
+    action, source, words = words_of(args, NODE_ACTIONS)
+    config = load(source, os.environ)
+    if config.storage.kind == REDIS_CLUSTER:
+        with NodeScaling(config.storage, max_mb_per_s=args.max_mb_per_s or None) as nodes:
+            return _run(_RedisClusterFront(nodes), action, words, args)
+    with closing(AllShards.of(config.servers)) as servers:
+        front = _NodesFront(NodeMoves(servers), config, args.max_mb_per_s)
+        if action == "replace" and front.is_dead(words):
+            return front.replace_dead(words, args)
+        return _run(front, action, words, args)
+
+
+def shards_command(args: argparse.Namespace) -> int:
+    """Show the shards, or move slots between them."""
+    action, source, words = words_of(args, SHARD_ACTIONS)
+    with closing(AllShards.of(load(source, os.environ).servers)) as servers:
+        return _run(_ShardsFront(ShardScaling(servers)), action, words, args)
+
+
+def _run(front: _OwnersFront, action: str, words: Sequence[str], args: argparse.Namespace) -> int:
+    if action == "show":
+        print(front.table())
+        return 0
+    plan = front.plan(action, words, weights_of(args.weights))
+    if plan.does_nothing:
+        print("nothing has to move")
+        return 0
+    print(*front.lines(plan), sep="\n", flush=True)
+    if args.dry_run:
+        return 0
+    return front.carry_out(plan) if _agreed(args, "begin") else 1
+
+
+def moves_command(args: argparse.Namespace) -> int:
+    """Show the move under way, take it back, or look on until it has ended."""
+    action, source, words = words_of(args, MOVE_ACTIONS)
+    if words:
+        raise ConfigError(f"{' '.join(words)}: {action} takes nothing but the path of a kvemb.yaml")
+    config = load(source, os.environ)
+    if config.storage.kind == REDIS_CLUSTER:
+        shards = _between_shards(config)
+        if action == "show" or not shards:
+            with NodeScaling(config.storage) as nodes:
+                code = _RedisClusterFront(nodes).moves(action)
+            if shards:
+                print(shards)
+            return code
+    with closing(AllShards.of(config.servers)) as servers:
+        moves = SlotMoves(servers)
+        if action == "abort":
+            if moves.abort().phase:
+                return _look_on(moves, expected_back=True)
+            print("the move was taken back, and everything is as before")
+            return 0
+        if action == "resume":
+            return _look_on(moves)
+        print(_described(moves.state()))
+        return 0
+
+
+def config_command(args: argparse.Namespace) -> int:
+    """Show where nodes and shards are now, as the cluster itself knows it, in the form of a kvemb.yaml."""
+    _, source, _ = words_of(args, ("show",))
+    config = load(source, os.environ)
+    with closing(AllShards.of(config.servers)) as servers:
+        state = SlotMoves(servers).state()
+    shards = [address for address in state.map.shard_places(config.servers.shards) if address]
+    nodes = _cluster_addresses(config.storage) if config.storage.kind == REDIS_CLUSTER else state.nodes.values()
+    storage = {"kind": config.storage.kind, "nodes": list(nodes)}
+    print(yaml.safe_dump({"cluster": config.cluster, "storage": storage, "parameter_servers": {"shards": shards}}, sort_keys=False), end="")
+    return 0
+
+
+Command = Callable[[argparse.Namespace], int]
+COMMANDS: Mapping[str, Command] = {
+    "nodes": nodes_command,
+    "shards": shards_command,
+    "moves": moves_command,
+    "config": config_command,
+}
+
+
+# --- what shard 0 carries -----------------------------------------------------------------------------------------------------------
+
+
+class _NodesFront:
+    """Nodes under a map of ours."""
+
+    def __init__(self, moves: NodeMoves, config: Config, max_mb_per_s: float) -> None:
+        self._moves, self._config, self._max_mb_per_s = moves, config, max_mb_per_s
+
+    def table(self) -> str:
+        stats, traffic = look_twice(self._config.storage)
+        state, sizes, seen = self._moves.state(), self._moves.sizes(), {node.address: node for node in stats if not node.error}
+        rows: list[tuple[object, ...]] = [("NODE", "ADDRESS", "SLOTS", "ROWS", "RECORDS", "USED", "HEADROOM", "TRAFFIC")]
+        for number, place in state.nodes.items():
+            node = seen.get(place)
+            used = "-" if node is None else _mb(node.used_bytes)
+            free = "-" if node is None or not node.limit_bytes else _mb(node.limit_bytes - node.used_bytes)
+            held = _held(sizes, state.map.slot_nodes == number)
+            rows.append((number, place, *held, used, free, traffic.get(place, "-")))
+        gone = [number for number, place in enumerate(state.map.places) if place.said_by == GONE]
+        return _with_gone(rows, "node", gone, state)
+
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+        return self._moves.exchange(*words) if action == "replace" else _planned(self._moves, "node", action, words, weights)
+
+    def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
+        least = f", {plan.n_bytes / 1e6 / self._max_mb_per_s:,.0f} s at least" if self._max_mb_per_s else ""
+        return [f"{plan.n_slots:,} slots move, with {plan.n_rows:,} rows of {_mb(plan.n_bytes)}{least}", *_who(plan)]
+
+    def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
+        self._moves.begin(plan, max_mb_per_s=self._max_mb_per_s)
+        code = _look_on(self._moves)
+        if plan.join or plan.leave:
+            print(_for_the_file("storage.nodes", self._moves.state().nodes.values()))
+        return code
+
+    def is_dead(self, words: Sequence[str]) -> bool:
+        """Whether the first of two addresses does not answer."""
+        if len(words) != 2:
+            raise ConfigError("kvemb nodes replace: give host:port of the old node and of the new one")
+        return not any(node.address == words[0] and not node.error for node in survey(self._config).nodes)
+
+    def replace_dead(self, words: Sequence[str], args: argparse.Namespace) -> int:
+        """Let a node that does not answer be at another address, once it is agreed that it is gone for good."""
+        old, new = words
+        print(f"node {old} does not answer: the shards bring its rows back on {new}, from their journals and snapshots")
+        if args.dry_run or not _agreed(args, "is it gone for good"):
+            return 0 if args.dry_run else 1
+        self._moves.replace_dead(old, new)
+        print(f"node {new} has its number now; `kvemb status` shows how far the shards are")
+        return 0
+
+
+class _ShardsFront:
+    """Shards, on every kind of storage."""
+
+    def __init__(self, shards: ShardScaling) -> None:
+        self._shards = shards
+
+    def table(self) -> str:
+        addresses, state, sizes = self._shards.addresses(), self._shards.state(), self._shards.sizes()
+        rows: list[tuple[object, ...]] = [("SHARD", "ADDRESS", "SLOTS", "ROWS", "RECORDS")]
+        rows += [(shard, address, *_held(sizes, state.map.slot_shards == shard)) for shard, address in addresses.items()]
+        return _with_gone(rows, "shard", sorted(set(range(state.map.n_shards)) - set(state.map.shard_numbers)), state)
+
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+        return _planned(self._shards, "shard", action, words, weights)
+
+    def lines(self, plan: SlotPlan[ClusterMap]) -> list[str]:
+        told = f"shards tell each other {_mb(plan.n_rows * INDEX_BYTES)}"
+        return [f"{plan.n_slots:,} slots get another shard, with {plan.n_rows:,} rows, which stay where they are", told, *_who(plan)]
+
+    def carry_out(self, plan: SlotPlan[ClusterMap]) -> int:
+        self._shards.begin(plan)
+        code = _look_on(self._shards)
+        if plan.join or plan.leave:
+            print(_for_the_file("parameter_servers.shards", self._shards.addresses().values()))
+        return code
+
+
+def _planned(moves: NodeMoves | ShardScaling, noun: str, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[ClusterMap]:
+    if action == "rebalance":
+        if words:
+            raise ConfigError(f"kvemb {noun}s rebalance: {' '.join(words)}: give shares as --weights ADDR=2,ADDR=1")
+        return moves.rebalance(weights)
+    if not words:
+        raise ConfigError(f"kvemb {noun}s {action}: give host:port of the {noun}")
+    return (moves.add if action == "add" else moves.remove)(*words, weights=weights)
+
+
+def _between_shards(config: Config) -> str:
+    """What moves between the shards of a Redis Cluster; "" for nothing. Its nodes can be asked for theirs while no shard answers."""
+    try:
+        with closing(AllShards.of(config.servers)) as servers:
+            state = SlotMoves(servers, _ASK_S).state()
+    except ShardUnavailableError:
+        return ""
+    return "" if state.map.plan is None else _described(state)
+
+
+def _described(state: MoveState) -> str:
+    """What is under way, in words."""
+    plan = state.map.plan
+    if plan is None:
+        last = "".join(f"\nthe last move was taken back: {why}" for why in state.troubles)
+        return f"nothing moves; the cluster map is of version {state.map.version}{last}"
+    owners = state.map.slot_nodes if plan.kind == NODES else state.map.slot_shards
+    n_slots = int(np.count_nonzero(owners != plan.slot_owners))
+    rows = f", {state.rows:,} of {state.n_rows:,} rows gone through" if state.n_rows else ""
+    lines = [f"{n_slots:,} slots move between {plan.kind}: {plan.phase}{rows}"]
+    lines += [f"taken back because: {plan.why}"] if plan.why else []
+    lines += [f"waits for shard {', '.join(map(str, state.silent))}"] if state.silent else []
+    return "\n".join([*lines, *state.troubles])
+
+
+def _look_on(moves: SlotMoves, *, expected_back: bool = False) -> int:
+    """Show how far a move is until it has ended; return the exit code."""
+    said = ""
+
+    def show(state: MoveState) -> None:
+        nonlocal said
+        if state.phase:
+            meter(state.phase, state.rows, state.n_rows)
+        if state.troubles and said != (said := "; ".join(state.troubles)):
+            print(said, file=sys.stderr)
+
+    try:
+        with ProgressMeter(sys.stdout, "rows") as meter:
+            state = moves.wait(progress=show)
+    except MoveRefusedError as error:
+        if not expected_back:
+            raise
+        print(error)
+        return 0
+    except KeyboardInterrupt:
+        goes_on = "the move goes on without this command: `kvemb moves` shows how far it is, `kvemb moves abort` takes it back"
+        print(f"\n{goes_on}", file=sys.stderr)
+        raise
+    shards = ", ".join(map(str, state.map.shard_numbers))
+    print(f"done: nodes {', '.join(state.nodes.values())}; shards {shards} (cluster map of version {state.map.version})")
+    return 0
+
+
+# --- what this process drives -------------------------------------------------------------------------------------------------------
+
+
+class _RedisClusterFront:
+    """Nodes of a Redis Cluster or a Valkey Cluster."""
+
+    def __init__(self, nodes: NodeScaling) -> None:
+        self._nodes = nodes
+
+    def table(self) -> str:
+        rows: list[tuple[object, ...]] = [("ADDRESS", "SLOTS", "ROWS' BYTES", "USED", "HEADROOM", "TRAFFIC", "REPLICAS", "STATE")]
+        traffic = traffic_between(self._nodes.plans.traffic_bytes)
+        for node in self._nodes.plans.show():
+            free = _mb(node.limit_bytes - node.used_bytes) if node.limit_bytes else "-"
+            sizes = (f"{node.n_slots:,}", _mb(node.row_bytes), _mb(node.used_bytes), free)
+            rows.append((node.address, *sizes, traffic.get(node.address, "-"), node.n_replicas, "failed" if node.failed else "ok"))
+        return "\n".join([text_table(rows), self._under_way()])
+
+    def plan(self, action: str, words: Sequence[str], weights: Weights) -> SlotPlan[NodeChange]:
+        n_words, plans = {"add": 1, "remove": 1, "replace": 2, "rebalance": 0}[action], self._nodes.plans
+        if len(words) != n_words or (weights and action != "rebalance"):
+            raise ConfigError(f"kvemb nodes {action}: takes {n_words} addresses on a Redis Cluster, and --weights with rebalance only")
+        if action == "rebalance":
+            return plans.rebalance(weights)
+        return plans.replace(*words) if action == "replace" else (plans.add if action == "add" else plans.remove)(*words)
+
+    def lines(self, plan: SlotPlan[NodeChange]) -> list[str]:
+        return [f"{plan.n_slots:,} slots move, with about {_mb(plan.n_bytes)}", *_who(plan)]
+
+    def carry_out(self, plan: SlotPlan[NodeChange]) -> int:
+        print("\n".join(["done", *self._driven(lambda progress: self._nodes.carry_out(plan, progress))]))
+        return 0
+
+    def moves(self, action: str) -> int:
+        """Show the change under way, take it back, or go on with it."""
+        if action == "show":
+            print(self._under_way())
+            return 0
+        begun = self._nodes.plans.under_way() is not None
+        remarks = self._driven(self._nodes.abort if action == "abort" else self._nodes.resume)
+        print("\n".join(["done", *remarks]) if begun or remarks else self._under_way())
+        return 0
+
+    def _under_way(self) -> str:
+        change = self._nodes.plans.under_way()
+        if change is None:
+            view = self._nodes.plans.view()
+            idle = [node.address for node in view.primaries if not view.n_slots(node.name)]
+            waits = (
+                f"; without slots: {', '.join(idle)} (`kvemb nodes add ADDRESS` gives it some, `kvemb nodes remove ADDRESS` takes it out)"
+            )
+            return f"nothing moves{waits if idle else ''}"
+        what, n_left = "being taken back" if change.aborting else "under way", self._nodes.n_left(change)
+        return f"a change of nodes ({change.kind}) is {what}, {n_left:,} slots to go: `kvemb moves resume`, or `kvemb moves abort`"
+
+    def _driven(self, carry_out: Callable[[Progress], list[str]]) -> list[str]:
+        try:
+            with ProgressMeter(sys.stdout, "B") as meter:
+                return carry_out(meter)
+        except KeyboardInterrupt:
+            print("\nstopped between two slots: `kvemb moves` says how far it came, and what goes on or takes it back", file=sys.stderr)
+            raise
+
+
+def _cluster_addresses(config: StorageConfig) -> tuple[str, ...]:
+    """The primaries that hold slots, as the cluster says now: a shard may know an older truth."""
+    return ClusterTopology(RedisAccess(config, connector_of(config.tls))).refreshed(Deadline.after(config.timeout_s)).addresses
+
+
+# --- words --------------------------------------------------------------------------------------------------------------------------
+
+
+def weights_of(text: str) -> dict[str, float] | None:
+    """Read `--weights`; None where it was not given."""
+    if not text:
+        return None
+    try:
+        pairs = [part.rpartition("=") for part in text.split(",")]
+        weights = {address: float(share) for address, _, share in pairs}
+    except ValueError as error:
+        raise ConfigError(f"--weights {text}: give shares as ADDR=2,ADDR=1") from error
+    if not all(address and share >= 0 for address, share in weights.items()):
+        raise ConfigError(f"--weights {text}: give shares as ADDR=2,ADDR=1")
+    return weights
+
+
+def _agreed(args: argparse.Namespace, question: str) -> bool:
+    """Ask on a terminal, unless --yes was said; elsewhere only --yes will do."""
+    if args.yes:
+        return True
+    if not sys.stdin.isatty():
+        print("nothing was changed: say --yes to begin", file=sys.stderr)
+        return False
+    return input(f"{question}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _who(plan: SlotPlan[Any]) -> list[str]:
+    return [f"{word}: {', '.join(some)}" for word, some in (("joins", plan.join), ("leaves", plan.leave)) if some]
+
+
+def _for_the_file(key: str, addresses: Iterable[str]) -> str:
+    return f"put into kvemb.yaml, when it suits you: {key}: [{', '.join(addresses)}]"
+
+
+def _held(sizes: SlotSizes, slots: np.ndarray) -> tuple[str, str, str]:
+    """Slots, rows and records of one owner."""
+    return f"{int(slots.sum()):,}", f"{int(sizes.rows[slots].sum()):,}", _mb(int(sizes.record_bytes[slots].sum()))
+
+
+def _with_gone(rows: Sequence[tuple[object, ...]], noun: str, gone: Sequence[int], state: MoveState) -> str:
+    left = [f"gone: {noun} {', '.join(map(str, gone))}"] if gone else []
+    return "\n".join([text_table(rows), *left, _described(state)])
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
