@@ -37,7 +37,7 @@ def deepfm(options: argparse.Namespace) -> Report:
     gRPC, with our messages and update rules and nothing else (benchmarks/memory_ps.py); (c) ours over Redis and (d) over memcached, one
     node, as many shards (one trainer on two cores needs one: a second one takes a seventh more CPU time); (b), (c) and (d) sync (a step
     returns when it is applied) and async (at most 2 pushes unapplied, waited for inside the step); "ahead": the rows of the next batch are
-    pulled by a thread meanwhile (trainer.torch.loaders.prepare; "exact" in sync mode, "stale" in async). Read: ms/step is the median of a
+    pulled by a thread meanwhile (kvemb.torch.prepare; "exact" in sync mode, "stale" in async). Read: ms/step is the median of a
     turn's steps plus its share of the flush that ends the turn; ratio is this line's step divided by the faster of (a)'s, within a round:
     below 1 is faster than torch alone; / (b) is the same with (b) of the same mode; trainer and other ms are CPU time per step of this
     process, and of shards and storage together. Values are medians of the rounds with (smallest..largest). Everybody begins with the same

@@ -39,7 +39,7 @@ def dlrm(options: argparse.Namespace) -> Report:
 
     Contenders take turns on the same batches: rows in this process's memory behind the interface of a cluster, updated in the step by the
     shards' own rules ("local"); on a cluster in async mode, at most 2 pushes unapplied, rows pulled in the step, or ahead of it
-    (trainer.torch.loaders.prepare, consistency "stale", everything "auto"); on one in sync mode the same, with "exact". Read: ms/step is
+    (kvemb.torch.prepare, consistency "stale", everything "auto"); on one in sync mode the same, with "exact". Read: ms/step is
     the mean of a turn's steps without the first 3, which fill the pipelines, and the last 3; "/ local" is taken within a round; rows and
     push are milliseconds in which a step waited for rows, and in which it handed over its push and waited for the one before the last
     (sync: until it was applied); cpu columns are milliseconds of CPU per step of each party, and "cpu / cores" all of them spread evenly

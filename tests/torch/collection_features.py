@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from kvemb import init, optim
-from trainer.torch.collections.collection_configs import EmbeddingBagConfig
 from trainer.torch.collections.jagged_tensors import KeyedJaggedTensor
+from trainer.torch.collections.keyed_recipes import EmbeddingBagConfig
 
 N_IDS, N_BAGS = 40, 7
 FIRST = init.normal(std=1.0)

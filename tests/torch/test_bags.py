@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.torch.modules.embedding_bag import STABLE_FROM, WORTH_FROM, embedding_bag
+from trainer.torch.modules.pooling import STABLE_FROM, WORTH_FROM, embedding_bag
 
 
 def bags(seed: int, n_ids: int, n_rows: int, n_bags: int, with_end: bool) -> tuple[Tensor, Tensor]:

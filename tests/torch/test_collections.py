@@ -18,9 +18,9 @@ from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
 from trainer.bridge.shared_lookups import EarlyLookup, found_of, unique_of
 from trainer.torch import Embedding, SparseOptimizer
-from trainer.torch.collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
 from trainer.torch.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
 from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
+from trainer.torch.collections.keyed_recipes import EmbeddingBagConfig, EmbeddingConfig
 
 DIMS = {"page": 4, "ad": 3, "word": 2}
 

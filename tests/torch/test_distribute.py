@@ -71,7 +71,7 @@ def test_an_initializer_that_is_given_draws_the_rows_and_padding_is_zeros(cluste
 
 
 def test_carried_weights_are_the_first_rows_in_chunks(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("trainer.bridge.weight_transfer"), "CHUNK_BYTES", 7 * 4 * 3)
+    monkeypatch.setattr(import_module("trainer.bridge.filled_tables"), "CHUNK_BYTES", 7 * 4 * 3)
     model = model_of()
     weight = model[0].weight
     (table,) = run(model, cluster, name, carry_weights=True).tables
@@ -143,7 +143,7 @@ def test_overwrite_assigns_in_any_case(cluster: kvemb.Cluster, name: str) -> Non
 
 
 def test_of_trainers_that_begin_together_one_carries_and_all_find_its_rows(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("trainer.bridge.weight_transfer"), "CHUNK_BYTES", 1)  # slowly, row by row
+    monkeypatch.setattr(import_module("trainer.bridge.filled_tables"), "CHUNK_BYTES", 1)  # slowly, row by row
     models = [model_of(seed=seed) for seed in range(3)]
     weights = [model[0].weight.detach().numpy() for model in models]
     found: list[np.ndarray | Exception] = [RuntimeError("did not end")] * 3
@@ -169,7 +169,7 @@ def test_of_trainers_that_begin_together_one_carries_and_all_find_its_rows(url: 
 
 def test_a_table_that_nobody_fills_is_told_after_a_while(cluster: kvemb.Cluster, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model_of(), cluster, name, initializer=init.normal())
-    monkeypatch.setattr(import_module("trainer.bridge.weight_transfer"), "STALL_S", 0.5)
+    monkeypatch.setattr(import_module("trainer.bridge.filled_tables"), "STALL_S", 0.5)
     model = model_of()
     with pytest.raises(DeadlineExceededError, match=r'no row was added to its 0\..*carry_weights="overwrite"'):
         run(model, cluster, name, carry_weights=True)
@@ -205,7 +205,7 @@ def test_who_failed_to_fill_a_table_is_told_to_overwrite(cluster: kvemb.Cluster,
 
 
 def test_the_last_chunk_is_awaited_whole_for_shards_do_not_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    carry = import_module("trainer.bridge.weight_transfer")
+    carry = import_module("trainer.bridge.filled_tables")
     monkeypatch.setattr(carry, "CHUNK_BYTES", 4 * 3 * 8)  # 16 to 19 are the last chunk
     late = [{*range(17)}, {*range(20)} - {17}, {*range(20)} - {17}, {*range(20)}]
 

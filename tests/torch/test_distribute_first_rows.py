@@ -18,7 +18,7 @@ import kvemb
 from kvemb import init, optim
 from kvemb.errors import InvalidInputError, TableMismatchError
 from trainer.torch import distribute
-from trainer.torch.conversion.recognize_initializer import read_off
+from trainer.torch.conversion.recognized_embeddings import read_off
 
 N = 20_000
 
@@ -167,7 +167,7 @@ def test_a_table_that_was_made_with_drawn_rows_is_not_waited_for(cluster: kvemb.
 def test_trainers_that_begin_together_without_a_word_all_find_one_ones_weights(
     url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("trainer.bridge.weight_transfer"), "CHUNK_ROWS", 500)
+    monkeypatch.setattr(import_module("trainer.bridge.filled_tables"), "CHUNK_ROWS", 500)
     models = [model_of(nn.init.normal_) for _ in range(3)]
     for rank, model in enumerate(models):
         nn.init.constant_(model[0].weight, rank)

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from kvemb.errors import InvalidInputError
-from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
-from trainer.torch.collections.keyed_tensor import KeyedTensor
+from trainer.torch.collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 BAGS = [[1, 2], [], [3]]
 

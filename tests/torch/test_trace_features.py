@@ -21,9 +21,9 @@ from trainer.columns import (
     numeric_column,
 )
 from trainer.torch import SparseOptimizer, prepare
-from trainer.torch.collections.collection_configs import EmbeddingBagConfig
 from trainer.torch.collections.embedding_collections import EmbeddingBagCollection
 from trainer.torch.collections.jagged_tensors import KeyedJaggedTensor
+from trainer.torch.collections.keyed_recipes import EmbeddingBagConfig
 from trainer.torch.modules.dense_features import DenseFeatures
 
 N_BATCHES, N_BAGS = 5, 6

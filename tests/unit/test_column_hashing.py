@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb.errors import InvalidInputError
-from trainer.columns.value_hashing import hash_buckets, hash_integers, hash_texts
+from trainer.columns.feature_values import hash_buckets, hash_integers, hash_texts
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1))

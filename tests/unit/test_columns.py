@@ -17,8 +17,7 @@ from trainer.columns import (
     weighted_categorical_column,
 )
 from trainer.columns.column_kinds import CategoricalColumn
-from trainer.columns.feature_bags import Bags, dense_bags, jagged_bags, list_bags
-from trainer.columns.value_hashing import hash_buckets
+from trainer.columns.feature_values import Bags, dense_bags, hash_buckets, jagged_bags, list_bags
 
 
 def texts(*words: object) -> np.ndarray:

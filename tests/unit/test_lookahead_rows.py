@@ -15,7 +15,7 @@ from kvemb.schema.table_def import TableDef
 from trainer.lookahead.consistency import Bounded, Exact, Stale, behind
 from trainer.lookahead.pool_sizes import Sizes
 from trainer.lookahead.rows_ahead import RowsAhead, prefetched_of_all
-from trainer.report.push_staleness import StalenessLog
+from trainer.report.step_report import StalenessLog
 
 ids_of = st.lists(st.integers(0, 20), max_size=30).map(lambda ids: np.array(ids, np.uint64))
 

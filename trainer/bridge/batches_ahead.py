@@ -22,8 +22,7 @@ from ..lookahead.pool_sizes import Sizes
 from ..lookahead.prefetch import check_executor, size_of
 from ..lookahead.pull_threads import Executor
 from ..lookahead.rows_ahead import RowsAhead
-from ..report.push_staleness import MeanStaleness, StalenessLog
-from ..report.step_report import StepReport, current_report
+from ..report.step_report import MeanStaleness, StalenessLog, StepReport, current_report
 from .cluster_ports import AckPort, Changed, Prefetched
 from .shared_lookups import Asked, SharedLookups
 

@@ -2,8 +2,11 @@
 
 For frameworks whose steps are functions of arrays: rows go in, their gradients come out. What must not live here: any framework's arrays.
 One thread per step function; it does not survive fork().
+
+The process that a step was made in. In a fork of it TensorFlow and JAX have no threads: a step there would wait for them for ever.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import normalize
-from kvemb.errors import InvalidInputError
+from kvemb.errors import ClosedError, InvalidInputError
 
 from .cluster_ports import AckPort, ClusterPort, TablePort
 from .pushed_steps import GradientPart, PushedSteps, merge_parts
@@ -96,3 +99,27 @@ def asked_of(table: TablePort, ids: NDArray[Any]) -> Asked:
     """
     of = table.definition
     return table, normalize(ids, of.id_dtype, of.name, of.num_ids, minus_one=table.minus_one_allowed)[0]
+
+
+class OwnProcess:
+    """The process that makes this object.
+
+    Args:
+        framework: whose threads belong to it.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self._framework, self._pid = framework, os.getpid()
+
+    def check(self) -> None:
+        """Raise in a fork.
+
+        Raises:
+            ClosedError: nothing was computed, pulled or pushed.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this step was made in process {self._pid}, and this is a fork of it, in which {self._framework} has no threads and would "
+                "hang. Here rows can be pulled (table.pull); to train or evaluate, start the process with 'spawn' or 'forkserver', and "
+                "call kvemb.connect() in it"
+            )

@@ -2,7 +2,7 @@
 
 A column is a frozen description; `buckets` is a pure function of values. Names, arguments, defaults and the order of results follow
 tf.feature_column, so that models move over; nothing else of it is here. What must not live here: rows, tables, frameworks (a bridge's
-DenseFeatures has them), and how values come in (`feature_bags`).
+DenseFeatures has them), and how values come in (`feature_values`).
 """
 
 import operator
@@ -18,7 +18,7 @@ from kvemb.cached_property import cached_property
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 
-from .value_hashing import hash_buckets, text_bytes
+from .feature_values import hash_buckets, text_bytes
 
 NO_ROW = -1
 """The bucket of a value that stands for no row: it is left out of its bag."""

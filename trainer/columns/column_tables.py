@@ -11,8 +11,7 @@ from kvemb import optim
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TablePort
-from ..bridge.table_creator import TableCreator
+from ..bridge.cluster_ports import TableCreator, TablePort
 from .column_kinds import EmbeddingColumn
 
 DENSE_MOST = 1 << 30

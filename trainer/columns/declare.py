@@ -34,7 +34,7 @@ from .column_kinds import (
     check_key,
     check_unique,
 )
-from .value_hashing import text_bytes
+from .feature_values import text_bytes
 
 _CATEGORICAL = IdentityColumn | HashedColumn | VocabularyColumn
 _MOST = 1 << 63
@@ -84,7 +84,7 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
 def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int, dtype: str = "string") -> HashedColumn:
     """Declare values that are hashed to rows; two values may meet in one.
 
-    The hash is `trainer.columns.value_hashing`'s, so not TensorFlow's: rows of a model trained there cannot be carried over by bucket.
+    The hash is `trainer.columns.feature_values`'s, so not TensorFlow's: rows of a model trained there cannot be carried over by bucket.
 
     Args:
         key: the feature's name.

@@ -1,11 +1,14 @@
 """embed: from a loss over rows to a step that pulls them, differentiates by them, and pushes.
 
-What must not live here: the shapes rows are padded to (`padded_rows`), what a lookup and a push are (`trainer.bridge`).
-
 Strategy: rows are pulled outside of jit and enter it as arguments [capacity, dim]; so do positions in them. Inside, `rows[at]` is a plain
-gather, whose gradient is XLA's. The loss is differentiated by parameters and rows in one program. A second one updates parameters, once
-the rows' gradients were handed over: a push that failed has changed nothing. There is no callback inside of jit: it would hang where the
+gather, whose gradient is XLA's. The loss is differentiated by parameters and rows in one program. A second one updates parameters, once the
+rows' gradients were handed over: a push that failed has changed nothing. There is no callback inside of jit: it would hang where the
 runtime has one thread, and costs more than a pull.
+
+Rows as jit wants them: a few shapes, whatever a batch's number of unique ids is.
+
+Strategy: rows are put into an array of a capacity that only grows, by about a half at a time. So a step is compiled a few times and then
+never again. The last row is always zeros: it stands for padding.
 """
 
 import warnings
@@ -22,15 +25,61 @@ from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
-from ..bridge.own_process import OwnProcess
+from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import Asked, LookupResult
-from ..bridge.step_tables import StepTables, asked_of
-from ..bridge.unapplied_pushes import MAX_UNAPPLIED
+from ..bridge.step_tables import OwnProcess, StepTables, asked_of
 from ..lookahead.pool_sizes import AUTO
 from ..lookahead.pull_threads import Executor
 from ..report.step_report import StepReport
 from .optax_names import follows_schedule, of_all_gradients
-from .padded_rows import capacity_of, padded, positions
+
+_LEAST = 8
+_ALIGNED_BYTES = 64  # what JAX takes over from NumPy without a copy, on a CPU
+
+
+def capacity_of(n_rows: int) -> int:
+    """Return the least capacity for so many rows and one of padding: 2**k, or 1.5 times that.
+
+    Example:
+        >>> [capacity_of(n) for n in (0, 7, 8, 11, 12, 100)]
+        [8, 8, 12, 12, 16, 128]
+    """
+    capacity = _LEAST
+    while capacity <= n_rows:
+        capacity += capacity // 2 if capacity & (capacity - 1) == 0 else capacity // 3
+    return capacity
+
+
+def padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
+    """Return rows [n, dim] in an array [capacity, dim] of its own, zeros behind them: the one copy of a pull."""
+    made = _aligned(capacity, rows.shape[1])
+    made[: len(rows)] = rows
+    made[len(rows) :] = 0
+    return made
+
+
+def positions(inverse: NDArray[np.intp], kept: NDArray[np.bool_] | None, shape: tuple[int, ...], capacity: int) -> NDArray[np.int32]:
+    """Return where each id's row is.
+
+    Args:
+        inverse: intp [k], of the ids that were asked for.
+        kept: bool [m], which of the m ids those were; None: all. The others get the last row.
+        shape: of the ids.
+        capacity: of the rows.
+    """
+    if kept is None:
+        return inverse.astype(np.int32).reshape(shape)
+    at = np.full(kept.shape, capacity - 1, np.int32)
+    at[kept] = inverse
+    return at.reshape(shape)
+
+
+def _aligned(n_rows: int, dim: int) -> NDArray[np.float32]:
+    n_bytes = 4 * n_rows * dim
+    raw: NDArray[Any] = np.empty(n_bytes + _ALIGNED_BYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNED_BYTES
+    return raw[start : start + n_bytes].view(np.float32).reshape(n_rows, dim)
+
 
 Loss = Callable[[Any, Mapping[str, jax.Array], Any], Any]
 Grads = Callable[[Any, dict[str, jax.Array]], tuple[Any, dict[str, jax.Array]]]

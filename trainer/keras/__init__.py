@@ -5,14 +5,14 @@ rows enter a step and their gradient leaves it, `steps` what stands around a mod
 not live here: storage, wire formats, update rules.
 """
 
-from ..bridge.step_mark import MixedStepsWarning
+from ..bridge.saved_rows import MixedStepsWarning
 from .distributing.distribute_keras import distribute
 from .distributing.plain_copy import materialize
 from .layers.distributed_embedding import DistributedEmbedding
 from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding
 from .steps.kept_weights import KerasRowCheckpoints as RowCheckpoints
-from .steps.prepare_fit import prepare
+from .steps.step_seam import prepare
 
 __all__ = [
     "DistributedEmbedding",

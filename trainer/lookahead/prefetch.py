@@ -1,6 +1,6 @@
 """`prefetch`: any iterable of batches, each with what was fetched for it before it came.
 
-What must not live here: what a framework makes of it (`trainer.torch.loaders.prepare` finds by itself what a model needs).
+What must not live here: what a framework makes of it (`trainer.torch.loaders.prepared_loader` finds by itself what a model needs).
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TablePort
-from ..bridge.table_creator import TableCreator
+from ..bridge.cluster_ports import TableCreator, TablePort
 from ..columns.column_kinds import (
     BucketizedColumn,
     CategoricalColumn,
@@ -28,7 +27,7 @@ from ..columns.column_kinds import (
     checked_dense_columns,
 )
 from ..columns.column_tables import ColumnOptions, tables_of
-from ..columns.feature_bags import MISSING_INTEGER
+from ..columns.feature_values import MISSING_INTEGER
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
 
 Features = Mapping[str, Any]

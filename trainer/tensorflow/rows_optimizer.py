@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 
 from ..bridge.cluster_ports import AckPort, TablePort
+from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import LookupResult
 from ..bridge.step_tables import Gradient, StepTables, check_table
-from ..bridge.unapplied_pushes import MAX_UNAPPLIED
 from .row_lookups import here, lookups_of
 
 

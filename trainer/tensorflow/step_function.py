@@ -21,9 +21,8 @@ from kvemb.errors import InvalidInputError
 
 from ..bridge.batches_ahead import BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import TablePort
-from ..bridge.own_process import OwnProcess
 from ..bridge.shared_lookups import Asked
-from ..bridge.step_tables import asked_of
+from ..bridge.step_tables import OwnProcess, asked_of
 from ..lookahead.pool_sizes import AUTO
 from ..lookahead.pull_threads import Executor
 from ..report.step_report import StepReport

@@ -5,17 +5,14 @@ Import it as `kvemb.torch`. `distribute` takes a model that is there to a cluste
 modules, `optimizer` the step. What must not live here: storage, wire formats, update rules.
 """
 
-from ..bridge.step_mark import MixedStepsWarning
-from .checkpoints.row_checkpoints import RowCheckpoints
-from .checkpoints.trainer_callbacks import hugging_face_callback, lightning_callback
-from .collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
+from ..bridge.saved_rows import MixedStepsWarning
+from .checkpoints import RowCheckpoints, hugging_face_callback, lightning_callback
 from .collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
-from .collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor
-from .collections.keyed_tensor import KeyedTensor
+from .collections.jagged_tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from .collections.keyed_recipes import EmbeddingBagConfig, EmbeddingConfig
 from .conversion.distribute import distribute
 from .export.materialize import materialize
-from .loaders.prepare import prepare
-from .loaders.prepared_loader import Prepared
+from .loaders.prepared_loader import Prepared, prepare
 from .modules.dense_features import DenseFeatures
 from .modules.embedding import Embedding, EmbeddingBag
 from .optimizer.clipping import clip_grad_norm_

@@ -1,6 +1,6 @@
 """distribute: a Keras model's large embeddings become tables, in place, in one line; fit, evaluate and predict stay as they are.
 
-What must not live here: which embeddings (`keras_sites`), whose first rows (`trainer.bridge.weight_transfer`), what a step does
+What must not live here: which embeddings (`keras_sites`), whose first rows (`trainer.bridge.filled_tables`), what a step does
 (`steps.step_seam`), update rules (`keras_rules`). Strategy: everything is checked before anything changes. Then tables are made and filled.
 Then each layer becomes one over its table, the same object: whatever refers to it goes on.
 """
@@ -18,19 +18,15 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 from ...bridge.filled_tables import CARRIED, First, SiteTable, TableOptions, fill, make_table, trained_already
-from ...bridge.pushed_steps import PushedSteps
+from ...bridge.pushed_steps import MAX_UNAPPLIED, PushedSteps, check_max_unapplied
 from ...bridge.shared_lookups import SharedLookups
-from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
 from ..layers.row_embedding import RowEmbedding
-from ..steps.gradient_scale import refuse_unfit, rule_of
 from ..steps.ids_plan import Feature, layers_over_tables
-from ..steps.model_state import ModelState
-from ..steps.shadows import add_to_built
+from ..steps.kept_weights import add_to_built
+from ..steps.model_state import ModelState, StepValues, refuse_unfit, rule_of
 from ..steps.step_seam import ConnectedModel, is_connected
-from ..steps.step_values import StepValues
-from .declared_tables import DeclaredTable, declared_tables, make_declared
 from .keras_rules import MappedRule
-from .keras_sites import KerasSite, Names, counterpart, find_sites
+from .keras_sites import DeclaredTable, KerasSite, Names, counterpart, declared_tables, find_sites, make_declared
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster

@@ -19,9 +19,7 @@ import numpy as np
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..steps.gradient_scale import rule_of
-from ..steps.model_state import ModelState
-from ..steps.step_values import StepValues
+from ..steps.model_state import ModelState, StepValues, rule_of
 
 _TINY = 1e-30  # the least eps that a table takes
 

@@ -12,7 +12,7 @@ from kvemb.errors import InvalidInputError
 
 from ..layers.row_embedding import RowEmbedding
 from ..steps.ids_plan import layers_over_tables
-from ..steps.shadows import is_shadow
+from ..steps.kept_weights import is_shadow
 
 MAX_BYTES = 1 << 30
 _CHUNK_BYTES = 16 << 20

@@ -14,8 +14,7 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError
 
-from .feature_configs import FeatureConfig, TableConfig
-from .ragged_ids import dense_ids, is_ragged
+from .feature_configs import FeatureConfig, TableConfig, dense_ids, is_ragged
 from .row_embedding import RowEmbedding
 
 _KEY = "preprocessed_inputs"

@@ -15,7 +15,7 @@ from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
-from ...bridge.step_mark import StepMark
+from ...bridge.saved_rows import StepMark
 from .rows_at_hand import RowsAtHand, not_differentiated
 
 COMBINERS = ("sum", "mean", "sqrtn")

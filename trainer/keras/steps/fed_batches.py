@@ -3,9 +3,16 @@
 What must not live here: which ids (`ids_plan`), what a step does with its gradients (`step_seam`). Strategy: of all that a batch asks a
 table for there is one lookup, and one leaf in the step. Rows are padded to one of few capacities, so that what a backend has compiled for
 one batch serves the next.
+
+Rows of the batches that `fit` comes to next, pulled while a step runs.
+
+Strategy: on every backend `fit` makes an epoch iterator, has the model built with it, and asks it for each epoch's batches. At that moment
+something that reads ahead takes the place of where it gets them from. So batches come to the step through `fit`'s own path, in its order,
+and whatever else takes a step (`train_on_batch`, `evaluate` in a callback) has batches of its own. A batch's rows are handed to the lookups
+with the batch; the step compares ids, so that a step of another batch in between pulls for itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +20,13 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.errors import InvalidInputError
+
+from ...bridge.batches_ahead import Ahead, AskedOf, BatchesAhead
 from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
 from ..layers.row_embedding import RowEmbedding
+from .ids_plan import IdsPlan
 
 _LEAST = 64  # rows
 
@@ -85,3 +96,103 @@ def _padded(rows: NDArray[np.float32], capacity: int) -> NDArray[np.float32]:
     padded = np.zeros((capacity, rows.shape[1]), np.float32)
     padded[: len(rows)] = rows
     return padded
+
+
+Plan = Callable[[Any], IdsPlan]
+"""Finds out of a batch, before it is looked at in other threads, how its ids are computed."""
+
+
+class FitAhead:
+    """Stands where a model's `fit` gets its batches from.
+
+    Args:
+        plan: called with each batch, in the thread that trains.
+        plans: what it found, by whether a batch has a y.
+        shared: the lookups.
+    """
+
+    def __init__(self, plan: Plan, plans: Mapping[bool, IdsPlan], shared: SharedLookups) -> None:
+        self._source, self._plans, self._shared = _Source(plan), plans, shared
+        self._batches: BatchesAhead | None = None
+        self._beginning = False
+
+    def install(self, model: Any) -> None:
+        """Stand there from now on; until `prepare` nothing changes."""
+        build = "_maybe_symbolic_build" if keras.backend.backend() == "tensorflow" else "_symbolic_build"
+        object.__setattr__(model, "fit", self._around_fit(model.fit))
+        object.__setattr__(model, build, self._with_epochs(getattr(model, build)))
+
+    def prepare(self, ahead: Ahead) -> BatchesAhead:
+        """Pull ahead from the next `fit` on."""
+        shared = self._shared
+        consistency = ahead.mode.of(shared.cluster, lambda: shared.state)
+        self._batches = BatchesAhead(self._source, _asked_by(self._plans), lambda: [shared], consistency, ahead)
+        return self._batches
+
+    def _around_fit(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+        def around(*args: Any, **kwargs: Any) -> Any:
+            batches = self._batches
+            if batches is None:
+                return fit(*args, **kwargs)
+            self._beginning = True
+            try:
+                return fit(*args, **kwargs)
+            finally:
+                self._beginning = False
+                batches.close()
+                self._source.batches = None
+
+        return around
+
+    def _with_epochs(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """`fit` builds the model first of all that it does with its epochs: they are known from then on."""
+
+        def with_epochs(*args: Any, **kwargs: Any) -> Any:
+            epochs: Any = kwargs.get("iterator")
+            mine, self._beginning = self._beginning and epochs is not None, False
+            result = build(*args, **kwargs)
+            if mine:
+                self._source.batches, batches = epochs._get_iterator, self._batches
+                epochs._get_iterator = lambda: batches
+            return result
+
+        return with_epochs
+
+
+class _Source:
+    """The batches of an epoch, as `fit` would have them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.batches: Callable[[], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.batches is None:
+            raise InvalidInputError("these are the batches of a model's fit, which is not under way; iterate your own")
+        return _planned(iter(self.batches()), self._plan)
+
+
+def _planned(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
+    for batch in batches:
+        plan(batch)
+        yield keras.tree.map_structure(_kept, batch)
+
+
+def _kept(value: Any) -> Any:
+    """An array as it is now: a generator may fill the same one for its next batch, which is read before this one is used."""
+    copy = getattr(value, "clone", None) or getattr(value, "copy", None)
+    return value if copy is None else copy()
+
+
+def _asked_by(plans: Mapping[bool, IdsPlan]) -> AskedOf:
+    def asked(batch: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        plan = plans[y is not None]
+        if plan.weighs:
+            raise InvalidInputError(
+                "ids of this model are computed by layers with weights, which the steps before a batch change: its rows cannot be pulled "
+                "ahead. Train it without prepare"
+            )
+        return wanted_of(plan.ids(x, y)).asked
+
+    return asked

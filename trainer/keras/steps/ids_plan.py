@@ -17,7 +17,7 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError
 
-from ..layers.ragged_ids import is_ragged
+from ..layers.feature_configs import is_ragged
 from ..layers.row_embedding import RowEmbedding
 
 Values = dict[int, Any]

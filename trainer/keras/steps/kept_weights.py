@@ -1,18 +1,189 @@
 """A connected model's weights as Keras hands them out and takes them back: dense ones, which say at which step their rows were.
 
-What must not live here: what they say (`trainer.bridge.step_mark`), saving and loading rows (`trainer.bridge.saved_rows`). Strategy:
+What must not live here: saving and loading rows (`trainer.bridge.saved_rows`). Strategy:
 callbacks (EarlyStopping, ModelCheckpoint, BackupAndRestore) keep weights with a few methods of a model. These are wrapped. With
 `RowCheckpoints` they keep the rows, too; without, whoever uses dense weights of one step with rows of another is warned.
+
+Shadows: the variables that take the gradients of tables' rows out of a step, and who put them there.
+
+Strategy: a Keras optimizer overwrites a shadow with its gradient, by `assign` in a name scope that names the optimizer. That is noted while
+the step is traced or run. A compiled step runs without notes, so the value says whether it happened this time: a shadow is blank before
+each step, zeros and a last row of ones. No position of a batch refers to the last row, so a gradient is zero there.
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
 from ...bridge.saved_rows import SavedRows
 from .ids_plan import layers_over_tables
-from .shadows import is_shadow
+from .model_state import rule_of
+
+_NAME = "rows_gradient"
+_PATIENCE = 3  # steps
+_PATIENCE_SCALED = 50  # steps of an optimizer that scales losses, of which the first ones often overflow: each halves the scale
+_BY = "_handed_by"
+
+
+def is_shadow(variable: Any) -> bool:
+    """Whether a variable takes a table's gradient."""
+    return bool(variable.name == _NAME and getattr(variable, "overwrite_with_gradient", False))
+
+
+def shadow_of(layer: Any, dim: int) -> Any:
+    """Return the variable of a layer that takes the gradient of its table's rows; add it where there is none yet."""
+    for variable in layer._trainable_variables:
+        if is_shadow(variable):
+            return variable
+    locked = layer._tracker.locked
+    layer._tracker.unlock()
+    shadow = layer.add_weight(
+        shape=(1, dim), initializer="zeros", dtype="float32", autocast=False, name=_NAME, overwrite_with_gradient=True
+    )
+    if locked:
+        layer._tracker.lock()
+    if keras.backend.backend() == "tensorflow":  # of any number of rows, so that nothing is traced anew where it changes
+        kind = type(shadow._value)
+        shadow._value = kind(np.zeros((1, dim), np.float32), trainable=True, shape=(None, dim), name=_NAME)
+    _note_who_assigns(shadow)
+    return shadow
+
+
+def _note_who_assigns(shadow: Any) -> None:
+    assign = shadow.assign
+    object.__setattr__(shadow, _BY, [])
+
+    def noted(value: Any) -> Any:
+        scopes = global_state.get_global_attribute("name_scope_stack") or [None]
+        getattr(shadow, _BY).append(getattr(scopes[-1], "caller", None))
+        return assign(value)
+
+    object.__setattr__(shadow, "assign", noted)
+
+
+def blank(capacity: int, dim: int) -> Any:
+    """Return the value of a shadow before a step: memory of its own, which the step may overwrite."""
+    return keras.ops.copy(_blank(capacity, dim))
+
+
+@lru_cache(4)
+def _blank(capacity: int, dim: int) -> Any:
+    value = np.zeros((capacity, dim), np.float32)
+    value[-1] = 1.0
+    return keras.ops.convert_to_tensor(value)
+
+
+class Handing:
+    """Watches that the gradients of a model's tables are handed over by the optimizer whose rule, rate and scale they follow.
+
+    Args:
+        shadows: by table.
+        optimizer: called for that optimizer.
+    """
+
+    def __init__(self, shadows: Mapping[str, Any], optimizer: Callable[[], Any]) -> None:
+        self._shadows, self._optimizer = shadows, optimizer
+        self._by: dict[str, list[Any]] = {}
+        self._left_out: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """Begin anew: the function that trains is made again."""
+        self._by, self._left_out = {}, {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take notes while a step is traced or run.
+
+        Raises:
+            InvalidInputError: a table's gradient was handed over twice, and the second would take the place of the first.
+        """
+        for shadow in self._shadows.values():
+            getattr(shadow, _BY).clear()
+        yield
+        for name, shadow in self._shadows.items():
+            by = getattr(shadow, _BY)
+            if len(by) > 1:
+                raise InvalidInputError(
+                    f"train_step applies gradients of table {name!r} {len(by)} times, and its rows change once a step: this step changed "
+                    "no row. Add the losses up, and apply their gradients once; or make two steps of it, with train_on_batch of two models "
+                    "that share the layer"
+                )
+            self._by.setdefault(name, []).extend(one for one in by if all(one is not other for other in self._by.get(name, ())))
+
+    def gradient(self, table: str, value: NDArray[np.float32], n: int) -> NDArray[np.float32] | None:
+        """Return the gradient [n, dim] that a step left in a shadow; None where it left none.
+
+        Args:
+            table: its name.
+            value: of the shadow after the step.
+            n: rows of the batch.
+
+        Raises:
+            InvalidInputError: it comes from somebody else, or from nobody for some steps.
+        """
+        expected, by = rule_of(self._optimizer()), self._by.get(table, [])
+        if value[-1].any() and (value[-1] == 1.0).all() and not value[:-1].any():
+            self._left(table, scaled=expected is not self._optimizer())
+            return None
+        if not by or any(one is not expected for one in by):
+            raise InvalidInputError(_wrong_hands(table, expected, next((one for one in by if one is not expected), None)))
+        return value[:n]
+
+    def _left(self, table: str, scaled: bool) -> None:
+        """Count a step without a gradient, unless it may have overflowed."""
+        known = table in self._by and bool(self._by[table])
+        if known and scaled:
+            return
+        self._left_out[table] = n = self._left_out.get(table, 0) + 1
+        if n != (_PATIENCE_SCALED if scaled else _PATIENCE):
+            return
+        said = f"{n} steps looked up rows of table {table!r} and gave no optimizer their gradients, so those steps changed no row"
+        if known:
+            warnings.warn(f"{said}. Gradients that are gathered over several batches are lost for rows", stacklevel=2)
+            return
+        raise InvalidInputError(
+            f"{said}. Apply them with the model's optimizer: the variable {_NAME!r} of the layer is among model.trainable_variables, and "
+            "takes its gradient there. If rows are not to be trained, set trainable=False on the layer and compile again"
+        )
+
+
+def _wrong_hands(table: str, expected: Any, other: Any) -> str:
+    rule = f"{type(expected).__name__} {expected.name!r}"
+    if isinstance(other, keras.optimizers.Optimizer):
+        return (
+            f"{type(other).__name__} {other.name!r} is given the gradients of table {table!r}, whose rows follow {rule}: this step "
+            "changed no row. Name the optimizer that trains the embeddings, distribute(model, cluster, optimizer=…), before "
+            f"any training; or apply these gradients with {rule}"
+        )
+    return (
+        f"something that is no Keras optimizer updates the variables of table {table!r}: this step changed no row, for what it left is no "
+        f"gradient. Apply gradients with {rule} (apply, apply_gradients or stateless_apply), over model.trainable_variables; its rule is "
+        "then the parameter servers' work"
+    )
+
+
+def add_to_built(optimizer: Any, model: Any) -> None:
+    """Let an optimizer that has its state already, as that of a loaded model, know the model's shadows: they have none."""
+    for one in {id(of): of for of in (optimizer, rule_of(optimizer))}.values():
+        if not one.built:
+            continue
+        before, now = list(one._trainable_variables), list(model.trainable_variables)
+        place = {id(variable): at for at, variable in enumerate(before)}
+        for name, held in list(vars(one).items()):
+            if isinstance(held, list) and len(held) == len(before) and name not in ("_variables", "_trainable_variables"):
+                object.__setattr__(one, name, [held[place[id(of)]] if id(of) in place else None for of in now])
+        object.__setattr__(one, "_trainable_variables", now)
+        object.__setattr__(one, "_trainable_variables_indices", {one._var_key(of): at for at, of in enumerate(now)})
+
 
 _KEPT = "_weights_kept"
 

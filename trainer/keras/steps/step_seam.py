@@ -5,8 +5,10 @@ What must not live here: which ids (`ids_plan`), update rules (`distributing.ker
 Strategy: `fit`, `train_on_batch`, `evaluate`, `predict` of every backend call `model.train_function` (test, predict) with a source of
 batches, a step at a time. A `StepSeam` takes its place: it takes the batch out of the source, looks its rows up, hands both to the
 function, and pushes what the shadows hold then. So a step's rows are pulled after the push of the one before, however far Keras reads
-ahead, unless `fit_ahead` has them. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch alone,
-while the rows are at hand.
+ahead, unless `fed_batches` has them. Inside, `train_step` (test, predict), the model's own where it has one, is called with the batch
+alone, while the rows are at hand.
+
+prepare: `fit` with rows that are pulled while the steps before theirs run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +19,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...bridge.own_process import OwnProcess
+from ...bridge.batches_ahead import BatchesAhead, checked_ahead
 from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
+from ...bridge.step_tables import OwnProcess
+from ...lookahead.pool_sizes import AUTO
+from ...lookahead.pull_threads import Executor
+from ...report.step_report import StepReport
 from ..layers.rows_at_hand import RowsAtHand
-from .fed_batches import AskedByLayers, capacity_of, fed_of, look_up, wanted_of
-from .fit_ahead import FitAhead
-from .gradient_scale import GradientScale
+from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, look_up, wanted_of
 from .ids_plan import Feature, IdsPlan, layers_over_tables
-from .kept_weights import KeptWeights, not_connected
-from .model_state import ModelState, in_place, leave_with
-from .shadows import Handing, blank, shadow_of
-from .step_values import StepValues
+from .kept_weights import Handing, KeptWeights, blank, not_connected, shadow_of
+from .model_state import GradientScale, ModelState, StepValues, in_place, leave_with
 
 StepHyper = Callable[[ModelState], Mapping[str, StepValues]]
 """What holds for the step that comes, by table."""
@@ -234,3 +236,42 @@ class StepSeam:
 
 def _nothing() -> None:
     """Gradients need no using up: each step overwrites them."""
+
+
+def prepare(
+    model: Any,
+    *,
+    consistency: str = "stale",
+    k: int | None = None,
+    threads_num: int | str = AUTO,
+    capacity: int | str = AUTO,
+    executor: Executor | None = None,
+    report: StepReport | None = None,
+) -> BatchesAhead:
+    """Pull the rows of batches before `fit` comes to them; data, callbacks and the call of `fit` stay as they are.
+
+    It holds for every later `fit` of this model; called again, for the next one. Other steps (`train_on_batch`, `evaluate`, `predict`) pull
+    when they are taken. `fit` reads up to `capacity` batches more of its data then: of a generator that outlives `fit` they are gone.
+
+    Args:
+        model: that `distribute` has connected.
+        consistency, k, threads_num, capacity, executor, report: as `kvemb.torch.prepare`.
+
+    Returns:
+        What pulls: its `report` says what was chosen and measured, its `staleness` how old rows were.
+
+    Raises:
+        InvalidInputError: the model is not connected, or an option cannot be. In `fit`: whatever the data or a pull raises, at the batch
+            concerned.
+
+    Example:
+        distribute(model, cluster)
+        ahead = prepare(model, threads_num=4, capacity=8)
+        model.fit(x, y, batch_size=4096, epochs=3)
+        print(ahead.report)
+    """
+    connected = connected_of(model)
+    ahead = checked_ahead(
+        connected.shared.cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
+    )
+    return connected.fit_ahead.prepare(ahead)

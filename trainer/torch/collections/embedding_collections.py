@@ -9,13 +9,11 @@ Source: torchrec.modules.embedding_modules (interface only).
 
 from collections.abc import Sequence
 
-from ...bridge.table_creator import TableCreator
-from ..lookup.eager import eager
+from ...bridge.cluster_ports import TableCreator
+from ..lookup.parameter_walks import eager
 from ..modules.table_collection import TableCollection
-from .collection_configs import EmbeddingBagConfig, EmbeddingConfig
-from .jagged_tensors import JaggedTensor
-from .keyed_recipes import BagRecipe, KeyedJagged, SequenceRecipe
-from .keyed_tensor import KeyedTensor
+from .jagged_tensors import JaggedTensor, KeyedTensor
+from .keyed_recipes import BagRecipe, EmbeddingBagConfig, EmbeddingConfig, KeyedJagged, SequenceRecipe
 
 
 class EmbeddingBagCollection(TableCollection[BagRecipe]):

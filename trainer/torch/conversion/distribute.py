@@ -1,6 +1,6 @@
 """distribute: a torch model's large embeddings become tables, in place, in one line; its training loop stays as it is.
 
-What must not live here: which embeddings (`distribute_plan`), whose first rows (`weight_transfer`), what a step does
+What must not live here: which embeddings (`distribute_plan`), whose first rows (`filled_tables`), what a step does
 (`joined_step`), update rules (`optimizer_map`). Strategy: everything is checked before anything changes. Then tables are made and filled.
 The model and the optimizer are changed last, by assignments that are undone if one fails.
 """
@@ -19,19 +19,17 @@ from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
 from ...bridge.filled_tables import Carry, First, SiteTable, TableOptions, exists, fill, make_table, open_table
-from ...bridge.unapplied_pushes import MAX_UNAPPLIED, check_max_unapplied
-from ..lookup.model_tables import modules_by_table
+from ...bridge.pushed_steps import MAX_UNAPPLIED, check_max_unapplied
+from ..lookup.table_module import modules_by_table
 from ..lookup.table_weight import become, let_go, turn_back
 from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..optimizer.joined_step import Follows, JoinedStep
-from ..optimizer.optimizer_map import MappedGroup
-from ..optimizer.other_optimizers import watch
+from ..optimizer.optimizer_map import MappedGroup, watch
 from ..optimizer.sparse_optimizer import SparseOptimizer
 from .distribute_plan import DistributePlan, Names, Site, TorchEmbedding, make_plan
 from .distribute_report import lines
-from .first_rows import first_rows
-from .scaled_embeddings import is_scaled
-from .weight_range import check_range
+from .first_rows import check_range, first_rows
+from .recognized_embeddings import is_scaled
 
 if TYPE_CHECKING:
     from kvemb.cluster import Cluster

@@ -20,7 +20,7 @@ from kvemb.schema.table_def import check_table_name
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import WEIGHT_BYTES, TableWeight, is_readable
 from .outside_references import OutsideReference, outside_references
-from .scaled_embeddings import is_scaled
+from .recognized_embeddings import is_scaled
 
 Names = Mapping[str, str] | Callable[[str], str]
 """Table names by module path, or a function from path to name."""

@@ -1,18 +1,22 @@
 """Where the first rows of a table come from: the module's weights, or an initializer. Decided before anything changes.
 
-What must not live here: assigning (`weight_transfer`), tables. Strategy: unless the user says otherwise, a table begins with the module's
+What must not live here: assigning (`filled_tables`), tables. Strategy: unless the user says otherwise, a table begins with the module's
 own weights. They are assigned, where all of a model's can be in a minute or so. Of those that are too many, the initializer is read off
-(`recognize_initializer`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
+(`recognized_embeddings`). Where that is not plain either, the user is asked. A table that exists is not decided about: it keeps its rows.
+
+Weights that no row can be, found before a table is made.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import torch
+
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 
-from ...bridge.filled_tables import CARRIED, Carry, First
+from ...bridge.filled_tables import CARRIED, Carry, First, chunk_rows
 from .distribute_plan import Site
-from .recognize_initializer import read_off
+from .recognized_embeddings import read_off
 
 CARRY_ROWS, CARRY_BYTES = 10_000_000, 1 << 30
 """How much of a model is assigned without being asked for: about a minute's work for two shards on a machine of 2 cores."""
@@ -98,3 +102,23 @@ def _carry_hint(sites: Iterable[Site], unknown: Sequence[str], carry: Carry) -> 
 
 def _is_meta(site: Site) -> bool:
     return bool(site.weight.device.type == "meta")
+
+
+_NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def check_range(site: Site, dtype: str) -> None:
+    """Refuse weights that no row can be, before a table is made.
+
+    Raises:
+        InvalidInputError: NaN, infinity, or a value beyond the dtype's range.
+    """
+    largest = torch.finfo(_NARROW.get(dtype, torch.float32)).max
+    for at, part in enumerate(torch.split(site.weight.detach(), chunk_rows(site))):
+        wrong = torch.nonzero(~(part.abs() <= largest).all(dim=1))
+        if len(wrong):
+            row = int(wrong[0]) + at * chunk_rows(site)
+            raise InvalidInputError(
+                f"{site}: row {row} of its weight holds NaN, infinity or a value beyond {dtype} (above {largest:.4g}), and cannot be "
+                "carried; mend the weight, or carry nothing"
+            )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..lookup.own_attributes import attributes_of
+from ..lookup.parameter_walks import attributes_of
 
 _SUBMODULES = ("_parameters", "_buffers", "_modules")
 _DEEPEST, _MOST = 8, 100_000

@@ -22,9 +22,16 @@ from ..lookup.table_module import LookupModule, TableModule
 from ..modules.dense_features import DenseFeatures
 from ..modules.embedding import Embedding, EmbeddingBag, ScaledEmbedding
 from ..modules.table_collection import TableCollection
-from ..optimizer.left_out_of_copies import leave_out
-from .known_rows import KnownRows, KnownRowsBag, ScaledKnownRows, ScaledRows
-from .plain_tables import PlainDenseFeatures, PlainEmbeddingBagCollection, PlainEmbeddingCollection
+from ..optimizer.sparse_optimizer import leave_out
+from .plain_tables import (
+    KnownRows,
+    KnownRowsBag,
+    PlainDenseFeatures,
+    PlainEmbeddingBagCollection,
+    PlainEmbeddingCollection,
+    ScaledKnownRows,
+    ScaledRows,
+)
 
 CHUNK_BYTES = 16 << 20
 _KINDS = (ScaledEmbedding, Embedding, EmbeddingBag, EmbeddingBagCollection, EmbeddingCollection, DenseFeatures)

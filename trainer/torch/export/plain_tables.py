@@ -2,22 +2,137 @@
 
 They take the features that the originals take, know no cluster, and are trained by any torch optimizer. What must not live here: what is
 computed (`keyed_recipes`, `column_recipe`), and where the rows come from (`materialize`).
+
+KnownRows and KnownRowsBag: the rows of some ids of a table in plain torch. And what of `ScaledEmbedding` a copy has.
+
+Strategy: an id is found among those that are known by binary search, in operations that torch.export and torch.jit.trace record.
 """
 
 from collections.abc import Mapping
 from typing import Any, Generic
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from kvemb.errors import InvalidInputError
 
-from ..collections.collection_configs import EmbeddingBagConfig, EmbeddingConfig
-from ..collections.keyed_recipes import BagRecipe, SequenceRecipe
-from ..lookup.eager import eager
+from ..collections.keyed_recipes import BagRecipe, EmbeddingBagConfig, EmbeddingConfig, SequenceRecipe
+from ..lookup.parameter_walks import eager
 from ..modules.column_recipe import ColumnRecipe
-from ..modules.recipes import LookedUp, RecipeT
-from .known_rows import KnownRows
+from ..modules.embedding import EmbeddingBag
+from ..modules.pooling import LookedUp, RecipeT
+
+
+class KnownRows(nn.Module):
+    """Rows of some ids, found by binary search; any other id has a row of zeros.
+
+    Args:
+        ids: int64 [n], unique, ascending, at least one.
+        weight: float32 [n + 1, dim]; the last row is that of ids that are not known.
+        padding_idx: the id, one of `ids`, whose row gets no gradient here.
+
+    Example:
+        >>> rows = KnownRows(torch.tensor([7, 90]), nn.Parameter(torch.tensor([[1.0], [2.0], [0.0]])))
+        >>> rows(torch.tensor([90, 8])).tolist()
+        [[2.0], [0.0]]
+    """
+
+    ids: Tensor
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids)
+        self._n_ids = int(ids.shape[0])
+        self.weight = weight
+        self.padding_at = None if padding_idx is None else int(self.places(torch.tensor(padding_idx)))
+
+    def places(self, input: Tensor) -> Tensor:
+        """Return the positions in `weight`, of the shape of `input`."""
+        wanted = input.to(torch.int64)
+        if is_scripting():  # torch.jit.script compiles what it reads, and leaves the other branch unread
+            found = torch.searchsorted(self.ids, wanted.contiguous())
+        else:
+            found = self._n_below(wanted) if torch.onnx.is_in_onnx_export() else torch.searchsorted(self.ids, wanted.contiguous())
+        at = found.clamp(max=self._n_ids - 1)
+        return torch.where(self.ids[at] == wanted, at, self.ids.shape[0])
+
+    def _n_below(self, wanted: Tensor) -> Tensor:
+        """How many ids are below each: what searchsorted returns, which ONNX does not have. Bit by bit, the highest first."""
+        n_below = torch.zeros_like(wanted)
+        for bit in reversed(range(self._n_ids.bit_length())):
+            more = n_below + (1 << bit)
+            at = (more - 1).clamp(max=self._n_ids - 1)
+            n_below = torch.where((more <= self._n_ids) & (self.ids[at] < wanted), more, n_below)
+        return n_below
+
+    def extra_repr(self) -> str:
+        """Say how many there are."""
+        return f"{self.ids.shape[0]}, {self.weight.shape[1]}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 [*input.shape, dim]."""
+        return F.embedding(self.places(input), self.weight, padding_idx=self.padding_at)
+
+
+class KnownRowsBag(KnownRows):
+    """The same for bags: see torch.nn.EmbeddingBag for forward. An id that is not known counts as a row of zeros.
+
+    Args:
+        ids, weight: as for `KnownRows`.
+        bag: whose mode, include_last_offset and padding id this one has; the padding id must be among `ids`.
+    """
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter, bag: EmbeddingBag) -> None:
+        super().__init__(ids, weight, bag.padding_idx)
+        self.mode, self.include_last_offset = bag.mode, bag.include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return float32 [b, dim]."""
+        return F.embedding_bag(
+            self.places(input),
+            self.weight,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_at,
+        )
+
+
+class ScaledRows(nn.Embedding):
+    """torch's Embedding, whose results are multiplied by `embed_scale`.
+
+    Args:
+        n_rows, dim, padding_idx: torch's.
+        embed_scale: the factor.
+    """
+
+    def __init__(self, n_rows: int, dim: int, padding_idx: int | None, embed_scale: float) -> None:
+        super().__init__(n_rows, dim, padding_idx=padding_idx)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [*input.shape, dim]."""
+        return super().forward(input) * self.embed_scale
+
+
+class ScaledKnownRows(KnownRows):
+    """KnownRows, whose results are multiplied by `embed_scale`.
+
+    Args:
+        ids, weight, padding_idx: as for `KnownRows`.
+        embed_scale: the factor.
+    """
+
+    def __init__(self, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, embed_scale: float) -> None:
+        super().__init__(ids, weight, padding_idx)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 [*input.shape, dim]."""
+        return super().forward(input) * self.embed_scale
 
 
 class PlainTables(nn.Module, Generic[RecipeT]):

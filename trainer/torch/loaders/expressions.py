@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..lookup.own_attributes import attributes_of
+from ..lookup.parameter_walks import attributes_of
 from .feeds import part_of
 
 _DEEPEST, _LONGEST, _MOST = 6, 256, 10_000

@@ -1,32 +1,79 @@
 """A prepared loader: batches whose rows are already pulled when they come.
 
-What must not live here: which parts of a batch feed which module (`feeds`, `batch_trace`), how batches get their rows
-(`trainer.bridge.batches_ahead`), steps (`sparse_optimizer`), and what is asked for it (`prepare`).
-
 Strategy: unless it is told, the first batches are watched while they are used. From the first that called a lookup module on, what a batch
 will ask for is worked out ahead. A table that no forecast was right for, batch after batch, is left out.
+
+Pulls of a prepared loader, split where modules ask for their tables in groups (`emb_num_groups`).
+
+Strategy: a batch's rows are one pull. Only the tables of modules with groups are pulled apart: each group is a pull of its own, one after
+another. No pull is larger than the module's would be, and none is made in vain.
+
+prepare: have the rows of a loader's batches pulled before they are used.
+
+Arguments are checked here, all of them before anything is begun.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.batches_ahead import Ahead, BatchesAhead
+from ...bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
 from ...bridge.shared_lookups import Asked, SharedLookups
 from ...lookahead.consistency import Exact
+from ...lookahead.pool_sizes import AUTO
+from ...lookahead.pull_threads import Executor
 from ...lookahead.rows_ahead import RowsAhead
-from ..lookup.model_tables import modules_by_table
-from ..lookup.table_module import TableModule
+from ...report.step_report import StepReport
+from ..lookup.table_module import TableModule, modules_by_table, share_lookups
+from ..modules.table_collection import TableCollection
 from .batch_trace import Trace, TracedPlan
-from .feeds import FeedPlan
-from .grouped_pulls import grouped
+from .feeds import Features, FeedPlan, named_plan
+
+
+class GroupedPulls:
+    """A cluster's pulls, in groups of tables.
+
+    Args:
+        cluster: pulls; with `progress` where that is asked for.
+        groups: names of tables that are pulled together; a table that stands in two belongs to the first, those in none are one more.
+    """
+
+    def __init__(self, cluster: Any, groups: Sequence[Sequence[str]]) -> None:
+        self._cluster = cluster
+        self._group_of = {name: at for at, group in reversed(list(enumerate(groups))) for name in group}
+
+    def pull_versions(
+        self, ids: Mapping[str, NDArray[Any]], *, stored: bool = True
+    ) -> dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]]:
+        """Fetch rows and versions of several tables; see `Cluster.pull_versions`, whose errors leave nothing behind."""
+        groups: dict[int, dict[str, NDArray[Any]]] = {}
+        for name, of in ids.items():
+            groups.setdefault(self._group_of.get(name, -1), {})[name] = of
+        pulled: dict[str, tuple[NDArray[np.float32], NDArray[np.uint64]]] = {}
+        for group in groups.values():
+            pulled.update(self._cluster.pull_versions(group, stored=stored))
+        return pulled
+
+    def progress(self) -> Any:
+        """Tell how far the shards have come."""
+        return self._cluster.progress()
+
+
+def grouped(model: nn.Module, cluster: Any) -> Any:
+    """Return what pulls for a model: the cluster itself, unless a module of it wants its tables in several groups."""
+    collections = [module for module in model.modules() if isinstance(module, TableCollection) and len(module.groups) > 1]
+    groups = [group for collection in collections for group in collection.groups]
+    return GroupedPulls(cluster, groups) if groups else cluster
+
 
 log = logging.getLogger("kvemb")
 _WATCHED = 8
@@ -126,3 +173,61 @@ def _asked_of(plan: FeedPlan) -> Callable[[Any], list[Asked]]:
             return plan.asked(batch)
 
     return asked
+
+
+def prepare(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    features: Features | None = None,
+    consistency: str = "stale",
+    k: int | None = None,
+    threads_num: int | str = AUTO,
+    capacity: int | str = AUTO,
+    executor: Executor | None = None,
+    report: StepReport | None = None,
+) -> Prepared:
+    """Pull the rows of batches before they are used. The model and the training loop stay as they are.
+
+    Args:
+        model: with at least one module over a kvemb table.
+        loader: any iterable of batches, a DataLoader for one, with or without worker processes.
+        features: what feeds each module, by its path in the model. A key, attribute or index of the batch, or a sequence of them. Or a
+            function of the batch that returns the module's argument, or a tuple of its arguments. None for a module whose rows are
+            pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` says what was
+            found, and why where nothing was.
+        consistency: what rows may lack when their batch is used. "stale": what is pushed for the `capacity` batches before it, and what
+            else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do; for clusters
+            in sync mode. Given the same draws, training is then what it is without `prepare`, bit for bit.
+        k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
+        threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
+        capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
+        executor: runs the pulls instead of threads of our own.
+        report: measures the steps while the result is iterated, and says at the end of each run what to turn.
+
+    Returns:
+        What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
+
+    Raises:
+        InvalidInputError: on any of these not being so. While iterating: what the loader, `features` or a pull raises, at the batch
+            concerned; the iteration is over then.
+
+    Example:
+        >>> import kvemb, torch
+        >>> from kvemb.torch import Embedding, SparseOptimizer
+        >>> with kvemb.local(shards=1) as url, kvemb.connect(url) as cluster:
+        ...     model = Embedding(cluster.create_table("word", dim=2, optimizer=kvemb.optim.sgd(0.5), initializer=kvemb.init.zeros()))
+        ...     optimizer = SparseOptimizer(model)
+        ...     loader = prepare(model, [{"words": torch.tensor([7, 8])}, {"words": torch.tensor([9])}], threads_num=1, capacity=2)
+        ...     for batch in loader:
+        ...         model(batch["words"]).sum().backward()
+        ...         optimizer.step()
+        >>> print(loader.report.splitlines()[-1])
+        looked up ahead: the model: batch['words']
+    """
+    cluster = share_lookups(modules_by_table(model)).cluster
+    ahead = checked_ahead(
+        cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
+    )
+    plan = None if features is None else named_plan(model, features)
+    return Prepared(loader, model, plan, ahead)

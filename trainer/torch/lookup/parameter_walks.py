@@ -2,18 +2,26 @@
 model without its rows.
 
 What must not live here: what waits, and how (`pending_lookups`). Strategy: in one process everybody meets them. In a job of several ranks
-(torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would scale
-them differently on each. So only GradScaler and zero_grad meet the leaves there. Torch says nothing of who asks for
-parameters; where that matters the call stack tells.
+(torch.distributed) a leaf is this rank's alone. Dense gradients are equal on all ranks, and a norm that only this rank has would scale them
+differently on each. So only GradScaler and zero_grad meet the leaves there. Torch says nothing of who asks for parameters; where that
+matters the call stack tells.
+
+Lookups stay outside of what torch.compile compiles.
+
+They fetch rows over the network and count in unsigned 64-bit integers, which compilers of tensor programs cannot do. A compiled model runs
+them as they are, and is compiled before and behind them.
+
+What an object has as attributes of its own, found without running code of its class: no properties, no `__getattr__`.
 """
 
+import functools
 import logging
 import sys
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from types import FrameType
-from typing import Any, Protocol
+from types import FrameType, MemberDescriptorType
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -210,3 +218,51 @@ def _refuse_in_backward(table: str) -> None:
             "rows are in a cluster, and this would train nothing. Leave it out; rows are trained by the rule that the table was created "
             "with, at each step of a SparseOptimizer(model). This module is as it was"
         )
+
+
+_WHY = (
+    "kvemb: rows come over the network, so lookups and pushes run outside of what torch.compile compiles. Leave fullgraph=True out; or "
+    "compile with it the parts of the model that have no tables; or, to serve, a copy of plain modules: kvemb.torch.materialize(model)"
+)
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def eager(forward: _Forward) -> _Forward:
+    """Keep a function, and all that it calls, out of torch.compile.
+
+    As torch.compiler.disable, whose import of the compiler takes seconds and is put off until something has imported it.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # true where this line is traced: here a full graph is refused
+            torch._dynamo.graph_break(msg=_WHY)
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process, so far
+                return forward(*args, **kwargs)
+            disabled.append(torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object by name, those in the `__slots__` of its classes included.
+
+    Example:
+        >>> class Pair:
+        ...     __slots__ = ("left", "right")
+        >>> pair = Pair()
+        >>> pair.left = 1
+        >>> attributes_of(pair)
+        {'left': 1}
+    """
+    found: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            member = vars(kind).get(name)
+            if isinstance(member, MemberDescriptorType) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found

@@ -1,6 +1,6 @@
 """Lookups of a table that have a gradient and wait for a step, as torch's own functions find them.
 
-What must not live here: forward passes (`table_module`), what a step pushes (`pushed_gradients`), who meets the leaves (`parameter_walks`).
+What must not live here: forward passes (`table_module`), what a step pushes (`sparse_optimizer`), who meets the leaves (`parameter_walks`).
 Strategy: between backward and step a table is one leaf tensor with a gradient, as the dense weight of an Embedding would be. Gradients of
 one row, from several lookups, are summed at the end of each backward pass. That leaf is where torch looks for gradients. Among the
 parameters of the model, for torch.nn.utils.clip_grad_norm_ and what calls it. In a group of the optimizer, for GradScaler and for trainers
@@ -80,14 +80,14 @@ class PendingLookups:
         self._recorded = False  # a lookup was made since the last step, and none got a gradient
         self._told_unused, self._n_unused = False, 0  # steps in a row of which that was so
         self.n_steps = self.n_backwards = 0
-        """Steps that used gradients up, and lookups that got one: `other_optimizers` compares them."""
+        """Steps that used gradients up, and lookups that got one: `optimizer_map` compares them."""
         self.leaves: list[Tensor] = []
         self.lookups: list[Lookup] = []
         self._n_lookups: list[int] = []  # how many were made into each of them
         self.group: Callable[[], dict[str, Any]] | None = None
         """Where another optimizer, whose step pushes too, and its GradScaler look for gradients: leaves wait there as well."""
         self.watching: object = None
-        """Kept alive: who looks whether that optimizer steps (`other_optimizers`)."""
+        """Kept alive: who looks whether that optimizer steps (`optimizer_map`)."""
 
     def add(self, leaf: Tensor, lookup: Lookup) -> None:
         """Take a lookup whose leaf has just got a gradient, in its backward pass; a second one through the same graph adds to that."""

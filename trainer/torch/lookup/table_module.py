@@ -1,5 +1,4 @@
-"""One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves
-there.
+"""One lookup: the unique ids of one forward pass, their rows as a leaf tensor, and the gradient that backward leaves there.
 
 What must not live here: how rows are combined (`embedding`), what waits for a step (`pending_lookups`), when it is pushed
 (`sparse_optimizer`).
@@ -8,10 +7,14 @@ Strategy: the rows pulled become a leaf [n, dim] that requires a gradient. torch
 torch's own. Until backward runs, a lookup is held by the autograd graph alone (through the leaf's hook). A forward pass whose loss is
 thrown away leaves nothing behind. Backward hands the lookup to its `PendingLookups`, where the optimizer finds it, and `parameters()` until
 the step.
+
+Ids as torch has them: read out of tensors, and a padding id as a module is given it.
+
+The modules of a model that look rows up, by table, and the one `SharedLookups` that they have in common.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -23,11 +26,47 @@ from kvemb.arrays.ids import normalize
 from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
+from ...bridge.saved_rows import StepMark
 from ...bridge.shared_lookups import Asked, LookupResult, SharedLookups
-from ...bridge.step_mark import StepMark
 from .parameter_walks import STAND_IN, ParametersWithLeaves, tell_saving
 from .pending_lookups import Lookup, PendingLookups
-from .tensor_ids import checked_padding, values_of
+
+_PLAIN = "to trace, export or transform a model, take its copy of plain modules, kvemb.torch.materialize(model)"
+
+
+def values_of(input: Tensor, table: str) -> NDArray[Any]:
+    """Read ids out of a tensor.
+
+    Raises:
+        InvalidInputError: it is no integer tensor; reading would make its ids constants of a trace; or it has no values.
+    """
+    if not isinstance(input, Tensor) or input.is_floating_point() or input.is_complex():
+        got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        raise InvalidInputError(f"table {table!r}: input must be a tensor of integer ids, got {got}")
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise InvalidInputError(f"table {table!r}: torch.jit.trace would write down the rows of this one batch; {_PLAIN}")
+    try:
+        array: NDArray[Any] = input.detach().cpu().numpy()
+    except RuntimeError as error:
+        if input.device.type not in ("cpu", "meta"):
+            raise  # the device's own
+        raise InvalidInputError(f"table {table!r}: ids must be a plain tensor with values ({error}); {_PLAIN}") from error
+    return array
+
+
+def checked_padding(table: TablePort, padding_idx: object) -> np.uint64:
+    """Return a module's padding id as the table has it.
+
+    Raises:
+        InvalidInputError: it is no integer, or outside of the table's domain.
+    """
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+        raise InvalidInputError(f"padding_idx is {padding_idx!r}; give an id (an integer) or None")
+    definition = table.definition
+    ids, _ = normalize([padding_idx], definition.id_dtype, definition.name, definition.num_ids)
+    if ids.view(np.int64)[0] == -1:  # then it is no padding that was left in: this module asks the table for its row
+        table.allow_minus_one()
+    return np.uint64(ids[0])
 
 
 class LookupModule(nn.Module):
@@ -217,3 +256,38 @@ def _reference(table: TablePort) -> dict[str, Any]:
 
 def _described(reference: dict[str, Any]) -> str:
     return f"table {reference['table']!r} (dim {reference['dim']}, cluster {reference['cluster']!r})"
+
+
+def modules_by_table(model: nn.Module) -> dict[str, list[TableModule]]:
+    """Find the modules over each table, by its name, in the model's order.
+
+    Raises:
+        InvalidInputError: there is none, the tables belong to several clusters, or `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"the model must be a torch.nn.Module, got {model if isinstance(model, type) else type(model).__name__}")
+    found: dict[str, list[TableModule]] = {}
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            found.setdefault(module.table.name, []).append(module)
+    if not found:
+        raise InvalidInputError("the model has no kvemb.torch.Embedding or EmbeddingBag, and nothing else is trained here")
+    clusters = {id(m.table.cluster) for modules in found.values() for m in modules}
+    if len(clusters) > 1:
+        raise InvalidInputError(f"the tables {', '.join(found)} belong to {len(clusters)} clusters; make one SparseOptimizer for each")
+    return found
+
+
+def share_lookups(modules_of: Mapping[str, Sequence[TableModule]]) -> SharedLookups:
+    """Give these modules one `SharedLookups`: the one that all of them have already, or a new one.
+
+    Example:
+        share_lookups(modules_by_table(model))
+    """
+    modules = [module for ones in modules_of.values() for module in ones]
+    first = modules[0].shared
+    if any(module.shared is not first for module in modules) or first.tables.keys() != modules_of.keys():
+        first = SharedLookups({name: ones[0].table for name, ones in modules_of.items()}, modules[0].table.cluster)
+        for module in modules:
+            module.shared = first
+    return first

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvemb.errors import InvalidInputError
 
-from .eager import eager
+from .parameter_walks import eager
 from .pending_lookups import Lookup
 
 if TYPE_CHECKING:

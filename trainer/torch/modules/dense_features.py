@@ -16,12 +16,11 @@ from torch import Tensor
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.table_creator import TableCreator
+from ...bridge.cluster_ports import TableCreator
 from ...columns.column_kinds import DenseColumn, EmbeddingColumn, checked_dense_columns
 from ...columns.column_tables import ColumnOptions, tables_of
-from ..lookup.eager import eager
-from .column_recipe import ColumnRecipe
-from .feature_reading import Feature
+from ..lookup.parameter_walks import eager
+from .column_recipe import ColumnRecipe, Feature
 from .table_collection import TableCollection
 
 

@@ -25,10 +25,10 @@ from kvemb.errors import InvalidInputError
 
 from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked
-from ..lookup.eager import eager
+from ..lookup.parameter_walks import eager
 from ..lookup.table_module import TableModule
 from ..lookup.table_weight import is_readable, too_large, weight_over
-from .embedding_bag import embedding_bag
+from .pooling import embedding_bag
 
 MODES = ("sum", "mean", "max")
 

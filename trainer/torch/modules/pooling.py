@@ -1,14 +1,148 @@
 """Combining the rows that were looked up for one table, feature after feature.
 
 What must not live here: features, and where rows come from.
+
+Combining the rows of bags: torch.nn.functional.embedding_bag with a faster way back for many ids.
+
+Torch's backward sorts all ids to bring duplicates together. Here gradients are added up where they belong as they come. That took 0.1 to
+0.7 of the time in the same run (82,000 ids of 2,000 rows, dim 1 to 128). Where most ids are unique it can take longer, so it is done from
+two ids per row on. How equal the gradients are:
+
+* Plain sums are the same bits. They take this way only from `STABLE_FROM` ids on, where torch sorts by digits, so that duplicates keep
+  their order. Its sort of fewer ids leaves them in an order that depends on the processor.
+* Averages and weighted sums are the same to rounding: torch multiplies and adds in one rounding where its processor can, here there are
+  two. They take this way from `WORTH_FROM` ids on.
+* Maxima, and weights that require a gradient, are torch's own.
+
+Recipe: what a module over several tables computes, whoever has the rows.
+
+A recipe turns features into ids by table, and rows by table into the module's result. `TableCollection` runs it on rows of a cluster,
+`PlainTables` on rows that it has itself.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .embedding_bag import embedding_bag
-from .recipes import LookedUp, exporting
+STABLE_FROM = 32_768
+"""At so many ids torch's sort is stable (at::internal::GRAIN_SIZE)."""
+WORTH_FROM = 4096
+_BLOCK = 1 << 18  # values gathered at a time: what fits into a core's cache, however long the input
+
+
+def embedding_bag(
+    at: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    *,
+    mode: str,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Combine the rows of each bag.
+
+    Args:
+        at: int64 [m], positions in `rows`.
+        rows: float32 [n, dim].
+        offsets: int64 [b], or [b + 1] with `include_last_offset`; from 0, ascending.
+        mode, per_sample_weights, include_last_offset, padding_idx: as torch's.
+
+    Returns:
+        float32 [b, dim], the bits that torch's function gives; gradients as the module says.
+
+    Source: torch.nn.functional.embedding_bag.
+    """
+    options = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+    if _is_worth(at, rows, mode, per_sample_weights):
+        combined: Tensor = _BagPooling.apply(rows, at, offsets, per_sample_weights, options)  # type: ignore[no-untyped-call]
+        return combined
+    return _torchs(at, rows, offsets, per_sample_weights, options)
+
+
+def _is_worth(at: Tensor, rows: Tensor, mode: str, weights: Tensor | None) -> bool:
+    if mode == "max" or at.device.type != "cpu" or (weights is not None and weights.requires_grad):
+        return False
+    n_least = STABLE_FROM if mode == "sum" and weights is None else WORTH_FROM
+    return len(at) >= max(n_least, 2 * len(rows)) and rows.requires_grad and torch.is_grad_enabled()
+
+
+def _torchs(at: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, options: dict[str, Any]) -> Tensor:
+    return F.embedding_bag(at, rows, offsets, per_sample_weights=weights, **options)
+
+
+class _BagPooling(torch.autograd.Function):
+    """The gradient of a row is the sum of those of the bags it is in, each times its factor there, in the order of `at`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, at: Tensor, offsets: Tensor, weights: Tensor | None, options: dict[str, Any]) -> Tensor:
+        ctx.save_for_backward(at, offsets, weights)
+        ctx.n_rows, ctx.options = len(rows), options
+        return _torchs(at, rows, offsets, weights, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (at, offsets, weights), padding = grads, ctx.saved_tensors, ctx.options["padding_idx"]
+        bag_of = _bag_of(at, offsets, ctx.options["include_last_offset"])
+        if ctx.options["mode"] == "mean":
+            counted = torch.ones_like(at) if padding is None else at.ne(padding).to(at.dtype)
+            sizes = at.new_zeros(len(grad)).index_add_(0, bag_of, counted)
+            grad = grad / sizes.clamp(min=1).unsqueeze(1)
+        summed = grad.new_zeros(ctx.n_rows, grad.shape[1])
+        length = max(1, _BLOCK // max(1, grad.shape[1]))
+        for begin in range(0, len(at), length):
+            block = slice(begin, begin + length)
+            parts = grad.index_select(0, bag_of[block])
+            if weights is not None:
+                parts = parts * weights[block].unsqueeze(1)
+            summed = summed.index_add_(0, at[block], parts)
+        if padding is not None:
+            summed = summed.index_fill(0, at.new_tensor([padding]), 0.0)
+        return summed, None, None, None, None
+
+
+def _bag_of(at: Tensor, offsets: Tensor, with_end: bool) -> Tensor:
+    """Which bag each id is in: [m]."""
+    starts = offsets[:-1] if with_end else offsets
+    ends = offsets[1:] if with_end else torch.cat([offsets[1:], offsets.new_tensor([len(at)])])
+    return torch.repeat_interleave(ends - starts, output_size=len(at))
+
+
+LookedUp = tuple[Tensor, Tensor]
+"""Rows float32 [n, dim], and int64 [m]: where in them each id's row is."""
+LookUp = Callable[[Mapping[str, Tensor]], Mapping[str, LookedUp]]
+"""From ids [m] by table to their rows by table."""
+
+
+class Recipe(Protocol):
+    """A forward pass without its rows. It holds no rows and no connection, is never changed, and can be pickled if its parts can."""
+
+    def ids(self, features: Any) -> dict[str, Tensor]:
+        """Return what `run` would look up: ids [m] of every table."""
+        ...
+
+    def run(self, features: Any, look_up: LookUp) -> Any:
+        """Compute the module's result, with one call of `look_up`.
+
+        Raises:
+            InvalidInputError: features are missing or do not fit; `look_up` was not called then.
+        """
+        ...
+
+    def __str__(self) -> str:
+        """Describe it in a word or two per table or column."""
+        ...
+
+
+RecipeT = TypeVar("RecipeT", bound=Recipe)
+
+
+def exporting() -> bool:
+    """Return whether torch.export records: what is done must then not depend on values, and sizes are symbols."""
+    return bool(torch.compiler.is_compiling())  # a collection is never compiled, see `eager`; is_exporting is not in every torch
 
 
 def pool(rows: LookedUp, lengths: Tensor, combiner: str, weights: Tensor | None = None) -> Tensor:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ...bridge.cluster_ports import TablePort
 from ...bridge.shared_lookups import Asked
-from ..lookup.model_tables import modules_by_table, share_lookups
-from ..lookup.table_module import LookupModule, TableModule
-from .recipes import LookedUp, RecipeT
+from ..lookup.table_module import LookupModule, TableModule, modules_by_table, share_lookups
+from .pooling import LookedUp, RecipeT
 
 
 class TableCollection(LookupModule, Generic[RecipeT]):

@@ -15,8 +15,7 @@ from torch import Tensor, distributed, nn
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
 
-from ..lookup.eager import eager
-from ..lookup.parameter_walks import n_ranks
+from ..lookup.parameter_walks import eager, n_ranks
 from ..lookup.pending_lookups import PendingLookups
 from ..lookup.table_module import TableModule
 

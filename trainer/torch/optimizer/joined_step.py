@@ -20,11 +20,10 @@ import torch
 
 from kvemb.errors import InvalidInputError
 
-from ..lookup.eager import eager
+from ..lookup.parameter_walks import eager
 from ..lookup.pending_lookups import PendingLookups
-from .left_out_of_copies import HELD_BY_A_MODEL, are_left_out
 from .optimizer_map import MappedGroup
-from .sparse_optimizer import SparseOptimizer
+from .sparse_optimizer import HELD_BY_A_MODEL, SparseOptimizer, are_left_out
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,26 +4,72 @@ What must not live here: update rules (the parameter servers apply them) and loo
 values of the table's optimizer under their own names (lr, beta1, …), so that schedulers work on them. `group["params"]` holds the leaves
 that wait for a step, so that GradScaler sees their gradients. Backward passes may run in several threads; a step and they wait for one
 another. It does not survive fork().
+
+What a step pushes of a table: the gradients of all its lookups, summed by id.
+
+What a plain copy of a model leaves out: optimizers that push, wherever the model holds them. In any other copy they refuse.
+
+Strategy: `copy` hands one memo to all that is copied. A mark in it reaches optimizers in lists, on schedulers and on other objects; nothing
+needs to be searched.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
 from kvemb.fork_lock import ForkLock
 
 from ...bridge.cluster_ports import AckPort, ClusterPort
-from ...bridge.pushed_steps import GradientPart, PushedSteps
+from ...bridge.pushed_steps import MAX_UNAPPLIED, GradientPart, PushedSteps, merge_parts
 from ...bridge.shared_lookups import SharedLookups
-from ...bridge.unapplied_pushes import MAX_UNAPPLIED
-from ..lookup.eager import eager
-from ..lookup.model_tables import modules_by_table, share_lookups
+from ..lookup.parameter_walks import eager
 from ..lookup.pending_lookups import PendingLookups
-from .left_out_of_copies import HELD_BY_A_MODEL, are_left_out
-from .pushed_gradients import merge_gradients, unscale_factor
+from ..lookup.table_module import modules_by_table, share_lookups
+
+
+def unscale_factor(optimizer: torch.optim.Optimizer) -> float:
+    """What GradScaler asks the step to multiply gradients by: 1, unless it left them scaled."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else 1.0 / float(scale)
+
+
+def merge_gradients(pending: PendingLookups, factor: float) -> GradientPart:
+    """Sum the gradients of all lookups of one table by id; of the versions seen the oldest counts."""
+    pushed: list[Any] = [
+        lookup.pushed(_as_numpy(leaf.grad)) for leaf, lookup in zip(pending.leaves, pending.lookups, strict=True) if leaf.grad is not None
+    ]
+    ids, grads, versions = merge_parts(pushed, pending.table.dim)
+    # Out of place: without duplicates these are still the leaf's own gradient.
+    return ids, grads * np.float32(factor) if factor != 1.0 else grads, versions
+
+
+def _as_numpy(grad: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = grad.detach().cpu().numpy()
+    return array
+
+
+_MARK = "kvemb: optimizers that push are left out"  # keys of copy's own are ids, integers
+
+HELD_BY_A_MODEL = (
+    "If a model that is copied holds it (model.optimizer), or a scheduler of it, take that off before (model.optimizer = None) and put it "
+    "back; kvemb.torch.materialize(model) leaves it out by itself"
+)
+"""What to do when an optimizer refuses that somebody did not mean to copy."""
+
+
+def leave_out(memo: dict[Any, Any]) -> None:
+    """Let the copy that is made with this memo have None for optimizers that push."""
+    memo[_MARK] = True
+
+
+def are_left_out(memo: dict[Any, Any]) -> bool:
+    """Return whether the copy that is made with this memo has none of them."""
+    return _MARK in memo
 
 
 class SparseOptimizer(torch.optim.Optimizer):

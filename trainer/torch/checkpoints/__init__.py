@@ -1,1 +1,0 @@
-"""Rows saved beside the checkpoints of torch models and of other trainers."""
