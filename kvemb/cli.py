@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from kvemb.commands.config_option import AddressesThenFile, takes_config, takes_words
+from kvemb.commands.verb_options import AddressesThenFile, takes_config, takes_words
 from kvemb.errors import ConfigError, KvembError
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
 
@@ -77,8 +77,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from kvemb.commands.planning_options import add_bench, add_plan, positive
-    from kvemb.commands.verb_examples import example_text
+    from kvemb.commands.verb_options import add_bench, add_plan, example_text, positive
 
     parser = argparse.ArgumentParser(prog="kvemb", description="Embedding tables in key-value storage.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
@@ -167,7 +166,7 @@ def _add_table_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_move_verbs(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from kvemb.commands.planning_options import positive
+    from kvemb.commands.verb_options import positive
 
     nodes = verbs.add_parser("nodes", help="show the storage nodes; let some join, leave or take other shares while training goes on")
     takes_words(nodes, ("show", "add", "remove", "replace", "rebalance"), "host:port")
@@ -262,13 +261,13 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from kvemb.commands.doctor_command import doctor_command
+    from kvemb.commands.status_command import doctor_command
 
     return doctor_command(args)
 
 
 def _init(args: argparse.Namespace) -> int:
-    from kvemb.commands.init_command import init_command
+    from kvemb.commands.setup_commands import init_command
 
     return init_command(args)
 
@@ -292,19 +291,19 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    from kvemb.commands.completion_command import completion_command
+    from kvemb.commands.setup_commands import completion_command
 
     return completion_command(_parser(), args.shell)
 
 
 def _certificates(args: argparse.Namespace) -> int:
-    from kvemb.commands.certificates_command import certificates_command
+    from kvemb.commands.setup_commands import certificates_command
 
     return certificates_command(args)
 
 
 def _acl(args: argparse.Namespace) -> int:
-    from kvemb.commands.acl_command import acl_command
+    from kvemb.commands.setup_commands import acl_command
 
     return acl_command(args)
 
@@ -312,7 +311,7 @@ def _acl(args: argparse.Namespace) -> int:
 def _repair(args: argparse.Namespace) -> int:
     from kvemb.client.repair_request import repair
     from kvemb.config import load
-    from kvemb.status.status_tables import render_repair
+    from kvemb.status.cluster_status import render_repair
 
     replies = repair(load(args.config, os.environ), args.node, all_nodes=args.all, timeout_s=args.timeout)
     print(render_repair(replies))

@@ -17,12 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvemb.atomic_file import replace_atomically
-from kvemb.commands.config_option import takes_config
-from kvemb.commands.verb_examples import example_text
+from kvemb.commands.verb_options import example_text, takes_config
 from kvemb.config import Config, load
 from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
-from kvemb.interrupts.stop_flag import StopFlag
+from kvemb.interrupts import StopFlag
 
 from .disk.disk_errors import named
 from .lifecycle.join_cluster import kept_place

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvemb.atomic_file import replace_atomically, sync_folder
-from kvemb.checkpoint.format.optional_imports import require_extra
+from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.errors import CheckpointError, ConfigError
 from kvemb.net.backoff import pauses
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
-from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path
+from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, CheckpointManifest, fragment_path
 from kvemb.checkpoint.format.manifest_json import decode_manifest
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError, InvalidInputError

@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Cut, FileEntry
-from kvemb.checkpoint.format.file_names import ROWS, fragment_path
-from kvemb.checkpoint.format.parquet_blocks import checksum, encode_ids, encode_rows, group_rows
-from kvemb.checkpoint.format.row_block import RowBlock, row_bytes
+from kvemb.checkpoint.format.checkpoint_manifest import ROWS, Cut, FileEntry, fragment_path
+from kvemb.checkpoint.format.parquet_blocks import RowBlock, checksum, encode_ids, encode_rows, group_rows, row_bytes
 from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES
 from kvemb.errors import CheckpointError

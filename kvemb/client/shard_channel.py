@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvemb import interrupts
 from kvemb.client.shard_credentials import open_channel
 from kvemb.errors import (
     AccessDeniedError,
@@ -25,7 +26,6 @@ from kvemb.errors import (
     ShardUnavailableError,
     from_wire,
 )
-from kvemb.interrupts import exit_delivery, off_main_thread
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import Stamp, TlsFiles
@@ -103,7 +103,7 @@ class PendingCall:
             return self._channel.unary(self._method).future(self._request, timeout=timeout_s, wait_for_ready=True)
 
         try:
-            return off_main_thread.make(begin, timeout_s + _GRACE_S)
+            return interrupts.begin_off_main_thread(begin, timeout_s + _GRACE_S)
         except ValueError as error:
             raise self._over() from error
         except RuntimeError as error:
@@ -263,7 +263,7 @@ class ShardChannel:
     def abandon(self) -> None:
         """Leave it to the end of the process: gRPC could not start a thread, and closing the channel would wait for that for ever."""
         self._abandoned = True
-        exit_delivery.end_at_once()
+        interrupts.end_at_once()
 
     def close(self) -> None:
         """Close the channel; calls under way fail. Idempotent."""

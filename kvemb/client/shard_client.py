@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
 
+from kvemb import interrupts
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack
 from kvemb.client.all_shards import AllShards
 from kvemb.client.missing_rows import MissingRows
@@ -17,7 +18,6 @@ from kvemb.client.push_session import PushSession
 from kvemb.client.shard_questions import ShardQuestions
 from kvemb.datapath.prefetched_rows import PrefetchedRows
 from kvemb.errors import SlotsMovedError
-from kvemb.interrupts import exit_delivery
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import Message, TableRows
 from kvemb.protocol.messages import (
@@ -64,7 +64,7 @@ class ShardClient:
     ) -> None:
         self._servers, self._session, self.timeout_s, self._close_timeout_s = servers, session, timeout_s, close_timeout_s
         self._closed = False
-        exit_delivery.prepare()
+        interrupts.prepare()
         self.missing = MissingRows(servers)
         self.questions = ShardQuestions(servers, timeout_s)
 
@@ -112,7 +112,7 @@ class ShardClient:
 
     def push(self, tables: Sequence[TableRows], timeout_s: float | None = None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push; see `PushSession.push`."""
-        exit_delivery.remember(self)
+        interrupts.remember(self)
         return self._session.push(tables, self._deadline(timeout_s), prefetched)
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -157,11 +157,11 @@ class ShardClient:
             return
         self._closed = True
         if timeout_s is None:
-            timeout_s = self._close_timeout_s if self._session.sync else exit_delivery.DELIVERY_TIMEOUT_S
+            timeout_s = self._close_timeout_s if self._session.sync else interrupts.DELIVERY_TIMEOUT_S
         try:
             self._session.close(Deadline.after(timeout_s))
         finally:
-            exit_delivery.forget(self)
+            interrupts.forget(self)
             self._servers.close()
             self.missing.close()
 

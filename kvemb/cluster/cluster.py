@@ -22,7 +22,7 @@ from kvemb.connection.access import Access
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
 from kvemb.fork_lock import ForkLock
 from kvemb.init import Initializer
-from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
+from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef, check_table_name
@@ -370,7 +370,7 @@ class Cluster:
         """Wait until pushes are accepted, and what was released is in storage; then say goodbye to the shards and drop every connection.
 
         Idempotent. A program that ends without it has its pushes delivered all the same, within 10 s. Otherwise it is told how many were
-        not, and ends with exit code 4. `kvemb.interrupts.exit_delivery` says how, and where it cannot be done.
+        not, and ends with exit code 4. `kvemb.interrupts` says how, and where it cannot be done.
 
         Raises:
             KvembError: of a push that failed and nobody waited for, or was not accepted in time. It is closed all the same.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvemb.connection.access import Access
-from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.metrics import MetricFamilies
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

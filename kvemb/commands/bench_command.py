@@ -11,7 +11,7 @@ import numpy as np
 
 from kvemb.capacity import measured_costs as costs
 from kvemb.cluster import Cluster, connect
-from kvemb.commands.text_table import text_table
+from kvemb.commands.progress_meter import text_table
 from kvemb.errors import InvalidInputError
 from kvemb.protocol.messages import MAX_SAMPLED_IDS
 from kvemb.schema.table_def import TableDef

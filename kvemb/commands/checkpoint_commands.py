@@ -10,8 +10,7 @@ from kvemb.checkpoint.checkpoint_storage import absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest
 from kvemb.checkpoint.listing import Listed, list_checkpoints, prune
 from kvemb.checkpoint.verify import verify_chain
-from kvemb.commands.progress_meter import ProgressMeter
-from kvemb.commands.text_table import text_table
+from kvemb.commands.progress_meter import ProgressMeter, text_table
 from kvemb.errors import InvalidInputError
 
 
@@ -93,7 +92,7 @@ def verify_command(args: argparse.Namespace) -> int:
         return 1
     if not args.against_storage:
         return 0
-    from kvemb.checkpoint.compare import compare
+    from kvemb.checkpoint.verify import compare
     from kvemb.cluster import connect
 
     with connect(args.config) as cluster, ProgressMeter(sys.stderr, "rows") as meter:

@@ -19,7 +19,7 @@ from kvemb.capacity.capacity_plan import (
     plan_shards,
     plan_storage,
 )
-from kvemb.commands.text_table import text_table
+from kvemb.commands.progress_meter import text_table
 from kvemb.schema.table_def import TableDef
 
 _GB, _MB = 1e9, 1e6

@@ -1,7 +1,10 @@
-"""A line on a terminal that says how far a long piece of work is, how fast, and how long it will take. Elsewhere it says nothing."""
+"""A line on a terminal that says how far a long piece of work is, how fast, and how long it will take. Elsewhere it says nothing.
+
+Rows of text in columns that stand below each other. Pure.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from kvemb.progress_line import ProgressLine
@@ -57,3 +60,16 @@ def describe(what: str, done: int, total: int, done_here: int, seconds: float, u
     left_s = max(0, total - done) / rate
     left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min" if left_s < 5400 else f"{left_s / 3600:.1f} h"
     return f"{text}, {speed}" + (f", {left} left" if done < total else "")
+
+
+def text_table(rows: Iterable[tuple[object, ...]]) -> str:
+    """Return the lines, each column as wide as its widest cell.
+
+    Example:
+        >>> print(text_table([("NAME", "ROWS"), ("user", 3)]))
+        NAME  ROWS
+        user  3
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts)

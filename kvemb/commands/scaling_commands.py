@@ -16,9 +16,8 @@ import yaml
 
 from kvemb.client.all_shards import AllShards
 from kvemb.client.slot_moves import INDEX_BYTES, MoveState, NodeMoves, ShardScaling, SlotMoves
-from kvemb.commands.config_option import words_of
-from kvemb.commands.progress_meter import ProgressMeter
-from kvemb.commands.text_table import text_table
+from kvemb.commands.progress_meter import ProgressMeter, text_table
+from kvemb.commands.verb_options import words_of
 from kvemb.config import Config, StorageConfig, load
 from kvemb.errors import ConfigError, MoveRefusedError, ShardUnavailableError
 from kvemb.net.deadline import Deadline
@@ -27,7 +26,7 @@ from kvemb.schema.cluster_map import GONE, ClusterMap
 from kvemb.schema.move_plan import NODES
 from kvemb.schema.slot_dealing import SlotPlan, SlotSizes
 from kvemb.status.cluster_status import survey
-from kvemb.status.node_traffic import look_twice, traffic_between
+from kvemb.status.pull_rates import look_twice, traffic_between
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.node_change import NodeChange
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling, Progress

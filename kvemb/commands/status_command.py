@@ -1,4 +1,7 @@
-"""What `kvemb status` does: one look at every shard and node, or one look after the other, as tables or as JSON."""
+"""What `kvemb status` does: one look at every shard and node, or one look after the other, as tables or as JSON.
+
+What `kvemb doctor` prints: each finding, and its mend; exit code 1 where one of them is an error.
+"""
 
 import argparse
 import dataclasses
@@ -9,8 +12,10 @@ import time
 from typing import Any
 
 from kvemb.config import Config, load
-from kvemb.status.cluster_status import ClusterStatus, survey
-from kvemb.status.status_tables import healthy, render
+from kvemb.doctor.examination import examine
+from kvemb.doctor.findings import ERROR
+from kvemb.protocol.installed_version import installed_version
+from kvemb.status.cluster_status import ClusterStatus, healthy, render, survey
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -48,3 +53,19 @@ def as_json(cluster: str, status: ClusterStatus) -> dict[str, Any]:
         "shards": shards,
         "strangers": status.strangers,
     }
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Examine the cluster, and say what is wrong with it."""
+    config = load(args.config, os.environ)
+    examined = examine(config, installed_version())
+    found = examined.findings
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in found]))
+    else:
+        for finding in found:
+            print(f"{finding.level}: {finding.where}: {' '.join(finding.what.split())}\n    {finding.mend} [{finding.name}]")
+        n_errors = sum(finding.level == ERROR for finding in found)
+        asked = f"{examined.n_nodes} nodes and {examined.n_shards} shards"
+        print(f"{asked}: {n_errors} errors, {len(found) - n_errors} warnings" if found else f"{asked}: nothing to mend")
+    return 1 if any(finding.level == ERROR for finding in found) else 0

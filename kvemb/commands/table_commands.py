@@ -8,7 +8,7 @@ import numpy as np
 
 from kvemb.arrays.ids import normalize
 from kvemb.cluster import Cluster, connect
-from kvemb.commands.text_table import text_table
+from kvemb.commands.progress_meter import text_table
 from kvemb.errors import StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import ShowRowReply

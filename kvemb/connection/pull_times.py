@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from kvemb.datapath.pull import PullRequest
 from kvemb.fork_lock import ForkLock
-from kvemb.metrics.bucket_counts import SECONDS, BucketCounts
+from kvemb.metrics import SECONDS, BucketCounts
 
 
 class PullTimes:

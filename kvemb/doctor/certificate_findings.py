@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from kvemb.config import Config
-from kvemb.doctor.finding import Finding, error, warning
+from kvemb.doctor.findings import Finding, error, warning
 from kvemb.net.deadline import Deadline
 from kvemb.net.name_lookup import is_loopback
 from kvemb.net.tls_probe import SeenCertificate, look_at, look_at_own

@@ -9,9 +9,7 @@ from typing import TypeVar
 from kvemb.client.all_shards import AllShards
 from kvemb.config import Config
 from kvemb.doctor.certificate_findings import UNUSABLE, judge_certificates
-from kvemb.doctor.finding import ERROR, Finding, error, warning
-from kvemb.doctor.node_findings import SLOW_S, judge_limits, judge_node
-from kvemb.doctor.shard_findings import ShardFacts, judge_shard
+from kvemb.doctor.findings import ERROR, SLOW_S, Finding, ShardFacts, error, judge_limits, judge_node, judge_shard, warning
 from kvemb.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -13,11 +13,10 @@ from types import TracebackType
 
 import yaml
 
+from kvemb import interrupts
 from kvemb.config import parse
 from kvemb.errors import ConfigError
-from kvemb.interrupts import exit_delivery
-from kvemb.local_cluster.folder import LocalFolder
-from kvemb.local_cluster.processes import LocalProcess, free_ports, python_env
+from kvemb.local_cluster.processes import LocalFolder, LocalProcess, free_ports, python_env
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import DEFAULT_KIND, KINDS
@@ -172,7 +171,7 @@ class LocalCluster:
     def _stop(self) -> None:
         """End the shards, which drain into storage, then storage. A second Ctrl-C ends them at once, and this finishes all the same."""
         with _on_interrupt(self._kill_shards):
-            if told := exit_delivery.deliver_to(self._addresses):
+            if told := interrupts.deliver_to(self._addresses):
                 log.warning("%s", told)
             for shard in self.shards:
                 shard.signal(signal.SIGTERM)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvemb.metrics.bucket_counts import BATCHES, SECONDS, BucketCounts
+from kvemb.metrics import BATCHES, SECONDS, BucketCounts
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from kvemb.checkpoint.chain import Chain, open_chain
 from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, SavedTable
-from kvemb.checkpoint.format.optional_imports import require_extra
-from kvemb.checkpoint.load_decision import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
+from kvemb.checkpoint.format.parquet_blocks import require_extra
+from kvemb.checkpoint.load import META_NAME, Decision, Report, decode_decision, newest_decision, report_name
 from kvemb.coordination.replicated_values import DamagedCopyError, are_damaged
 from kvemb.errors import CheckpointError, KvembError, NodeLostError, NodeSuspectError, StorageError
 from kvemb.net.deadline import Deadline

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import Cut
-from kvemb.checkpoint.format.file_names import ERASED, IDS
-from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
+from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.format.strict_json import decode, encode
 from kvemb.checkpoint.writer import ShardWriter

@@ -1,7 +1,9 @@
 """Saves of one shard: takes the cut between two batches.
 
-One save at a time. What a save does with the rows is in `save_job`, and what it hears of writes meanwhile in `save_observer`. The client
-puts the shards' shares together (`kvemb.checkpoint.save`).
+One save at a time. What a save does with the rows is in `save_job`. The client puts the shards' shares together (`kvemb.checkpoint.save`).
+
+An observer hears from the engine what is about to be written over or erased, for the save under way and for those to come. It is there
+before the engine is, and outlives every save. A bounded log in memory says which rows were erased since when, for incremental checkpoints.
 """
 
 import threading
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import Cut
-from kvemb.checkpoint.format.optional_imports import require_extra
+from kvemb.checkpoint.format.parquet_blocks import require_extra
 from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.writer import read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
@@ -27,9 +29,85 @@ from kvemb.stores.store import Store
 from ..engine.engine import Engine
 from ..model.tables import Tables
 from .save_job import Restore, SaveFigures, SaveJob, SaveOrder, TableCut
-from .save_observer import SaveObserver
 
 Ids = NDArray[np.uint64]
+_MAX_IDS = 1 << 24
+
+
+class ErasedLog:
+    """Of all tables of one shard. Thread-safe.
+
+    Args:
+        since: version as of which nothing is missing in it: that of the last batch before this process's first.
+    """
+
+    def __init__(self, since: int) -> None:
+        self._since = since
+        self._entries: list[tuple[int, str, Ids]] = []
+        self._n_ids = 0
+        self._lock = threading.Lock()
+
+    def add(self, version: int, table: str, ids: Ids) -> None:
+        """Note the ids that the batch of this version erased, unless it is older than the log; past the bound the oldest are forgotten."""
+        if version <= self._since:  # a batch of an earlier process, which is replayed
+            return
+        with self._lock:
+            self._entries.append((version, table, ids.copy()))
+            self._n_ids += len(ids)
+            while self._n_ids > _MAX_IDS:
+                self._since, _, gone = self._entries.pop(0)
+                self._n_ids -= len(gone)
+
+    def forget(self, version: int) -> None:
+        """Know nothing of batches up to this version any more: slots come back whose rows another shard may have erased meanwhile."""
+        with self._lock:
+            self._since, self._entries, self._n_ids = max(self._since, version), [], 0
+
+    def after(self, version: int, table: str) -> Ids | None:
+        """Return the ids erased by batches after this version (ascending, unique; they may exist again); None if it is not known."""
+        with self._lock:
+            if version < self._since:
+                return None
+            some = [ids for at, name, ids in self._entries if name == table and at > version]
+        return np.unique(np.concatenate(some)) if some else np.empty(0, np.uint64)
+
+
+class SaveObserver:
+    """The `WriteObserver` of one shard: hands rows to the save under way before they change, and notes erased ids.
+
+    Args:
+        since: version as of which no erase is missing: that of the last batch before this process's first.
+    """
+
+    def __init__(self, since: int) -> None:
+        self.erased_log = ErasedLog(since)
+        self.job: SaveJob | None = None  # the newest save that was cut
+
+    @property
+    def running(self) -> bool:
+        """Whether a save reads rows now. Any thread."""
+        return self.job is not None and self.job.running
+
+    def follow(self, job: SaveJob | None) -> None:
+        """Let this save hear of rows from now on, and no other; between two batches."""
+        self.job = job
+
+    def overwriting(self, definition: TableDef, ids: Ids, versions: Ids, records: NDArray[np.uint8]) -> None:
+        """Hear of rows that exist and are about to change: versions uint64 [n], whole records uint8 [n, record bytes]. Apply thread."""
+        job = self.job
+        if job is not None and job.running:
+            job.keep(definition, ids, versions, records)
+
+    @property
+    def wants_erased(self) -> bool:
+        """Whether `overwriting` must be told the records of rows about to be erased."""
+        return self.running
+
+    def erased(self, definition: TableDef, ids: Ids, version: int) -> None:
+        """Hear of rows that a batch has erased. Apply thread."""
+        self.erased_log.add(version, definition.key, ids)
+
+
 _POLL_S = 0.002
 
 

@@ -12,7 +12,7 @@ from .repair_port import RepairPort
 
 
 class WriteObserver(Protocol):
-    """Who hears of rows before they change (a save that is under way; `paramserver.checkpoint.save_observer`), on the apply thread."""
+    """Who hears of rows before they change (a save that is under way; `paramserver.checkpoint.saver`), on the apply thread."""
 
     @property
     def wants_erased(self) -> bool:

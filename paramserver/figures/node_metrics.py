@@ -3,7 +3,7 @@
 from typing import get_args
 
 from kvemb.coordination.markers import Why
-from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.metrics import MetricFamilies
 from kvemb.stores.store import NodeStats
 
 from ..repair.node_watch import NodesSeen

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvemb.errors import NodeRefusesError
-from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.metrics import MetricFamilies
 from kvemb.net.tls_probe import look_at_own
 from kvemb.schema.move_plan import PHASES as MOVE_PHASES
 from kvemb.schema.move_plan import MovePlan

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvemb.config import Config
 from kvemb.errors import ConfigError, ParameterServerError
-from kvemb.metrics.metrics_endpoint import MetricsCollector, MetricsEndpoint
+from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 
 from ..figures.shard_metrics import StartMetrics

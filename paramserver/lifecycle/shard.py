@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.checkpoint.load_decision import META_NAME as LOAD_NAME
-from kvemb.checkpoint.load_decision import newest_decision
+from kvemb.checkpoint.load import META_NAME as LOAD_NAME
+from kvemb.checkpoint.load import newest_decision
 from kvemb.coordination.registry_format import META_NAME
 from kvemb.coordination.shard_notes import ShardNote
 from kvemb.coordination.shard_owners import newest_owner, owner_name
@@ -26,8 +26,7 @@ from ..apply.background import BackgroundWork
 from ..apply.changed_rows import ChangedRowsFinder
 from ..apply.committer import Committer, Handover
 from ..checkpoint.loader import note_carried_out
-from ..checkpoint.save_observer import SaveObserver
-from ..checkpoint.saver import Saver
+from ..checkpoint.saver import SaveObserver, Saver
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.repair_port import Pause

@@ -18,7 +18,7 @@ from kvemb.schema.record import make_version
 from kvemb.stores.storage_kinds import open_store
 
 from ..checkpoint.loader import LoadedError, Loader
-from ..checkpoint.save_observer import SaveObserver
+from ..checkpoint.saver import SaveObserver
 from ..disk.data_dir import DataDir, folder_of
 from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine

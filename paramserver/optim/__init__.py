@@ -1,8 +1,8 @@
 """The maths of the optimizers: pure functions on NumPy arrays. No I/O, threads, clocks or gRPC.
 
-`build_optimizer(spec)` turns a `kvemb.optim.OptimizerSpec` into an `Optimizer`: `initial_state` and `update`. One file per family holds a
-kernel, which works in place on arrays of its own. `update_rule` cuts a batch into blocks, hands each kernel its copies, and so keeps
-`update` pure.
+`build_optimizer(spec)` turns a `kvemb.optim.OptimizerSpec` into an `Optimizer`: `initial_state` and `update`. `kernels` has one for each
+rule, which works in place on arrays of its own. `update_rule` cuts a batch into blocks, hands each kernel its copies, and so keeps `update`
+pure.
 """
 
 from .kernels import build_optimizer

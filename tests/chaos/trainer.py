@@ -21,7 +21,7 @@ import kvemb
 from chaos.ledger import ACKED, BAD_READ, DIM, FAILED, MAX_TRAINERS, SENT, STARTED, STEPS, TABLE, LedgerFile, Plan, Record, step_of, torn
 from kvemb.client.ack import Ack
 from kvemb.errors import KvembError, ShardUnavailableError, StorageError
-from kvemb.interrupts.stop_flag import StopFlag
+from kvemb.interrupts import StopFlag
 from kvemb.net.deadline import Deadline
 
 _CREATE_S = 30.0

@@ -12,8 +12,7 @@ pytest.importorskip("s3fs")
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint
-from kvemb.checkpoint.format.file_names import part_path
+from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, part_path
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError

@@ -16,8 +16,7 @@ import yaml
 
 import kvemb
 from kvemb import cli
-from kvemb.commands.config_option import words_of
-from kvemb.commands.verb_examples import EXAMPLES
+from kvemb.commands.verb_options import EXAMPLES, words_of
 from kvemb.demo.trainer_process import TrainerError, Trainers
 from kvemb.errors import ConfigError
 from kvemb.local_cluster import LocalCluster

@@ -17,12 +17,11 @@ from kvemb.errors import ConfigError
 from kvemb.local_cluster import storage_servers
 from kvemb.local_cluster.processes import accepts, free_ports
 from kvemb.local_cluster.storage_servers import START_TIMEOUT_S, StorageServer
-from kvemb.metrics.metric_families import MetricFamilies
+from kvemb.metrics import MetricFamilies
 from kvemb.net.deadline import Deadline
 from kvemb.schema.buckets import BucketKeys
 from kvemb.schema.slots import N_SLOTS
-from kvemb.status.cluster_status import ClusterStatus
-from kvemb.status.status_tables import render
+from kvemb.status.cluster_status import ClusterStatus, render
 from kvemb.stores.redis_cluster.redis_cluster_store import RedisClusterStore
 from kvemb.stores.redis_cluster.scaling.key_migration import KeyMigration
 from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling

@@ -24,7 +24,7 @@ import kvemb
 from kvemb.config import load
 from kvemb.coordination.map_copies import MAP_NAME
 from kvemb.doctor.examination import examine
-from kvemb.doctor.finding import Finding
+from kvemb.doctor.findings import Finding
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import start_servers

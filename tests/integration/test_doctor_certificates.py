@@ -17,7 +17,7 @@ from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import Config, StorageConfig, load
 from kvemb.doctor.certificate_findings import judge_certificates
 from kvemb.doctor.examination import examine
-from kvemb.doctor.finding import Finding
+from kvemb.doctor.findings import Finding
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
 from kvemb.protocol.installed_version import installed_version

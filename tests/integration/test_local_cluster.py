@@ -19,9 +19,8 @@ import pytest
 import kvemb
 from kvemb.cluster import connect
 from kvemb.errors import ConfigError, ShardUnavailableError
-from kvemb.local_cluster.folder import LocalFolder
 from kvemb.local_cluster.launcher import LocalCluster, local
-from kvemb.local_cluster.processes import LocalProcess, LocalProcessError, free_ports
+from kvemb.local_cluster.processes import LocalFolder, LocalProcess, LocalProcessError, free_ports
 from kvemb.local_cluster.storage_servers import find_server, start_servers
 from kvemb.net.deadline import Deadline
 from kvemb.stores.storage_kinds import KINDS

@@ -15,7 +15,7 @@ from shard_moves import ShardMoves
 
 import kvemb
 from kvemb.checkpoint.chain import open_chain
-from kvemb.checkpoint.format.file_names import SAVING, part_path
+from kvemb.checkpoint.format.checkpoint_manifest import SAVING, part_path
 from kvemb.checkpoint.listing import list_checkpoints
 from kvemb.checkpoint.verify import verify
 from kvemb.cluster import Cluster

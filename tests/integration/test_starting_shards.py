@@ -24,8 +24,7 @@ from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableErro
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
 from kvemb.protocol.installed_version import installed_version
-from kvemb.status.cluster_status import survey
-from kvemb.status.status_tables import healthy, render
+from kvemb.status.cluster_status import healthy, render, survey
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.shard import Shard
 from paramserver.lifecycle.start import start

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import kvemb
-from kvemb.checkpoint.format.file_names import part_path, table_folder
+from kvemb.checkpoint.format.checkpoint_manifest import part_path, table_folder
 from kvemb.local_cluster import LocalCluster
 from kvemb.schema.table_def import MAX_NAME_BYTES
-from kvemb.status.status_tables import render
+from kvemb.status.cluster_status import render
 
 NAMES = [
     "sparse_arch.embedding_bag_collection.embedding_bags.user_id_lookup.weight",  # 73 characters, as TorchRec makes them

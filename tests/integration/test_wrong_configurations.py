@@ -20,8 +20,7 @@ from kvemb.errors import InvalidInputError, KvembError, WrongNodeError
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.installed_version import installed_version
-from kvemb.status.cluster_status import survey
-from kvemb.status.status_tables import healthy, render
+from kvemb.status.cluster_status import healthy, render, survey
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.start import start

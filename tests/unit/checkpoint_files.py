@@ -4,10 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut
-from kvemb.checkpoint.format.file_names import ERASED, IDS, MANIFEST
+from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.manifest_json import encode_manifest
-from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.shard_fragment import Fragment, SaveInfo, assemble
 from kvemb.checkpoint.writer import ShardWriter
 from kvemb.init import uniform

@@ -19,8 +19,7 @@ from benchmarks.disk import Moved
 from benchmarks.ids import row_ids
 from benchmarks.measure import Spread
 from benchmarks.recovery_steps import Restored, Target, WrongRestoreError
-from kvemb.checkpoint.format.checkpoint_manifest import CheckpointManifest, FileEntry
-from kvemb.checkpoint.format.file_names import ROWS
+from kvemb.checkpoint.format.checkpoint_manifest import ROWS, CheckpointManifest, FileEntry
 from kvemb.config import StorageConfig
 from kvemb.net.deadline import Deadline
 from kvemb.schema.record import make_version

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url, shown
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut
-from kvemb.checkpoint.format.file_names import MANIFEST, fragment_path, part_path
+from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest, Cut, fragment_path, part_path
 from kvemb.checkpoint.format.manifest_json import encode_manifest
-from kvemb.checkpoint.format.row_block import RowBlock
+from kvemb.checkpoint.format.parquet_blocks import RowBlock
 from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify

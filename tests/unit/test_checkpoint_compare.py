@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from memory_store import MemoryStore
 
 from kvemb.checkpoint.chain import open_chain
-from kvemb.checkpoint.compare import Comparison, compare
-from kvemb.checkpoint.load_decision import Decision, Report, newest_decision, newest_report
+from kvemb.checkpoint.load import Decision, Report, newest_decision, newest_report
+from kvemb.checkpoint.verify import Comparison, compare
 from kvemb.commands.progress_meter import ProgressMeter
 from kvemb.config import StorageConfig
 from kvemb.errors import ProtocolError

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
-from kvemb.checkpoint.format.file_names import ERASED, IDS, part_path, table_folder
+from kvemb.checkpoint.format.checkpoint_manifest import (
+    ERASED,
+    IDS,
+    BaseCheckpoint,
+    CheckpointManifest,
+    Cut,
+    FileEntry,
+    SavedTable,
+    part_path,
+    table_folder,
+)
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest
 from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
 from kvemb.checkpoint.format.strict_json import encode

@@ -8,7 +8,7 @@ import pytest
 
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.file_names import MANIFEST
+from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
 from kvemb.errors import CheckpointError

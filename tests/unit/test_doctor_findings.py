@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvemb import config
-from kvemb.doctor.node_findings import judge_node
-from kvemb.doctor.shard_findings import ShardFacts, judge_shard
+from kvemb.doctor.findings import ShardFacts, judge_node, judge_shard
 from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
 from kvemb.stores.store import NodeStats
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvemb import optim
-from kvemb.checkpoint.format.file_names import part_path
-from kvemb.checkpoint.load_decision import META_NAME, Decision, newest_report, report_name
+from kvemb.checkpoint.format.checkpoint_manifest import part_path
+from kvemb.checkpoint.load import META_NAME, Decision, newest_report, report_name
 from kvemb.config import Config, parse
 from kvemb.errors import CheckpointError, FencedError, KvembError, ParameterServerError, TableMismatchError
 from kvemb.init import uniform

@@ -15,8 +15,7 @@ from numpy.testing import assert_array_equal
 
 from kvemb import optim
 from kvemb.checkpoint.format.checkpoint_manifest import FileEntry
-from kvemb.checkpoint.format.parquet_blocks import checksum, decode_ids, decode_rows, encode_ids, encode_rows
-from kvemb.checkpoint.format.row_block import RowBlock, new_state
+from kvemb.checkpoint.format.parquet_blocks import RowBlock, checksum, decode_ids, decode_rows, encode_ids, encode_rows, new_state
 from kvemb.errors import CheckpointError
 from kvemb.init import uniform
 from kvemb.schema.table_def import TableDef

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from kvemb import optim
 from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest
-from kvemb.checkpoint.format.file_names import MANIFEST
+from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.verify import verify
@@ -29,10 +28,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from paramserver.checkpoint import save_job
 from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
-from paramserver.checkpoint.erased_log import ErasedLog
 from paramserver.checkpoint.save_job import SaveFigures, SaveOrder
-from paramserver.checkpoint.save_observer import SaveObserver
-from paramserver.checkpoint.saver import Saver
+from paramserver.checkpoint.saver import ErasedLog, SaveObserver, Saver
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
@@ -394,7 +391,7 @@ def test_the_first_record_kept_of_a_row_stays(tmp_path: Path) -> None:
 
 
 def test_the_log_of_erased_ids_knows_how_far_back_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.checkpoint.erased_log._MAX_IDS", 5)
+    monkeypatch.setattr("paramserver.checkpoint.saver._MAX_IDS", 5)
     log = ErasedLog(10)
     log.add(11, "user", np.array([3, 1], np.uint64))
     log.add(12, "item", np.array([9], np.uint64))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvemb import optim
-from kvemb.checkpoint.load_decision import Decision, Report, newest_decision, newest_report
+from kvemb.checkpoint.load import Decision, Report, newest_decision, newest_report
 from kvemb.coordination.registry_format import decode_registry, encode_registry
 from kvemb.coordination.shard_owners import Owner, newest_owner
 from kvemb.errors import KvembError, ParameterServerError, ProtocolError

@@ -3,8 +3,7 @@
 from dataclasses import fields
 
 from kvemb.protocol.messages import StatusReply
-from kvemb.status.cluster_status import ClusterStatus, ShardStatus
-from kvemb.status.status_tables import healthy, render
+from kvemb.status.cluster_status import ClusterStatus, ShardStatus, healthy, render
 from kvemb.stores.row_io import HeldRows
 from kvemb.stores.store import NodeStats
 

@@ -9,8 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from kvemb.checkpoint.format.checkpoint_manifest import BaseCheckpoint, CheckpointManifest, Cut, FileEntry, SavedTable
-from kvemb.checkpoint.format.file_names import IDS, ROLES, ROWS, check_name
+from kvemb.checkpoint.format.checkpoint_manifest import (
+    IDS,
+    ROLES,
+    ROWS,
+    BaseCheckpoint,
+    CheckpointManifest,
+    Cut,
+    FileEntry,
+    SavedTable,
+    check_name,
+)
 from kvemb.checkpoint.format.strict_json import Fields, decode, encode
 from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.schema.record import MAX_EPOCH, MAX_K

@@ -1,11 +1,24 @@
-"""A program that ends without closing its cluster: what it has pushed is delivered, or it is told how many pushes were not.
+"""What Ctrl-C, or the end of the program, must not break: calls made off the main thread, and pushes delivered at exit.
 
-What must not live here: how a push is delivered (`kvemb.client.push_session`). No gRPC is imported here.
+A program that ends without closing its cluster: what it has pushed is delivered, or it is told how many pushes were not.
 
-Strategy: from its first push until it is closed, a client is kept here, whoever else has dropped it. At the interpreter's end there are
-two moments. Before the threads of the program are waited for, threads can still be started: connections that broke have time to come back.
-After all else, atexit's functions included, nobody pushes any more: what is left is delivered, and told. A process of `multiprocessing`
-may never get that far; it does the same when its function has returned. `os._exit`, and signals that end a process, leave no such moment.
+No gRPC is imported here.
+
+Strategy: from its first push until it is closed, a client is kept here, whoever else has dropped it. At the interpreter's end there are two
+moments. Before the threads of the program are waited for, threads can still be started: connections that broke have time to come back.
+After all else, atexit's functions included, nobody pushes any more: what is left is delivered, and told. A process of `multiprocessing` may
+never get that far; it does the same when its function has returned. `os._exit`, and signals that end a process, leave no such moment.
+
+Makes gRPC calls where no interrupt reaches.
+
+Ctrl-C, and every other signal, interrupts the main thread wherever it is. While a call begins or is cancelled, that leaves the lock of
+gRPC's channel held for ever. Every later call on it waits past its deadline, because the thread that would end it needs the lock, too. So a
+thread of its own makes a call for the main thread, which waits for it, and may leave that wait at any time.
+
+A flag that a signal handler may set: the program has been told to stop.
+
+`threading.Event` may not be set there. A handler runs in the main thread, wherever that is. Inside the event's own `wait` it would wait for
+ever for the lock that the interrupted wait holds. Here nothing is locked, and who waits looks again and again.
 """
 
 import atexit
@@ -13,9 +26,11 @@ import multiprocessing.process
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
@@ -188,3 +203,57 @@ def _exit(code: int) -> NoReturn:
         with suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+def begin_off_main_thread(begin: Callable[[], Any], timeout_s: float) -> Any:
+    """Begin a call, and return a future of its result: gRPC's own, or in the main thread one that stands for it.
+
+    Args:
+        begin: begins it, and returns gRPC's future.
+        timeout_s: of the whole call, a little more than gRPC's own.
+
+    Raises:
+        Exception: of beginning it, where that is done here; the future raises it otherwise.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return begin()
+    made: Future[Any] = Future()
+    try:
+        threading.Thread(target=_make, args=(made, begin, timeout_s), name="kvemb-call", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, and starts no threads any more
+        return begin()
+    return made
+
+
+def _make(made: "Future[Any]", begin: Callable[[], Any], timeout_s: float) -> None:
+    try:
+        result = begin().result(timeout_s)
+    except BaseException as error:
+        made.set_exception(error)
+    else:
+        made.set_result(result)
+
+
+_LOOK_S = 0.05
+
+
+class StopFlag:
+    """Set once, by a handler or by any thread."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Set it."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """Whether it has been set."""
+        return self._set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most so long until it is set; return whether it is."""
+        end = time.monotonic() + timeout_s
+        while not self._set and (left_s := end - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_S))
+        return self._set

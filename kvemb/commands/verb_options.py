@@ -1,0 +1,180 @@
+"""How a verb is told the cluster's file: in front of its other words, or as `--config FILE`. Imports nothing that a verb would wait for.
+
+The options of `kvemb plan` and `kvemb bench`. Imports nothing that the start of another verb would have to wait for.
+
+What each verb's help shows as an example. tests/integration/test_cli.py holds that every verb has one that its parser takes.
+"""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from kvemb.errors import ConfigError
+
+DEFAULT = "kvemb.yaml"
+
+
+class _Given(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, *_: object) -> None:
+        if "config_given" in namespace:
+            parser.error(f"the cluster's file is given twice: {namespace.config} and {values}")
+        namespace.config = namespace.config_given = values
+
+
+class AddressesThenFile(_Given):
+    """Several addresses, behind which the cluster's file may stand: argparse would take it for one more of them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, *_: object) -> None:
+        assert isinstance(values, list)
+        if len(values) > 1 and ":" not in values[-1]:
+            super().__call__(parser, namespace, values.pop())
+        setattr(namespace, self.dest, values)
+
+
+def takes_config(
+    verb: argparse.ArgumentParser, default: str | None = DEFAULT, what: str = "kvemb.yaml of the cluster (default: ./kvemb.yaml)"
+) -> None:
+    """Let `args.config` be given in both ways; to be called before the verb's other words are added.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> takes_config(parser)
+        >>> _ = parser.add_argument("url")
+        >>> [parser.parse_args(words.split()).config for words in ("s3://a", "my.yaml s3://a", "s3://a --config my.yaml")]
+        ['kvemb.yaml', 'my.yaml', 'my.yaml']
+    """
+    verb.add_argument("config", nargs="?", metavar="FILE", default=argparse.SUPPRESS, action=_Given, help=what)
+    verb.add_argument("--config", metavar="FILE", default=default, action=_Given, help="the same")
+
+
+def takes_words(verb: argparse.ArgumentParser, actions: Sequence[str], *more: str) -> None:
+    """Let a verb be told an action, the cluster's file and more; `words_of` tells them apart."""
+    following = "".join(f" [{word} ...]" for word in more)
+    verb.add_argument(
+        "words", nargs="*", metavar="WORD", help=f"[{' | '.join(actions)}] [FILE]{following}; FILE is ./kvemb.yaml unless given"
+    )
+    verb.add_argument("--config", metavar="FILE", default=None, help="the cluster's file, in its place among the words")
+
+
+def words_of(args: argparse.Namespace, actions: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Return the action (the first, unless another is named), the path of kvemb.yaml, and what follows.
+
+    Example:
+        >>> words_of(argparse.Namespace(words=["add", "a:1"], config=None), ["show", "add"])
+        ('add', 'kvemb.yaml', ['a:1'])
+        >>> words_of(argparse.Namespace(words=["add", "my.yaml", "a:1"], config=None), ["show", "add"])
+        ('add', 'my.yaml', ['a:1'])
+    """
+    words = list(args.words)
+    named = bool(words) and words[0] in actions
+    action, rest = (words[0], words[1:]) if named else (actions[0], words[:])
+    source = args.config
+    if source is None:
+        source = rest.pop(0) if rest and not _is_address(rest[0]) else DEFAULT
+    elif rest and action != actions[0] and not _is_address(rest[0]):
+        raise ConfigError(f"the cluster's file is given twice: {source} and {rest[0]}")
+    if rest and not named:
+        raise ConfigError(f"{words[0]!r} is none of {', '.join(actions)}, and more than the path of a kvemb.yaml was given")
+    if rest and action == actions[0]:
+        raise ConfigError(f"{' '.join(rest)}: {action} takes nothing but the path of a kvemb.yaml")
+    return action, source, rest
+
+
+def _is_address(word: str) -> bool:
+    return re.search(r":\d+$", word) is not None and not os.path.exists(word)
+
+
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop")
+
+
+def add_plan(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """Add `kvemb plan`."""
+    plan = verbs.add_parser("plan", help="how many nodes and shards a table will need, from measured costs; needs no cluster")
+    plan.add_argument("--ids", type=_large, required=True, metavar="N", help="rows that will exist, as 1e9")
+    plan.add_argument("--dim", type=_large, required=True, metavar="N", help="weights of a row")
+    plan.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of weights in storage (default float32)"
+    )
+    plan.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="without its options (default adam)")
+    plan.add_argument("--step-ids", type=_large, default=100_000, metavar="N", help="distinct ids of a step, of all trainers (default 1e5)")
+    plan.add_argument("--steps-per-s", type=positive, default=1.0, metavar="X", help="how many such steps a second (default 1)")
+    plan.add_argument("--node-gb", type=positive, default=64.0, metavar="GB", help="memory limit of a storage node (default 64)")
+    plan.add_argument("--shard-gb", type=positive, default=64.0, metavar="GB", help="memory of a shard's host (default 64)")
+    plan.add_argument("--cache-mb", type=positive, default=256.0, metavar="MB", help="parameter_servers.cache_mb (default 256)")
+    plan.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+    return plan
+
+
+def add_bench(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> argparse.ArgumentParser:
+    """Add `kvemb bench`."""
+    bench = verbs.add_parser("bench", help="how fast this cluster's rows are read, node by node; changes nothing, a reader may run it")
+    takes_config(bench)
+    bench.add_argument("--seconds", type=positive, default=30.0, metavar="S", help="how long to pull, in all (default 30)")
+    bench.add_argument("--table", default="", help="whose rows (default: the table with the most)")
+    bench.add_argument("--batch", type=_large, default=10_000, metavar="N", help="ids of a pull (default 10000)")
+    bench.add_argument("--json", action="store_true", help="for programs: one line of JSON")
+    return bench
+
+
+def positive(text: str) -> float:
+    """Read a number above 0, which need not be whole."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def _large(text: str) -> int:
+    number = positive(text)
+    if number != int(number) or number > 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1e18")
+    return int(number)
+
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "demo": ("kvemb demo --store redis --nodes 3 --shards 2 --trainers 2", "kvemb demo --config kvemb.yaml"),
+    "shard": ("kvemb shard --config kvemb.yaml --shard 0",),
+    "status": ("kvemb status", "kvemb status --watch 10", "kvemb status --json kvemb.yaml"),
+    "tables": ("kvemb tables", "kvemb tables --json --config kvemb.yaml"),
+    "show": ("kvemb show user 42", "kvemb show user -5 --json"),
+    "init": ("kvemb init --store redis --nodes 10.0.0.1:6379 10.0.0.2:6379 --shards 10.0.1.1:7070",),
+    "doctor": ("kvemb doctor", "kvemb doctor --json kvemb.yaml"),
+    "certificates": ("kvemb certificates kvemb.yaml", "kvemb certificates --days 7 --out trial"),
+    "acl": ("kvemb acl > users.acl", "kvemb acl --check trainer"),
+    "repair": ("kvemb repair --node 10.0.0.1:6379", "kvemb repair --all --timeout 7200"),
+    "nodes": (
+        "kvemb nodes kvemb.yaml",
+        "kvemb nodes add kvemb.yaml 10.0.0.3:6379 --max-mb-per-s 50",
+        "kvemb nodes remove kvemb.yaml 10.0.0.1:6379 --dry-run",
+        "kvemb nodes replace kvemb.yaml 10.0.0.1:6379 10.0.0.4:6379 --yes",
+        "kvemb nodes rebalance kvemb.yaml --weights 10.0.0.3:6379=2",
+    ),
+    "shards": (
+        "kvemb shards kvemb.yaml",
+        "kvemb shards add kvemb.yaml 10.0.1.3:7070",
+        "kvemb shards remove kvemb.yaml 10.0.1.2:7070 --dry-run",
+        "kvemb shards rebalance kvemb.yaml --weights 10.0.1.1:7070=2",
+    ),
+    "moves": ("kvemb moves kvemb.yaml", "kvemb moves abort kvemb.yaml"),
+    "config": ("kvemb config show kvemb.yaml",),
+    "drop": ("kvemb drop user", "kvemb drop user --yes"),
+    "save": ("kvemb save s3://bucket/run/step-1000", "kvemb save s3://bucket/run/step-2000 --base s3://bucket/run/step-1000 --keep 5"),
+    "load": ("kvemb load s3://bucket/run/step-1000",),
+    "verify": ("kvemb verify s3://bucket/run/step-1000", "kvemb verify /backups/monday --against-storage"),
+    "ls": ("kvemb ls s3://bucket/run",),
+    "prune": ("kvemb prune s3://bucket/run --keep 5 --dry-run", "kvemb prune s3://bucket/run --keep 5"),
+    "bench": ("kvemb bench", "kvemb bench kvemb.yaml --seconds 10 --table user --batch 100000"),
+    "completion": ("kvemb completion bash > ~/.local/share/bash-completion/completions/kvemb", "kvemb completion zsh > ~/.zfunc/_kvemb"),
+    "plan": ("kvemb plan --ids 1e11 --dim 10 --optimizer adam --step-ids 1e6", "kvemb plan --ids 5e8 --dim 64 --optimizer sgd --json"),
+}
+
+
+def example_text(verb: str) -> str:
+    """Return what stands below a verb's options; "" for a verb without an example."""
+    lines = EXAMPLES.get(verb, ())
+    return "\n".join([f"example{'s' if len(lines) > 1 else ''}:", *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,0 +1,301 @@
+"""One thing that is wrong, or will be, and what to do about it. Pure.
+
+What is wrong with a storage node, from what it says of itself. Pure.
+
+What is wrong with a shard, from what it says of itself and its host. Pure.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvemb.client.shard_channel import HANGS, LAST_WORDS
+from kvemb.config import Config
+from kvemb.protocol.messages import DescribeReply, ExamineReply, StatusReply
+from kvemb.schema.bucket_limits import BucketLimits, misfits
+from kvemb.schema.table_def import TableDef
+from kvemb.stores.store import NodeStats
+
+ERROR, WARNING = "error", "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the doctor found.
+
+    Args:
+        name: of the kind of finding, for scripts: it does not change.
+        level: ERROR: rows or pushes are in danger, or nothing goes on. WARNING: that may come, or it costs more than it need.
+        where: node, shard or file.
+        what: is the matter.
+        mend: what to do.
+    """
+
+    name: str
+    level: str
+    where: str
+    what: str
+    mend: str
+
+
+def error(name: str, where: str, what: str, mend: str) -> Finding:
+    """Make a finding that cannot wait."""
+    return Finding(name, ERROR, where, what, mend)
+
+
+def warning(name: str, where: str, what: str, mend: str) -> Finding:
+    """Make one that can."""
+    return Finding(name, WARNING, where, what, mend)
+
+
+LEAST_HEADROOM = 0.1
+LEAST_CONNECTIONS = 256
+SLOW_S = 1.0
+_OLDEST = {"redis": (6, 0), "valkey": (7, 0), "memcached": (1, 6)}
+_SLOW = "Look at its host (CPU, swap, network), and for a command that takes long (SLOWLOG GET); kvemb bench compares the nodes."
+_SILENT = "no complete answer within"  # so says `kvemb.net.exchange` of a server that was connected to
+_UNREACHED = "Start it, or put its address right in storage.nodes. Shards wait for it and lose nothing; kvemb repair is not needed."
+
+
+def judge_node(node: NodeStats, settings: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is wrong with one node.
+
+    Args:
+        node: as it answered, or why not.
+        settings: see `Store.settings`.
+    """
+    where = f"node {node.address}"
+    if node.error:
+        yield _unreached(where, node.error)
+        return
+    if node.answer_s >= SLOW_S:
+        yield warning("node-slow", where, f"answers, but took {node.answer_s:.1f} s to say how it is; pulls and shards wait as long", _SLOW)
+    yield from _judge_version(where, node.server)
+    yield from _judge_memory(where, node)
+    yield from _judge_redis(where, settings) if "redis_version" in settings else _judge_memcached(where, settings)
+
+
+def judge_limits(address: str, tables: Sequence[TableDef], limits: BucketLimits) -> Iterator[Finding]:
+    """Yield which tables' rows a Redis or Valkey node keeps in a way that does not suit them.
+
+    Args:
+        address: of the node.
+        tables: of the cluster.
+        limits: up to where the node keeps hashes as compact strings.
+    """
+    mend = "Type that on the node and put it into its configuration. Rows that lie there already change when they are written next."
+    for misfit in misfits(tables, limits):
+        yield warning("node-hash-limits", f"node {address}", misfit, mend)
+
+
+def _unreached(where: str, why: str) -> Finding:
+    if re.search(r"(?i)name or service|name resolution|not known|no address associated", why):
+        return error("node-name", where, why, "Its host name has no address here: mend the name in storage.nodes, or DNS.")
+    if re.search(r"(?i)NOAUTH|WRONGPASS|NOPERM|authent|password", why):
+        return error("node-password", where, why, "Set the variables that storage.username_env and password_env name.")
+    if _SILENT in why:
+        return error("node-hangs", where, f"takes connections, and does not answer: {why}", f"It is stopped, or far too slow. {_SLOW}")
+    return error("node-unreachable", where, why, _UNREACHED)
+
+
+def _judge_version(where: str, server: str) -> Iterator[Finding]:
+    name, _, text = server.partition(" ")
+    found = re.match(r"(\d+)\.(\d+)", text)
+    oldest = _OLDEST.get(name)
+    if found and oldest and (int(found[1]), int(found[2])) < oldest:
+        yield error("node-version", where, f"is {server}", f"Run {name} {oldest[0]}.{oldest[1]} or newer.")
+
+
+def _judge_memory(where: str, node: NodeStats) -> Iterator[Finding]:
+    if node.evicted:
+        what = f"has thrown {node.evicted:,} keys away since it was started"
+        yield error("node-evicted", where, what, f"Give it more memory, then: kvemb repair --node {node.address}")
+    if not node.limit_bytes:
+        what = "has no memory limit: when the host is full the kernel ends it, and all its rows are restored"
+        yield warning("node-no-limit", where, what, "CONFIG SET maxmemory, and in its file, to what the host can spare.")
+    elif node.used_bytes > (1 - LEAST_HEADROOM) * node.limit_bytes:
+        what = f"uses {node.used_bytes / 1e6:,.0f} of {node.limit_bytes / 1e6:,.0f} MB; full, it refuses writes and shards wait"
+        yield error("node-headroom", where, what, "Raise its limit (maxmemory, or -m), or move to more nodes (docs/compose.md).")
+
+
+def _judge_redis(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
+    policy = settings.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        what = f"maxmemory-policy is {policy}: it evicts rows when memory is full"
+        yield error("node-eviction", where, what, "CONFIG SET maxmemory-policy noeviction, and in redis.conf.")
+    if settings.get("role") == "slave" and settings.get("cluster_enabled") != "1":
+        what = f"is a replica of {settings.get('master_host')}: it takes no writes"
+        yield error("node-replica", where, what, "Name the primary in storage.nodes, or run REPLICAOF NO ONE here.")
+    # Without a schedule the server takes writes, whatever became of the last one.
+    if settings.get("rdb_last_bgsave_status") == "err" and settings.get("save", "unknown"):
+        what = "its last snapshot failed: it refuses writes while stop-writes-on-bgsave-error is on"
+        yield error("node-snapshot-failed", where, what, 'Give its disk room, or switch snapshots off: CONFIG SET save "".')
+    if settings.get("aof_enabled") == "1" or settings.get("save"):
+        kind = "an append-only file" if settings.get("aof_enabled") == "1" else f"snapshots (save {settings['save']})"
+        what = f"keeps {kind}, which costs writes and memory; shards bring rows back without it"
+        yield warning("node-persistence", where, what, 'CONFIG SET save "" and CONFIG SET appendonly no, unless you mean it.')
+    yield from _judge_connections(where, settings.get("maxclients", ""), "CONFIG SET maxclients 10000, and in redis.conf.")
+
+
+def _judge_memcached(where: str, settings: Mapping[str, str]) -> Iterator[Finding]:
+    unsafe = {
+        "evictions": (settings.get("evictions") == "on", "evicts rows when memory is full"),
+        "slab_reassign": (settings.get("slab_reassign") == "yes", "moves slab pages, and throws rows away with them"),
+        "cas_enabled": (settings.get("cas_enabled") == "no", "knows no conditional writes"),
+        "memory_file": (settings.get("memory_file", "") not in ("", "(null)"), "may come back old after a warm restart"),
+    }
+    for bad, why in unsafe.values():
+        if bad:
+            yield error("node-eviction", where, f"memcached {why}", "Start it with -M -o no_slab_reassign, without -C and -e.")
+    if settings.get("lru_maintainer_thread") == "yes":
+        what = "runs memcached's LRU maintainer, which nothing here needs"
+        mend = "Start it with -o no_lru_maintainer -R 200: a third less CPU time per row (docs/adr/0021)."
+        yield warning("node-lru-maintainer", where, what, mend)
+    yield from _judge_connections(where, settings.get("maxconns", ""), "Start it with -c 4096.")
+
+
+def _judge_connections(where: str, most: str, mend: str) -> Iterator[Finding]:
+    if most.isdigit() and int(most) < LEAST_CONNECTIONS:
+        yield warning("node-connections", where, f"takes {most} connections at most; every trainer and shard needs several", mend)
+
+
+SLOW_SYNC_S = 0.02
+LEAST_FILES = 1024
+MOST_SKEW_S = 5.0
+MOST_LAG_S = 10.0
+_STOPPED = "the shard stopped applying"
+_SAME_FILE = "Start every shard and trainer with the same kvemb.yaml."
+
+
+@dataclass(frozen=True, eq=False)
+class ShardFacts:
+    """What one shard has answered.
+
+    Args:
+        shard, address: as the cluster map says, or kvemb.yaml.
+        error: why it did not answer.
+        describe, status, examine: its answers; None where there was none.
+        asked_s: the time of day here when it was asked how late it is.
+    """
+
+    shard: int
+    address: str
+    error: str = ""
+    describe: DescribeReply | None = None
+    status: StatusReply | None = None
+    examine: ExamineReply | None = None
+    asked_s: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """The shard, for people."""
+        return f"shard {self.shard} ({self.address})"
+
+
+def judge_shard(facts: ShardFacts, config: Config, our_version: str) -> Iterator[Finding]:
+    """Yield what is wrong with one shard."""
+    if facts.error and re.search(r"certificate|token|TLS", facts.error):
+        mend = "Give this process a certificate of its authority for this cluster and role, or the token (docs/security.md)."
+        yield error("shard-refuses", facts.where, facts.error, mend)
+        return
+    if HANGS in facts.error:
+        yield error("shard-hangs", facts.where, facts.error, _mend_hanging(facts))
+        return
+    if facts.error:
+        first = "Mend what its last words name, then start it" if LAST_WORDS in facts.error else "Start it"
+        mend = f"{first}: kvemb shard --shard {facts.shard}. Trainers' pushes for its rows wait for it; its journal has what was accepted."
+        yield error("shard-unreachable", facts.where, facts.error, mend)
+        return
+    if facts.describe is not None:
+        yield from _judge_identity(facts.where, facts.shard, facts.describe, config)
+    if facts.status is not None:
+        yield from _judge_work(facts.where, facts.status)
+    if facts.examine is not None:
+        yield from _judge_host(facts.where, facts.examine)
+        yield from _judge_disk(facts.where, facts.examine)
+        yield from _judge_file(facts.where, facts.examine, config)
+        skew_s = facts.examine.now_s - facts.asked_s
+        if abs(skew_s) > MOST_SKEW_S:
+            what = f"its clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} this machine's"
+            mend = "Run chrony or another NTP client on both: logs, metrics and certificates need one time."
+            yield warning("clock-skew", facts.where, what, mend)
+        if facts.examine.version != our_version:
+            what = f"runs kvemb {facts.examine.version or '(not installed)'}, this command is {our_version or '(not installed)'}"
+            yield error("shard-version", facts.where, what, "Install one version everywhere, shards and trainers alike.")
+
+
+def _mend_hanging(facts: ShardFacts) -> str:
+    process = re.search(r"\(process (\d+) on ([^)]+)\)", facts.error)
+    end = f"kill -9 {process[1]} on {process[2]}" if process else "kill -9 its pid, which ss -ltnp says on its host"
+    return (
+        f"See why. If it does not come back, end it ({end}), then start the shard as always: kvemb shard --shard {facts.shard}. Only where "
+        "it cannot be ended, its host being lost: the same with --take-over, on another host with its folder."
+    )
+
+
+def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config) -> Iterator[Finding]:
+    if says.cluster != config.cluster:
+        what = f"belongs to cluster {says.cluster!r}, this file names {config.cluster!r}"
+        yield error("cluster-name", where, what, "Use the kvemb.yaml of that cluster, or other addresses in parameter_servers.shards.")
+    if says.shard != shard:
+        yield error(
+            "shard-swapped", where, f"answers as shard {says.shard}", "Put the addresses in parameter_servers.shards into their order."
+        )
+    if says.mode != config.servers.mode:
+        yield error("shard-mode", where, f"runs in {says.mode} mode, this file says {config.servers.mode}", _SAME_FILE)
+
+
+def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
+    if status.starting:
+        mend = "Nothing, as long as it gets further: trainers wait for it. What it waits for is to be mended."
+        yield warning("shard-starting", where, status.starting, mend)
+    if status.failure.startswith(_STOPPED):
+        yield error("shard-failed", where, status.failure, "Mend the cause, then restart the shard; its journal has what was accepted.")
+    elif status.failure:
+        yield error("shard-waiting", where, status.failure, "Mend the cause: the shard goes on by itself.")
+    if status.repair:
+        mend = "All shards must be up for a repair to end; kvemb status says how far each is. Pulls of that node wait meanwhile."
+        yield warning("node-repair", where, status.repair, mend)
+    if status.lag_s > MOST_LAG_S and not status.failure:
+        what = f"the oldest of {status.pending_parts} pushes has waited {status.lag_s:.0f} s"
+        mend = "Storage is too slow, or shards are too few: compare kvemb_shard_apply_seconds (docs/operations.md)."
+        yield warning("shard-lag", where, what, mend)
+
+
+def _judge_host(where: str, says: ExamineReply) -> Iterator[Finding]:
+    mend = (
+        f"Raise it where the shard is started: ulimit -n 65536, LimitNOFILE= of its unit, or ulimits: in compose (at least {LEAST_FILES})."
+    )
+    if 0 < says.most_files < LEAST_FILES or says.open_files > 0.8 * says.most_files:
+        yield error("open-files", where, f"may open {says.most_files} files, and has {says.open_files} open", mend)
+
+
+def _judge_disk(where: str, says: ExamineReply) -> Iterator[Finding]:
+    if says.sync_s < 0:
+        yield error("disk-unwritable", where, "nothing can be written to the journal's disk", "Make room there, or mend its permissions.")
+    if says.durability != "fsync":
+        what = "acknowledges pushes before they are on disk: a power failure may lose them"
+        yield warning("durability", where, what, "parameter_servers.durability: fsync, unless training may lose its last seconds.")
+    elif says.sync_s > SLOW_SYNC_S:
+        what = f"a small write takes {1e3 * says.sync_s:.0f} ms until it is durable, and every push waits for one"
+        mend = "Put data_dir on an SSD of its own, or say durability: os where a power failure may lose pushes."
+        yield warning("disk-slow", where, what, mend)
+    if says.disk_free < says.journal_max_bytes:  # a share of the disk would say nothing: a tenth of a large one is room enough
+        left = f"{says.disk_free / 1e9:,.1f} of {says.disk_bytes / 1e9:,.1f} GB"
+        what = f"the journal's disk has {left} left, and the journal may grow to {says.journal_max_bytes / 1e9:,.1f} GB"
+        mend = "Make room, or lower parameter_servers.journal_max_mb: a full disk stops acknowledgements."
+        yield error("disk-space", where, what, mend)
+
+
+def _judge_file(where: str, says: ExamineReply, config: Config) -> Iterator[Finding]:
+    for key, theirs, ours in (
+        ("parameter_servers.shards", says.shards, config.servers.shards),
+        ("storage.nodes", says.nodes, config.storage.nodes),
+    ):
+        if list(theirs) != list(ours):
+            what = f"was started with {key} {_listed(theirs)}, this file has {_listed(ours)}"
+            yield warning("other-file", where, what, f"{_SAME_FILE} A shard reads it when it starts: restart it once the file is right.")
+
+
+def _listed(addresses: Sequence[str]) -> str:
+    return "[" + ", ".join(addresses) + "]"

@@ -1,1 +1,0 @@
-"""Figures for Prometheus: counted where they arise, read when somebody scrapes; prometheus-client does the format and the port."""
