@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", nargs="?", type=_count, const=2, metavar="S", help="look again every S seconds (2 unless given)")
     status.set_defaults(run=_status)
     _add_table_verbs(verbs)
-    init = verbs.add_parser("init", help="write a kvemb.yaml that says of every key what it is for")
+    init = verbs.add_parser("init", help="write a kvemb.yaml with a comment on every key")
     takes_config(init, what="where to (default: ./kvemb.yaml)")
     init.add_argument("--cluster", default="kvemb", help="the cluster's name (default kvemb)")
     init.add_argument("--store", choices=tuple(KINDS), default="redis", help="storage kind (default redis)")
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         help="host:port of each shard (default 127.0.0.1:7070)",
     )
     init.set_defaults(run=_init)
-    doctor = verbs.add_parser("doctor", help="find what is wrong with nodes, shards, disks and files, and say how to mend it")
+    doctor = verbs.add_parser("doctor", help="examine nodes, shards, disks and files, and name each fault with its mend")
     takes_config(doctor)
     doctor.add_argument("--json", action="store_true", help="for programs: one line of JSON")
     doctor.set_defaults(run=_doctor)

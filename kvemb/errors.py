@@ -94,7 +94,7 @@ class UnsafeNodeError(StorageError):
 
 
 class NodeFullError(StorageError):
-    """The node has no memory left for this write. Nothing was acknowledged for the rows it names."""
+    """The node is out of memory for this write. Nothing was acknowledged for the rows it names."""
 
 
 class ProtocolError(StorageError):

@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, config: Config, stop: StopFlag, lines: LogLin
         trouble = shard.stop(args.drain_timeout)
         if stop.is_set():
             break
-        logging.getLogger("paramserver").info("starting anew, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
+        logging.getLogger("paramserver").info("starting again, to load a checkpoint%s", f"; not drained: {trouble}" if trouble else "")
     if trouble:
         lines.say(f"not drained: {_one_line(trouble)} The state was not saved.")
         return _NOT_DRAINED

@@ -238,5 +238,5 @@ def require_one_cluster(expected: bytes, got: bytes) -> None:
     if expected != got:
         raise ParameterServerError(
             f"the storage nodes belong to cluster {expected.hex()}, the parameter servers to {got.hex()}. One of the two was "
-            "set up anew, or kvemb.yaml mixes two clusters."
+            "set up again, or kvemb.yaml mixes two clusters."
         )

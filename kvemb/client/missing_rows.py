@@ -90,9 +90,9 @@ class MissingRows:
             error, self._error = self._error, None
         for name, n_rows in restored.items():
             warnings.warn(
-                f"table {name!r}: {n_rows} rows that a pull had not found do exist: somebody deleted them in storage. The shards have "
-                "restored them. Until then pulls gave the initializer's rows for them, and gradients may come from these; the rows "
-                "themselves lost no push. Find out who deletes keys; `kvemb repair --all` compares every row now.",
+                f"table {name!r}: {n_rows} rows that a pull had not found do exist: another program deleted them in storage. The shards "
+                "have restored them. Until then pulls gave the initializer's rows for them, and gradients may come from these; the rows "
+                "themselves lost no push. Find the program that deletes keys; `kvemb repair --all` compares every row now.",
                 RowsRestoredWarning,
                 stacklevel=4,
             )

@@ -153,7 +153,7 @@ class PushSession:
         errors = [error for error in (ack.take_error() for ack in failed) if error is not None]
         if errors:
             error = copied(errors[0])
-            error.add_note("An earlier push failed and nobody had waited for it; the call that raised this did nothing.")
+            error.add_note("An earlier push failed, and no call had waited for it; the call that raised this did nothing.")
             if len(errors) > 1:
                 error.add_note(f"{len(errors) - 1} more pushes have failed since.")
             raise error

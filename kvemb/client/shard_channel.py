@@ -51,7 +51,7 @@ _OPTIONS = (
 _REPEATABLE = frozenset({"Hello", "Describe", "GetTable", "Flush", "Count", "Ids", "Progress", "ShowRow", "Examine", "SampleIds"})
 _LONGEST_WORDS = 4096
 _GRACE_S = 5.0  # gRPC keeps the deadline itself; if it does not, it is at its end and not the shard
-_STUCK = "gRPC did not end the call at its deadline; connect anew"
+_STUCK = "gRPC did not end the call at its deadline; connect again"
 _PROBE_S = 2.0
 SAY_AFTER_S = 5.0
 _GREETING_S = 0.5  # a server that lives greets at once
@@ -236,10 +236,10 @@ class ShardChannel:
         if heard == SPEAKS_TLS and self._tls is None:
             return "It speaks TLS there, and this kvemb.yaml does not say so: parameter_servers.tls."
         if heard in (NOBODY, HANGS_UP):
-            there = "Nobody listens there" if heard == NOBODY else "Connections are taken and ended there, as by a proxy without a shard"
+            there = "No process listens there" if heard == NOBODY else "Connections are taken and ended there, as by a proxy with no shard"
             return f"{there}{self._words_of_the_dead()}"
         if heard == FOREIGN:
-            return "What answers there is no shard: put its address right in kvemb.yaml."
+            return "The server there is no shard: correct the address in kvemb.yaml."
         return "A process answers there, but not this in time: is it busy, and is this the shard's address in kvemb.yaml?"
 
     def _signed_by(self) -> str:

@@ -122,7 +122,7 @@ class SlotMoves:
             progress(state)
             if state.map.plan is None:
                 if why or state.map.serial == unflipped:
-                    reason = why or "; ".join(state.troubles) or "shard 0 was started anew since; the log of the one before says why"
+                    reason = why or "; ".join(state.troubles) or "shard 0 was restarted since; the log of the process before says why"
                     raise MoveRefusedError(f"the move was taken back, and everything is as before: {reason}")
                 return state
             unflipped = 0 if state.map.plan.flipped else state.map.serial

@@ -71,14 +71,14 @@ def init_command(args: argparse.Namespace) -> int:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ConfigError(f"{path} is there already, and was left as it is; give another path") from error
+        raise ConfigError(f"{path} is there already, and was not changed; give another path") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     where = "" if path == Path("kvemb.yaml") else f" {os.fspath(path)}"
     print(f"wrote {path}. With {len(nodes)} empty {args.store} node{'s' if len(nodes) > 1 else ''} running, start the shards:")
     for shard in range(len(args.shards)):
         print(f"  kvemb shard --config {path} --shard {shard}")
-    print(f"then see what is wrong, if anything:\n  kvemb doctor{where}")
+    print(f"then look for faults:\n  kvemb doctor{where}")
     return 0
 
 

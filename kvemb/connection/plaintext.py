@@ -32,9 +32,9 @@ def require_encrypted(config: Config, listen: str = "") -> None:
         if not section.insecure:
             raise ConfigError(
                 f"{at}.tls: missing, and {beyond[0]} is not an address of this machine's own: {_WHAT[at]} would go over the network in the "
-                f"clear, for anybody to read and to send. Give {at}.tls (docs/security.md), or, on a network that nobody else reaches, "
+                f"clear, for anybody to read and to send. Give {at}.tls (docs/security.md), or, on a network that nothing else reaches, "
                 f"{at}.insecure: true"
             )
         log.warning(
-            "INSECURE: %s.insecure is true: %s go to %s unencrypted, and whoever reaches it may do anything", at, _WHAT[at], beyond[0]
+            "INSECURE: %s.insecure is true: %s go to %s unencrypted; any machine that reaches it may do all", at, _WHAT[at], beyond[0]
         )

@@ -170,7 +170,7 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
             f"serial {expected.map_serial} ({expected.map_digest:016x}): slots have moved between nodes or shards. Read the map again."
         )
     if expected.repairing and not (marker.repairing and marker.repair == expected.repair):
-        return NodeLostError(f"node {node}: repair {expected.repair} is not going on there any more; it is finished, or has to begin anew.")
+        return NodeLostError(f"node {node}: repair {expected.repair} no longer goes on there; it is finished, or has to begin again.")
     if marker.repairing and not expected.repairing:
         return NodeLostError(
             f"node {node}: lost its rows, or may hold old ones; the parameter servers are bringing them back (repair {marker.repair}). Try "
@@ -186,7 +186,7 @@ def diagnose(node: str, expected: Marker, got: bytes | None) -> StorageError:
         return NodeSuspectError(f"node {node}: its rows were brought back meanwhile (repair {marker.repair}); try again.")
     return NodeLostError(
         f"node {node}: its data is of generation {marker.generation.hex()}, expected {expected.generation.hex()}: the node was emptied "
-        "and provisioned anew while this process ran. Reconnect."
+        "and provisioned again while this process ran. Reconnect."
     )
 
 

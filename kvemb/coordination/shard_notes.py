@@ -94,7 +94,7 @@ def of_another(
     fact = f"storage.nodes ({', '.join(nodes)}) hold the rows of {whose(cluster_id, 0, note, now_s)}"
     if served:
         theirs = ", ".join(sorted(one.hex() for one in served))
-        mend = "Correct storage.nodes, or parameter_servers.shards, in kvemb.yaml: it mixes two clusters, or one was set up anew."
+        mend = "Correct storage.nodes, or parameter_servers.shards, in kvemb.yaml: it mixes two clusters, or one was set up again."
         return None if cluster_id in served else (f"{fact}. The shards that answer are of cluster {theirs}. Nothing was changed.", mend)
     if note is None or note.cluster in ("", name):
         return None

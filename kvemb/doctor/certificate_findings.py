@@ -21,7 +21,7 @@ LEAST_DAYS = 14
 UNUSABLE = "tls-files"
 _DAY_S = 86_400.0
 _OF_OTHERS = stat.S_IROTH | stat.S_IWOTH
-_RENEW = "Issue another one and replace the file in one step (mv); nobody need be restarted (docs/security.md)."
+_RENEW = "Issue another one and replace the file in one step (mv); no process need be restarted (docs/security.md)."
 
 
 def judge_certificates(config: Config, timeout_s: float, now_s: float | None = None) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def judge_certificates(config: Config, timeout_s: float, now_s: float | None = N
 def _judge_plain_text(section: str, insecure: bool, addresses: tuple[str, ...]) -> Iterator[Finding]:
     beyond = [address for address in addresses if not is_loopback(address)]
     if insecure and beyond:
-        what = f"{section}.insecure is true: whoever reads the network to {beyond[0]} reads rows and gradients, and may change them"
+        what = f"{section}.insecure is true: a reader of the network to {beyond[0]} reads rows and gradients, and may change them"
         yield warning("not-encrypted", section, what, f"Give {section}.tls, and take insecure out (docs/security.md).")
 
 

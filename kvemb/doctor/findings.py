@@ -247,7 +247,7 @@ def _judge_identity(where: str, shard: int, says: DescribeReply, config: Config)
 
 def _judge_work(where: str, status: StatusReply) -> Iterator[Finding]:
     if status.starting:
-        mend = "Nothing, as long as it gets further: trainers wait for it. What it waits for is to be mended."
+        mend = "Nothing, as long as it gets further: trainers wait for it. Mend the server that it waits for."
         yield warning("shard-starting", where, status.starting, mend)
     if status.failure.startswith(_STOPPED):
         yield error("shard-failed", where, status.failure, "Mend the cause, then restart the shard; its journal has what was accepted.")
@@ -282,7 +282,7 @@ def _judge_disk(where: str, says: ExamineReply) -> Iterator[Finding]:
         yield warning("disk-slow", where, what, mend)
     if says.disk_free < says.journal_max_bytes:  # a share of the disk would say nothing: a tenth of a large one is room enough
         left = f"{says.disk_free / 1e9:,.1f} of {says.disk_bytes / 1e9:,.1f} GB"
-        what = f"the journal's disk has {left} left, and the journal may grow to {says.journal_max_bytes / 1e9:,.1f} GB"
+        what = f"the journal's disk has {left} free, and the journal may grow to {says.journal_max_bytes / 1e9:,.1f} GB"
         mend = "Make room, or lower parameter_servers.journal_max_mb: a full disk stops acknowledgements."
         yield error("disk-space", where, what, mend)
 

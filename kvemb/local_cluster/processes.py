@@ -245,6 +245,6 @@ def _remove_if_left(lock: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), lock.lstat()):
                 shutil.rmtree(lock.parent, ignore_errors=True)
-                log.info("removed %s, which a program that was killed had left behind", lock.parent)
+                log.info("removed %s of a program that was killed", lock.parent)
     except OSError:  # owned, or gone meanwhile
         return

@@ -122,7 +122,7 @@ class ClusterMap:
             if not found and said_by != GONE:
                 raise ConfigError(
                     f"parameter_servers.shards: {len(in_file)} given, the cluster map (serial {self.serial}) has {self.n_shards}, and "
-                    f"nobody says where shard {number} is. Name the shards of `kvemb config show`."
+                    f"no address is known for shard {number}. List every shard that `kvemb config show` prints."
                 )
             places.append(found)
         return tuple(places)

@@ -33,7 +33,7 @@ _NOT_READY = {
     "-READONLY": "It is a replica; wait for the failover, or correct storage.nodes.",
     "-CLUSTERDOWN": "`CLUSTER INFO` on it tells which slots have no primary.",
     "-TRYAGAIN": "Its slots are on their way to another node.",
-    "-BUSY ": "Somebody's script keeps it busy; wait, or end it with SCRIPT KILL.",
+    "-BUSY ": "A script keeps it busy; wait, or end it with SCRIPT KILL.",
     "-MISCONF": "It cannot write its snapshots; look at its log and its disk.",
     "-NOREPLICAS": "It has fewer replicas than min-replicas-to-write; start them.",
     "-ERR max number of clients": "Raise its maxclients, or close other connections.",
@@ -124,7 +124,7 @@ def server_error(address: str, line: bytes, keys: RowKeys | None = None, row: in
     node = f"node {address}" if keys is None else f"node {address}, {keys.described(row)}"
     if text.startswith("-OOM") or "out of memory" in text:
         return NodeFullError(
-            f"{node}: has no memory left ({text}). Give it more (maxmemory, -m). Shards "
+            f"{node}: is out of memory ({text}). Give it more (maxmemory, -m). Shards "
             "try again until the write succeeds; their journals keep what they have accepted."
         )
     if "object too large" in text:

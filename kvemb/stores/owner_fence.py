@@ -61,7 +61,7 @@ class OwnerFence:
         except DamagedCopyError as error:
             if self._still_ours is None:
                 raise
-            log.error("%s Whoever else knows the owner is asked.", error)
+            log.error("%s The other nodes are asked for the owner.", error)
         self.require_not_behind(elsewhere())
         if self._still_ours is not None:
             self._still_ours()

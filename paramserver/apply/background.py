@@ -236,5 +236,5 @@ class BackgroundWork:
             raise
         except StorageError as error:
             if self._said != (said := f"{type(error).__name__}: {error}"):
-                log.warning("rows that nobody touches are not compared with storage now: %s", error)
+                log.warning("rows that no push touches are not compared with storage now: %s", error)
             self._said = said

@@ -103,7 +103,7 @@ class SaveFigures:
         except FileNotFoundError:
             return
         except (OSError, CheckpointError) as error:
-            log.warning("the counts of saves begin anew: %s", error)
+            log.warning("the counts of saves begin again: %s", error)
 
     def _note(self) -> None:
         counts = {"done": self.done, "failed": self.failed, "begun": self._begun, "resumable": self._resumable}

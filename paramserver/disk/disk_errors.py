@@ -50,5 +50,5 @@ def named(what: str, folder: Path) -> Iterator[None]:
             raise
         at = folder if error.filename is None else error.filename
         raise ParameterServerError(
-            f"{what}: {at}: {error.strerror or error}; {mend(error)}. What was acknowledged before is as safe as it was."
+            f"{what}: {at}: {error.strerror or error}; {mend(error)}. Pushes acknowledged before are as safe as they were."
         ) from error

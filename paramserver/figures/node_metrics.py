@@ -21,7 +21,7 @@ def add_nodes(to: MetricFamilies, seen: NodesSeen) -> None:
     to.gauge("kvemb_node_used_bytes", "Memory that the node says it uses.", [(labels, node.used_bytes) for labels, node in answered])
     to.gauge("kvemb_node_limit_bytes", "Memory that it may use.", [(labels, node.limit_bytes) for labels, node in limited])
     free = [(labels, max(0, node.limit_bytes - node.used_bytes)) for labels, node in limited]
-    to.gauge("kvemb_node_headroom_bytes", "Memory that is left of it.", free)
+    to.gauge("kvemb_node_headroom_bytes", "Memory of it that is free.", free)
     to.counter("kvemb_node_evicted_total", "Keys that the node has thrown away.", [(labels, node.evicted) for labels, node in answered])
     to.counter("kvemb_node_moved_total", "Those that went with slab pages.", [(labels, node.moved) for labels, node in answered])
     text = "Whether the node is set to throw rows away, which is not allowed."

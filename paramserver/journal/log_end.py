@@ -31,8 +31,8 @@ def last_batch(folder: Path, start: Position = START) -> int:
     if start > last:
         raise JournalBehindError(
             f"{segment_files.path_of(folder, start.segment)}: the saved state goes on from offset {start.offset} of this segment, but the "
-            f"journal ends at offset {last.offset} of segment {last.segment}: what was acknowledged behind that is missing. Put the files "
-            "of that folder back as they were, or the data folder of the shard's last owner."
+            f"journal ends at offset {last.offset} of segment {last.segment}: the pushes acknowledged after that are missing. Put the "
+            "files of that folder back as they were, or the data folder of the shard's last owner."
         )
     k = 0
     for _, payload in read_entries([one for one in segments if one.header.number >= start.segment], start):

@@ -319,7 +319,7 @@ class Shard:
         text = self._parts.ingest.state.why_failed or self._parts.ingest.backlog.describe()
         if self.fenced:
             return text
-        return f"{text.rstrip('.')}. What was accepted is in the journal: the next start applies it."
+        return f"{text.rstrip('.')}. Accepted pushes are in the journal: the next start applies them."
 
     def _save(self) -> str:
         # Not the journal's end: a step that was journaled while the threads were told to end is replayed at the next start.

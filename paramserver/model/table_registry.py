@@ -31,8 +31,8 @@ MAX_DROPPED = 2048  # over the life of a cluster: their definitions are kept
 _OTHER_SCHEMAS = 100  # of the newest tables dropped under a name: a trainer that still holds one of them is refused
 MAX_REGISTRY_BYTES = 1_000_000  # it is one value in storage, and memcached takes a megabyte
 AFTER_A_DROP = (
-    "Who used it connects again (kvemb.connect), and opens or creates a table of that name; for a model over it, build the model anew and "
-    "call distribute"
+    "A process that used it connects again (kvemb.connect), and opens or creates a table of that name; for a model over it, build the "
+    "model again and call distribute"
 )
 """What to do next, for those who made the table as well as for those whose model made it."""
 log = logging.getLogger("paramserver")

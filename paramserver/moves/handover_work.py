@@ -24,7 +24,7 @@ from ..ingest.step_hold import HeldSteps
 from .slot_mover import MoveProgress
 
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
-_STARTED_ANEW = "the shard was started anew while all stopped at one step of a sync job, and does not know which one it had come to"
+_STARTED_ANEW = "the shard was restarted while all stopped at one step of a sync job, and does not know which one it had come to"
 _LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # what it knows of trainers and steps is of then
 _JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
 _LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that

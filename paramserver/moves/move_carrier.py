@@ -181,7 +181,7 @@ class MoveCarrier:
         """All hold: those behind are to come to the step of the furthest."""
         least, last = min(steps), max(steps)
         if last - least > _MAX_STEPS_APART:
-            self._abort(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): start its trainers anew")
+            self._abort(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): restart its trainers")
         else:
             self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=DRAINING, last_step=last)))
 

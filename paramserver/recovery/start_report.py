@@ -6,9 +6,9 @@ from collections.abc import Callable
 JOINING, CLAIMING, READING, REPLAYING, LOADING = "joining", "claiming", "reading", "replaying", "loading"
 PHASES = {
     JOINING: "it joins the cluster",
-    CLAIMING: "it reads what the last process of the shard has left",
+    CLAIMING: "it reads the files of the shard's last process",
     READING: "it looks through its journal",
-    REPLAYING: "it applies what is in its journal",
+    REPLAYING: "it applies its journal",
     LOADING: "it looks for a checkpoint to load, and loads it",
 }
 
@@ -31,7 +31,7 @@ class StartReport:
         >>> report.enter(REPLAYING, lambda: (1_500_000, 4_000_000))
         >>> report.waits("node n:1: down")
         >>> str(report)
-        'it applies what is in its journal: 1,500,000 of 4,000,000 rows (37 %), 0 s since it began; it waits for storage: node n:1: down'
+        'it applies its journal: 1,500,000 of 4,000,000 rows (37 %), 0 s since it began; it waits for storage: node n:1: down'
         >>> report.done()
         >>> str(report)
         ''

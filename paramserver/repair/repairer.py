@@ -92,7 +92,7 @@ class _RowCallsInRepair:
             repair = self._address, self._nonce
             n_changed = sum(self._store.make_way(part.keys, self._deadline(), repair=repair) for part in parts)
             if n_changed:  # else another shard was faster
-                log.error("%s; %d such pages made anew", error, n_changed)
+                log.error("%s; %d such pages rebuilt", error, n_changed)
             return call(*repair, parts, self._deadline())
 
 

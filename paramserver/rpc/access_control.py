@@ -72,7 +72,7 @@ class AccessControl:
         if self._tls is None:
             return int(server.add_insecure_port(address))
         if self._tls.config.has_token:
-            log.warning("who shows the token of %s may do everything, as any trainer; certificates tell roles apart", self._tls.at)
+            log.warning("a client with the token of %s may do everything, as any trainer; certificates tell roles apart", self._tls.at)
         configuration = self._configuration()
         self._served = self._tls.stamp()
         needed = not self._tls.config.has_token

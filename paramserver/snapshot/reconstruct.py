@@ -133,7 +133,7 @@ class Reconstructor:
             k = entry.version & MAX_K
             if k != last + 1 and not any_k:
                 raise LostRowError(
-                    f"the journal continues with batch {k}, snapshot and journal reach to batch {last}: what lies between is not there, "
+                    f"the journal continues with batch {k}, snapshot and journal reach to batch {last}: the batches between are missing, "
                     "so no row can be restored from them."
                 )
             last, any_k = k, False

@@ -46,7 +46,7 @@ def test_a_full_node_delays_what_was_accepted_and_loses_nothing(kind: str) -> No
         more = np.arange(60_000)
         with storage.full(local.servers[0], record_bytes=table.definition.record.size_bytes):
             ack = add(table, more)
-            eventually(lambda: any("has no memory left" in shard.reply.failure for shard in cluster.status().shards if shard.reply), "said")
+            eventually(lambda: any("is out of memory" in shard.reply.failure for shard in cluster.status().shards if shard.reply), "said")
             assert not ack.applied
         ack.wait_applied(timeout_s=PATIENCE_S)
         require(table, IDS, 2)

@@ -233,7 +233,7 @@ def test_a_shard_that_hangs_is_told_from_one_that_is_gone(require_server: Callab
     assert ended.what.endswith("ConfigError: no room")
     assert ended.mend.startswith("Mend what its last words name, then start it: kvemb shard --shard 1")
     assert seen["shard-unreachable"].mend.startswith("Start it: kvemb shard --shard 1")
-    assert "Nobody listens there" in seen["shard-unreachable"].what
+    assert "No process listens there" in seen["shard-unreachable"].what
     assert seen["shard-unreachable"].where.startswith("shard 1 ")
 
 

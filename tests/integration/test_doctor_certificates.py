@@ -199,7 +199,7 @@ def test_who_does_not_know_that_a_shard_speaks_tls_is_told(secured: TlsCluster) 
 def test_a_proxy_whose_shard_is_gone_is_not_taken_for_tls() -> None:
     with FaultProxy(f"127.0.0.1:{free_ports(1)[0]}") as proxy:
         told = str(ShardChannel(0, proxy.address).unavailable("Push", "no answer"))
-    assert "Connections are taken and ended there, as by a proxy without a shard: start the shard" in told
+    assert "Connections are taken and ended there, as by a proxy with no shard: start the shard" in told
 
 
 def test_plain_text_where_tls_is_expected_and_plain_text_on_purpose_are_named(secured: TlsCluster) -> None:

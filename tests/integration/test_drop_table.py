@@ -178,14 +178,14 @@ def test_a_model_over_a_dropped_table_says_what_to_do_when_it_trains_and_when_it
         distribute(model, other, optimizer=optimizer, min_rows=10, names={"0": name}, quiet=True)
         cluster.drop_table(name)
         said = told_that_it_was_dropped(lambda: model.eval()(ids))
-        assert "build the model anew and call distribute" in said
+        assert "build the model again and call distribute" in said
 
         def step() -> None:
             model(ids).sum().backward()
             optimizer.step()
 
         model.train()
-        assert "build the model anew and call distribute" in told_that_it_was_dropped(step)
+        assert "build the model again and call distribute" in told_that_it_was_dropped(step)
 
 
 def test_a_drop_that_was_broken_off_refuses_and_is_completed_by_the_next_call(local: LocalCluster, cluster: Cluster) -> None:

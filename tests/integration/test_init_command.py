@@ -64,7 +64,7 @@ def test_a_file_that_is_there_stays_and_wrong_addresses_write_none(written: Path
     before = written.read_text()
     done = run("init", str(written), "--cluster", "other")
     assert (done.returncode, written.read_text()) == (2, before)
-    assert "is there already, and was left as it is" in done.stderr
+    assert "is there already, and was not changed" in done.stderr
     done = run("init", str(tmp_path / "new.yaml"), "--nodes", "no-port")
     assert done.returncode == 2
     assert "storage.nodes[0]: got 'no-port', expected \"host:port\"" in done.stderr

@@ -70,7 +70,7 @@ def test_the_weights_leave_the_optimizer_and_the_rest_keeps_its_group_place_and_
     ]
     assert len(optimizer.state) == 3
     assert optimizer.state[model.top.weight] is kept
-    assert "what the optimizer knew of these weights (moments, sums) is not carried, and begins anew (user, item)" in str(done)
+    assert "the optimizer's state of these weights (moments, sums) is not carried, and begins again (user, item)" in str(done)
 
 
 def test_a_step_changes_dense_weights_and_rows_and_uses_the_gradients_up() -> None:

@@ -114,15 +114,15 @@ def distributed(model: nn.Module, **options: Any) -> Any:
 
 def test_the_text_names_who_else_holds_a_weight_with_the_whole_path() -> None:
     text = str(distributed(HeldInAList()))
-    assert "note: what was replaced is also held at features[0]['embed'], look_up.__self__; calls there look the table up" in text
-    assert "held at head.weight; calls there look the table up, and who reads a weight pulls all rows" in str(distributed(TiedHead()))
+    assert "note: the replaced module is also held at features[0]['embed'], look_up.__self__; calls there look the table up" in text
+    assert "held at head.weight; calls there look the table up, and a read of a weight pulls all rows" in str(distributed(TiedHead()))
 
 
 def test_a_table_too_large_to_be_read_whole_says_so_where_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("trainer.torch.lookup.table_weight"), "WEIGHT_BYTES", 4 * N * DIM - 1)
     model = Penalised()
     text = str(distributed(model))
-    assert "held at penalised[0][0][0]; calls there look the table up, and who reads a weight gets an error" in text
+    assert "held at penalised[0][0][0]; calls there look the table up, and a read of a weight raises an error" in text
     with pytest.raises(InvalidInputError, match=r"rows of table 'item' are in a cluster.*up to 0 MiB are pulled whole"):
         model(torch.tensor([1]))
     assert not hasattr(model.item, "weight")

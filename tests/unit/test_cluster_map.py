@@ -159,7 +159,7 @@ def test_a_shard_is_where_a_command_or_the_file_says(in_file: list[str], found: 
 
 def test_a_shard_of_which_nobody_says_where_it_is_is_named() -> None:
     assert ClusterMap.first(1, 2).shard_places(["a:1", "b:1", "waits:1"]) == ("a:1", "b:1")
-    with pytest.raises(ConfigError, match=r"1 given, the cluster map \(serial 1\) has 2, and nobody says where shard 1 is"):
+    with pytest.raises(ConfigError, match=r"1 given, the cluster map \(serial 1\) has 2, and no address is known for shard 1"):
         ClusterMap.first(1, 2).shard_places(["a:1"])
 
 

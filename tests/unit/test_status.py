@@ -44,9 +44,9 @@ def test_trouble_stands_below_the_table_and_its_kind_in_it() -> None:
 
 
 def test_a_shard_that_starts_says_how_far_it_is_and_is_not_well_yet() -> None:
-    starts = shard(1, starting="it applies what is in its journal: 5 of 9 rows")
+    starts = shard(1, starting="it applies its journal: 5 of 9 rows")
     assert lines(shard(0), starts)[-2].split() == ["1", "h:1", *"-------", "starting"]
-    assert lines(shard(0), starts)[-1] == "shard 1: it applies what is in its journal: 5 of 9 rows"
+    assert lines(shard(0), starts)[-1] == "shard 1: it applies its journal: 5 of 9 rows"
     assert not healthy(ClusterStatus((shard(0), starts), ()))
 
 

@@ -109,7 +109,7 @@ def wait_assigned(table: AssignPort, site: Weights) -> None:
             raise DeadlineExceededError(
                 f"{site}: it exists, rows of the ids up to {last[-1]} do not, and for {STALL_S:g} s no row was added to its {n_now}. The "
                 "trainer that made the table assigns the first rows and may have ended before it was done, or the table was made without "
-                'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase what is not wanted'
+                'weights. In one trainer, call distribute with carry_weights="overwrite"; or erase the rows that are not wanted'
             )
         time.sleep(_POLL_S)
 
@@ -258,5 +258,5 @@ def trained_already(tables: Sequence[SiteTable[SiteT]]) -> Iterator[str]:
         if steps := table.steps():
             yield (
                 f"note: table {one.site.table!r} has {len(table)} rows after {steps} steps of training, which goes on. A run that is to "
-                "begin anew, as each trial of a study, needs tables of its own: names="
+                "begin from the start, as each trial of a study, needs tables of its own: names="
             )

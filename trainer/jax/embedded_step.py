@@ -266,7 +266,7 @@ def _check_array(feature: str, table: TablePort, ids: jax.Array) -> None:
     if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 and (num_ids is None or num_ids > _WHOLE_IN_32_BITS):
         raise InvalidInputError(
             f"feature {feature!r}: its ids are a JAX array of {ids.dtype}, and the ids of table {table.name!r} have 64 bits. Without "
-            "jax_enable_x64 JAX cuts what is longer off without a word, and another row would be trained. Give these ids as a NumPy array "
+            "jax_enable_x64 JAX cuts longer ids off without a word, and another row would be trained. Give these ids as a NumPy array "
             "(the rest of the batch may be on devices), create the table with num_ids up to 2**31, or set jax_enable_x64"
         )
 

@@ -228,7 +228,7 @@ class Pipeline(Generic[B, R]):
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"this iteration was begun by process {self._pid}, whose threads do not survive fork(). Iterate the loader anew in this "
+                f"this iteration was begun by process {self._pid}, whose threads do not survive fork(). Iterate the loader again in this "
                 "process, or start it with the 'spawn' or 'forkserver' method."
             )
 

@@ -131,7 +131,7 @@ def look_up(asked: Sequence[AskedTensor]) -> list[LookedUp]:
     _refuse_replicas()
     if not (tf.executing_eagerly() or tf.inside_function()):
         raise InvalidInputError(
-            "a lookup stands in a graph of TensorFlow 1, which a session runs: its gradients reach nobody. Run eagerly, or make the step a "
+            "a lookup stands in a graph of TensorFlow 1, which a session runs: its gradients are lost. Run eagerly, or make the step a "
             "tf.function (tf.compat.v1.wrap_function takes code of TensorFlow 1)"
         )
     slots = here.slots

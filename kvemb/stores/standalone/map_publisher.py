@@ -85,7 +85,7 @@ class MapPublisher:
         for name, value_ in {MAP_NAME: view.map.encode(), **metas}.items():
             self._put(address, name.encode(), value_, run_id, deadline)
         if not self._server.swap(address, MARKER_KEY, None, wanted.encode(), run_id, deadline):
-            raise WrongNodeError(f"node {address}: somebody else writes there; nothing was changed in the cluster. Look, and try again.")
+            raise WrongNodeError(f"node {address}: another program writes there; nothing was changed in the cluster. Look, and try again.")
 
     def _not_empty(self, address: str, n_keys: int, deadline: Deadline) -> WrongNodeError:
         """Say whose keys there are before any advice: the address may be another cluster's, or one of this one's under another name."""
@@ -101,7 +101,7 @@ class MapPublisher:
                 f"{fact}. Its marker says that it is node {number} of this cluster, which is at {place}: give another one."
             )
         return WrongNodeError(
-            f"{fact}. It was node {number} of this cluster and has left it, so that nobody reads these keys any more. A node that joins "
+            f"{fact}. It was node {number} of this cluster and has left it: these keys are not read any more. A node that joins "
             "has to be empty: empty this one (FLUSHALL, flush_all), and ask again."
         )
 

@@ -128,8 +128,8 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
         found = proven.get(number) or by_file or (said.address if said is not None else "")
         if not found or found in places:
             raise ConfigError(
-                f"storage.nodes: {len(in_file)} given, the cluster map (serial {cluster_map.serial}) has {cluster_map.n_nodes}, and nobody "
-                f"says where node {number} is. Name the nodes of `kvemb config show`."
+                f"storage.nodes: {len(in_file)} given, the cluster map (serial {cluster_map.serial}) has {cluster_map.n_nodes}, and no "
+                f"address is known for node {number}. List every node that `kvemb config show` prints."
             )
         places.append(found)
     return tuple(places)

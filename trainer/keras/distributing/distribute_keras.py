@@ -186,7 +186,7 @@ def _refuse_built(optimizer: Any, sites: Sequence[KerasSite]) -> None:
         raise InvalidInputError(
             "nothing was changed: the model's optimizer has state for its embeddings already. Compile the model again, and "
             "call distribute before the "
-            "first fit; what was learned so far is carried"
+            "first fit; the weights learned so far are carried"
         )
 
 

@@ -188,8 +188,8 @@ class RowEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     def _not_trained(self, what: str) -> str:
         return (
             f"layer {self.name!r} over table {self.table.name!r} {what} outside of fit and train_on_batch of a model "
-            "that kvemb.keras.distribute(model, cluster) has connected: nobody would push its gradients. Connect the model that you train, "
-            "be it one around it, and write a step of your own as its train_step; call it with training=False where nothing is trained"
+            "that kvemb.keras.distribute(model, cluster) has connected: its gradients would not be pushed. Connect the model that you "
+            "train, be it one around it, and write a step of your own as its train_step; call it with training=False for no training"
         )
 
     def ids_of(self, values: NDArray[Any]) -> NDArray[np.uint64]:

@@ -139,7 +139,7 @@ def _refuse_drawn(constants: "list[tuple[str, Any]]", again: "list[tuple[str, An
     for (layer, one), (_, other) in zip(constants, again, strict=False):
         if not np.array_equal(host(one), host(other)):
             raise InvalidInputError(
-                f"layer {layer!r} looks up ids that the model draws in its call, so nobody can pull their rows. {DRAW_BEFORE}"
+                f"layer {layer!r} looks up ids that the model draws in its call, so their rows cannot be pulled. {DRAW_BEFORE}"
             )
 
 

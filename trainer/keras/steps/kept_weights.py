@@ -165,9 +165,9 @@ def _wrong_hands(table: str, expected: Any, other: Any) -> str:
             f"any training; or apply these gradients with {rule}"
         )
     return (
-        f"something that is no Keras optimizer updates the variables of table {table!r}: this step changed no row, for what it left is no "
-        f"gradient. Apply gradients with {rule} (apply, apply_gradients or stateless_apply), over model.trainable_variables; its rule is "
-        "then the parameter servers' work"
+        f"something that is no Keras optimizer updates the variables of table {table!r}: this step changed no row, for the "
+        f"variables then hold no gradient. Apply gradients with {rule} (apply, apply_gradients or stateless_apply), over "
+        "model.trainable_variables; its rule is then the parameter servers' work"
     )
 
 

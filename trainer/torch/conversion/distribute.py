@@ -202,7 +202,7 @@ def _follow(site: Site, optimizer: torch.optim.Optimizer) -> Follows:
         if any(param is site.weight for param in group["params"]):
             return Follows(at, MappedGroup(optimizer, group, str(site)))
     raise InvalidInputError(
-        f"{site}: its weight is no parameter of the optimizer, so nobody would train it; give the optimizer that holds it (one for all "
+        f"{site}: its weight is no parameter of the optimizer, so it would not be trained; give the optimizer that holds it (one for all "
         "embeddings), freeze it, or leave it local with leave=[…]"
     )
 

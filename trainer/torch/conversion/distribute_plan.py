@@ -139,8 +139,8 @@ def _check_model(model: nn.Module) -> None:
         sharded = any(kind.__name__ in _SHARDED for kind in type(module).__mro__)
         if isinstance(module, _WRAPPERS) or sharded or hasattr(module, "_orig_mod"):
             raise InvalidInputError(
-                f"{at} is wrapped by {type(module).__name__}; call distribute on the plain model first, then wrap it: what is replaced "
-                "must be no parameter any more when it is"
+                f"{at} is wrapped by {type(module).__name__}; call distribute on the plain model first, then wrap it: the "
+                "weights it replaces must be no parameters any more by then"
             )
         if isinstance(module, TableModule):
             raise InvalidInputError(

@@ -62,7 +62,7 @@ def lines(
         yield "  note: clip gradients with kvemb.torch.clip_grad_norm_(model, …) on every rank; torch's own leaves rows out in such a job"
     if trained:
         names = ", ".join(site.table for site in trained)
-        yield f"  note: what the optimizer knew of these weights (moments, sums) is not carried, and begins anew ({names})"
+        yield f"  note: the optimizer's state of these weights (moments, sums) is not carried, and begins again ({names})"
 
 
 def _who_else(sites: Sequence[Site]) -> Iterator[str]:
@@ -72,10 +72,10 @@ def _who_else(sites: Sequence[Site]) -> Iterator[str]:
         if not held:
             continue
         shown = ", ".join(held[:_SHOWN]) + (f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else "")
-        whole = "who reads a weight pulls all rows, and a step pushes all their gradients"
+        whole = "a read of a weight pulls all rows, and a step pushes all their gradients"
         if not readable:
-            whole = f"who reads a weight gets an error, for these tables are beyond {WEIGHT_BYTES >> 20} MiB"
-        yield f"  note: what was replaced is also held at {shown}; calls there look the table up, and {whole}"
+            whole = f"a read of a weight raises an error, for these tables are beyond {WEIGHT_BYTES >> 20} MiB"
+        yield f"  note: the replaced module is also held at {shown}; calls there look the table up, and {whole}"
 
 
 def _holders(site: Site) -> list[str]:

@@ -100,7 +100,7 @@ class Prepared(BatchesAhead):
         self._served[table] = self._served.get(table, False) or foreseen
 
     def _plan_lines(self) -> list[str]:
-        return ["which module needs what is found out with the first batch" if self._plan is None else f"{self._plan}"]
+        return ["the first batch tells which module needs which features" if self._plan is None else f"{self._plan}"]
 
     def _where(self, table: str) -> str:
         return f" ({_paths(self._model, table)})"

@@ -223,7 +223,7 @@ class PendingLookups:
         self._told_unused = True
         log.warning(
             "table %r: rows were looked up for training and got no gradient before any of the last %d steps; its rows do not change. Call "
-            "loss.backward(): torch.autograd.grad gives gradients of rows to nobody. Where nothing is to be trained use model.eval(), "
+            "loss.backward(): torch.autograd.grad pushes no gradients of rows. Where nothing is to be trained use model.eval(), "
             "torch.no_grad(), or requires_grad_(False) of the module over the table",
             *(self.table.name, self._n_unused),
         )

@@ -213,7 +213,7 @@ class OtherOptimizers:
         tables = ", ".join(repr(pending.table.name) for pending in self._pendings)
         return (
             f"this {other} steps again and again, and the {joined} that was given to distribute does not: gradients of rows of table(s) "
-            f"{tables} are pushed by nobody, and rows do not change. {KEEP}. Where a library makes its own, call distribute once that "
+            f"{tables} are not pushed, and rows do not change. {KEEP}. Where a library makes its own, call distribute once that "
             f"is there, with it; or step SparseOptimizer(model) beside it. Where rows are not to be trained, requires_grad_(False) of "
             f"the modules over tables says so. This step changed nothing"
         )

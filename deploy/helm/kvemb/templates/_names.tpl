@@ -61,10 +61,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $storage := .Values.storage }}
 {{- $own := include "kvemb.ownNodes" . }}
 {{- if not (or .Values.tls.shardSecret .Values.shards.insecure) }}
-{{- fail "tls.shardSecret: missing: gradients, and orders to erase or load, would go over the network in the clear. Name a Secret (docs/kubernetes.md), or, on a network that nobody else reaches, set shards.insecure=true" }}
+{{- fail "tls.shardSecret: missing: gradients, and orders to erase or load, would go over the network in the clear. Name a Secret (docs/kubernetes.md), or, on a network that no other machine reaches, set shards.insecure=true" }}
 {{- end }}
 {{- if not (or $storage.tls.secret $storage.insecure) }}
-{{- fail "storage.tls.secret: missing: rows and passwords would go over the network in the clear. Name a Secret (docs/kubernetes.md), or, on a network that nobody else reaches, set storage.insecure=true" }}
+{{- fail "storage.tls.secret: missing: rows and passwords would go over the network in the clear. Name a Secret (docs/kubernetes.md), or, on a network that no other machine reaches, set storage.insecure=true" }}
 {{- end }}
 {{- if and .Values.tls.tokenSecret (not .Values.tls.shardSecret) }}
 {{- fail "tls.tokenSecret: a token goes over TLS only: name tls.shardSecret too" }}

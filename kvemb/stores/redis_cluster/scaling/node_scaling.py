@@ -146,7 +146,7 @@ class NodeScaling:
         for state in view.open_slots:
             owner = view.nodes.get(view.owners[state.slot])
             if owner is None:
-                raise NodeUnavailableError(f"slot {state.slot} stands open, and nobody holds it; CLUSTER NODES tells more")
+                raise NodeUnavailableError(f"slot {state.slot} stands open, and no node holds it; CLUSTER NODES tells more")
             holder = self._close(state, owner, view)
             self._mover.drop_witnesses([state.slot], holder)
         return [f"{len(view.open_slots)} slots stood open; no change of nodes was under way"] if view.open_slots else []
