@@ -49,6 +49,7 @@ class MissingRows:
         self._error: LostRowError | None = None
         self._dropped: dict[str, TableDroppedError] = {}
         self._closed = False
+        self.untold = False  # whether `tell` has something to say
 
     def note(self, missing: Sequence[tuple[TableDef, Ids]]) -> None:
         """Hear of rows that a pull did not find, by table; ask about some of them, if it is time.
@@ -83,9 +84,10 @@ class MissingRows:
         Warns:
             RowsRestoredWarning: rows had been deleted, and were restored.
         """
-        if (self._error is None and not self._restored) or self._servers.forked:
+        if not self.untold or self._servers.forked:
             return
         with self._lock:
+            self.untold = False
             restored, self._restored = self._restored, {}
             error, self._error = self._error, None
         for name, n_rows in restored.items():
@@ -135,3 +137,4 @@ class MissingRows:
                         self._dropped[table.key] = reply
                     elif isinstance(reply, CountReply) and reply.n_rows:
                         self._restored[table.name] = self._restored.get(table.name, 0) + reply.n_rows
+                self.untold = self._error is not None or bool(self._restored)

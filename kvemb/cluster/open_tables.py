@@ -11,6 +11,7 @@ from kvemb.connection.open_cluster import OpenCluster
 from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
 from kvemb.fork_lock import ForkLock
+from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.table import Table
 
@@ -70,7 +71,7 @@ class OpenTables:
     def definitions(self) -> dict[str, TableDef]:
         """The tables that exist, from the registry's copy in storage: complete before shard 0 answers a creation."""
         store = self._access.store
-        return newest_registry(store.get_meta(META_NAME, self._access.pull_deadline(None)), store.copies_on(META_NAME)).tables
+        return newest_registry(store.get_meta(META_NAME, Deadline.after(self._access.pull_timeout_s)), store.copies_on(META_NAME)).tables
 
     def _remember(self, definition: TableDef) -> Table:
         known = self._tables.get(definition.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,35 +67,27 @@ class Access:
         self.changes.pushed(ack)
         return ack
 
-    def pull_deadline(self, timeout_s: float | None) -> Deadline:
-        """The deadline of a pull."""
-        return Deadline.of_caller(self.pull_timeout_s if timeout_s is None else timeout_s)
-
     def pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool = True) -> list[Pulled]:
         """Pull, once storage has what this connection has pushed and was released; without `stored` at once.
 
         Unless the caller has given a timeout, that wait may take as long as the step would have taken that was released ahead of it.
         """
-        if not self.pull_times.counted:
-            return self._pull(requests, timeout_s, versions=versions, stored=stored)
-        with self.pull_times.of(requests):
-            return self._pull(requests, timeout_s, versions=versions, stored=stored)
-
-    def _pull(self, requests: Sequence[PullRequest], timeout_s: float | None, *, versions: bool, stored: bool) -> list[Pulled]:
-        self.require_open()
-        if stored and timeout_s is None:
+        started_s = time.perf_counter()
+        if self.closed:
+            self.require_open()
+        if stored and self.changes.may_wait and timeout_s is None:
             self.wait_stored()
-        deadline = self.pull_deadline(timeout_s)
-        if stored and timeout_s is not None:
+        deadline = Deadline.after(self.pull_timeout_s) if timeout_s is None else Deadline.of_caller(timeout_s)
+        if stored and self.changes.may_wait and timeout_s is not None:
             self.changes.wait_stored(deadline)
-        renewed = timeout_s is None
-        if self.shards is None:
-            return pull(self.store, requests, deadline, versions=versions, renewed=renewed)
-        self.shards.missing.tell()
-        missing: Missing = []
-        pulled = pull(self.store, requests, deadline, versions=versions, renewed=renewed, missing=missing)
-        if missing:
+        if self.shards is not None and self.shards.missing.untold:
+            self.shards.missing.tell()
+        missing: Missing | None = None if self.shards is None else []
+        pulled = pull(self.store, requests, deadline, versions=versions, renewed=timeout_s is None, missing=missing)
+        if missing and self.shards is not None:
             self.shards.missing.note(missing)
+        if self.pull_times.counted:
+            self.pull_times.add(requests, time.perf_counter() - started_s)
         return pulled
 
     def wait_stored(self) -> None:

@@ -1,8 +1,6 @@
 """How long a connection's pulls took, by table: counted once somebody wants to know, and not before."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from kvemb.datapath.pull import PullRequest
 from kvemb.fork_lock import ForkLock
@@ -20,12 +18,8 @@ class PullTimes:
         """Count from now on."""
         self.counted = True
 
-    @contextmanager
-    def of(self, requests: Sequence[PullRequest]) -> Iterator[None]:
-        """Take the time of a pull; one that fails is not counted."""
-        started_s = time.perf_counter()
-        yield
-        took_s = time.perf_counter() - started_s
+    def add(self, requests: Sequence[PullRequest], took_s: float) -> None:
+        """Count a pull that took so long; one that fails is not counted."""
         with self._lock:
             for request in requests:
                 self._tables.setdefault(request.definition.name, BucketCounts(SECONDS)).add(took_s)

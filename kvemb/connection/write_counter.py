@@ -53,6 +53,7 @@ class WriteCounter:
         self._n = 0
         self._pushes: list[ReleasableAck] = []  # as many as may be on their way
         self._unstored: list[ReleasableAck] = []  # released, and on their way to storage when that was looked up last
+        self.may_wait = False  # for `wait_stored`: pushes were on their way when that was looked up last
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -70,6 +71,7 @@ class WriteCounter:
     def pushed(self, ack: ReleasableAck) -> None:
         """Count the end of the push when its ack says so."""
         with self._lock:
+            self.may_wait = True
             self._pushes.append(ack)
             self._settle()
 
@@ -102,7 +104,7 @@ class WriteCounter:
         """Wait for nothing any more: the connection is closed, and nobody hears what becomes of its pushes."""
         if os.getpid() == self._process:
             with self._lock:
-                self._pushes, self._unstored = [], []
+                self._pushes, self._unstored, self.may_wait = [], [], False
 
     def _still_unstored(self) -> list[ReleasableAck]:
         if os.getpid() != self._process:
@@ -110,6 +112,7 @@ class WriteCounter:
         with self._lock:
             self._settle()
             self._unstored = [ack for ack in self._unstored if not ack.settled]
+            self.may_wait = bool(self._pushes or self._unstored)
             return list(self._unstored)
 
     def _count(self) -> None:

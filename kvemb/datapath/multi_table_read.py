@@ -2,10 +2,11 @@
 
 A training step asks tens of small tables for a thousand rows each. Most of what a batch costs is then the price of NumPy's calls. So
 those are made once for all tables of a layout: `kvemb.schema.keys.coalesce_keys` makes their keys one part of the read, and each
-table's share of its result is a slice. What must not live here: duplicates among ids, the trainer's cache, the caller's arrays (all
-kvemb.datapath.pull). Stateless: thread- and fork-safe.
+table's share of its result is a slice. Each thread keeps the memory that records are read into for its next pull
+(`ThreadArena`). What must not live here: duplicates among ids, the caller's arrays (all kvemb.datapath.pull). Thread- and fork-safe.
 """
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.datapath.thread_arena import ThreadArena
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import coalesce_keys
 from kvemb.schema.record import HEADER_SIZE
@@ -24,7 +24,34 @@ from kvemb.stores.row_io import ReadPart, ReadResult
 from kvemb.stores.store import Store
 
 _MOST_TABLES = 1 << 16  # of one `coalesce_keys`
+_KEPT_BYTES = 64 << 20  # of memory, per thread; what a larger call needs on top is given back
+_ALIGN_BYTES = 64
 _GATHERED_AT_ONCE = 1024  # items; what is gathered into an array of the caller's goes through a buffer that should stay in a core's cache
+
+
+class ThreadArena(threading.local):
+    """Memory of the calling thread, taken piece by piece and good until its next `reset`; a forked child goes on with copies.
+
+    The system clears new memory page by page, which costs more than all that a pull does with its bytes.
+    """
+
+    def __init__(self) -> None:
+        self._kept, self._used = np.empty(0, np.uint8), 0
+
+    def reset(self, n_bytes: int) -> None:
+        """Take everything back, and have room for so many bytes (in few pieces)."""
+        self._used = 0
+        if len(self._kept) < min(n_bytes, _KEPT_BYTES):
+            self._kept = np.empty(min(n_bytes + n_bytes // 8, _KEPT_BYTES), np.uint8)
+
+    def take(self, n: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Return uint8 [n, size_bytes] of no defined content."""
+        start = -(-self._used // _ALIGN_BYTES) * _ALIGN_BYTES
+        stop = start + n * size_bytes
+        if stop > len(self._kept):
+            return np.empty((n, size_bytes), np.uint8)
+        self._used = stop
+        return self._kept[start:stop].reshape(n, size_bytes)
 
 
 Missing = list[tuple[TableDef, NDArray[np.uint64]]]

@@ -1,13 +1,14 @@
 """Pull: from ids of any shape to their weights, with one storage read for all tables.
 
-ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much (kvemb.datapath.piecewise_read) ->
-weights, rows that do not exist computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes
-nothing. What must not live here: connections and markers (kvemb.stores), the parameter servers.
+ids -> unique ids -> one batch (kvemb.datapath.multi_table_read), or several where that is too much -> weights, rows that do not exist
+computed by the table's initializer -> one gather into the caller's array. No loop over rows. A pull writes nothing. What must not live
+here: connections and markers (kvemb.stores), the parameter servers. Thread- and fork-safe.
 
-Records are read into memory that each thread keeps for its next pull (kvemb.datapath.thread_arena). Thread- and fork-safe.
+What is too much for one exchange is read piece by piece: memory for requests and replies is that of one piece, and each piece may have a
+deadline of its own. Who chooses `storage.timeout_s` knows how long a node may be silent, but not how long a read of ten million rows takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize
 from kvemb.arrays.unique import Unique, unique
-from kvemb.datapath.multi_table_read import Missing, TableShare, WantedRows, items
-from kvemb.datapath.piecewise_read import ReadTimeout, read_piecewise
-from kvemb.datapath.thread_arena import ThreadArena
-from kvemb.errors import InvalidInputError
+from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, items, read_tables
+from kvemb.errors import DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
+PIECE_BYTES = 32 << 20
+"""Of one piece, about: at the default timeout a node has to send 6.4 MB/s."""
+_WHOLE_PIECES = 4  # so many pieces' bytes, a million rows or so, are read at once: it saves a copy, and the pauses between pieces
+_ROW_BYTES = 64  # of a row beside what is read of its record: its request, and what frames its reply
 _memory = ThreadArena()
 
 
@@ -83,17 +86,68 @@ def pull(
         requests: one per table.
         deadline: of all of it.
         versions: whether the rows' versions are wanted, too.
-        renewed: whether the deadline is that of each piece, instead of all.
+        renewed: whether each piece has as long as the deadline gives the first, instead of all of them.
         missing: takes the ids of rows that storage does not have, by table, where there are any.
 
     Raises:
         StorageError: see `kvemb.errors`; every `out` is untouched then.
     """
-    _memory.reset(sum(len(request.wanted.ids) * 2 * request.definition.record.prefix_bytes for request in requests))
     wanted = [WantedRows(request.definition, request.wanted.ids) for request in requests if len(request.wanted.ids)]
-    timeout = ReadTimeout(deadline, renewed)
-    shares = iter(read_piecewise(store, wanted, timeout, _memory, versions=versions, missing=missing) if wanted else [])
-    return [_gather(request, next(shares) if len(request.wanted.ids) else None, versions) for request in requests]
+    n_bytes = sum([len(one.ids) * one.definition.record.prefix_bytes for one in wanted])
+    if not wanted:
+        shares = []
+    elif n_bytes + sum([len(one.ids) for one in wanted]) * _ROW_BYTES <= _WHOLE_PIECES * PIECE_BYTES:
+        _memory.reset(n_bytes + 64 * len(wanted))
+        shares = read_tables(store, wanted, deadline, _memory, versions=versions, missing=missing)
+    else:
+        shares = _read_piecewise(store, wanted, deadline, renewed, versions=versions, missing=missing)
+    each = iter(shares)
+    return [_gather(request, next(each) if len(request.wanted.ids) else None, versions) for request in requests]
+
+
+def _read_piecewise(
+    store: Store, wanted: Sequence[WantedRows], deadline: Deadline, renewed: bool, *, versions: bool, missing: Missing | None
+) -> list[TableShare]:
+    """Read rows of several tables, in one round trip per node and piece."""
+    into = [np.empty((len(one.ids), one.definition.dim), np.float32) for one in wanted]
+    found = [np.empty(len(one.ids) if versions else 0, np.uint64) for one in wanted]
+    n_read = 0
+    for piece in _pieces(wanted):
+        _memory.reset(PIECE_BYTES)
+        asked = [WantedRows(wanted[table].definition, wanted[table].ids[rows]) for table, rows in piece]
+        until = Deadline.after(deadline.timeout_s) if renewed else deadline
+        try:
+            shares = read_tables(store, asked, until, _memory, versions=versions, missing=missing)
+        except DeadlineExceededError as error:
+            n_rows = sum(len(one.ids) for one in wanted)
+            allows = f"each piece of about {PIECE_BYTES >> 20} MB" if renewed else "all of it"
+            raise DeadlineExceededError(
+                f"{error}; {n_read} of the {n_rows} rows of this pull had been read. The time is that of {allows}."
+            ) from error
+        for (table, rows), share in zip(piece, shares, strict=True):
+            share.rows(None, items(into[table])[rows])
+            if versions:
+                found[table][rows] = share.versions(None)
+            n_read += rows.stop - rows.start
+    return [TableShare(items(rows), seen, None, ours=True) for rows, seen in zip(into, found, strict=True)]
+
+
+def _pieces(wanted: Sequence[WantedRows]) -> Iterator[list[tuple[int, slice]]]:
+    """Yield the rows of each piece: (number of the table, which of its rows)."""
+    piece: list[tuple[int, slice]] = []
+    room = PIECE_BYTES
+    for table, one in enumerate(wanted):
+        start, size = 0, one.definition.record.prefix_bytes + _ROW_BYTES
+        while start < len(one.ids):
+            n_rows = min(len(one.ids) - start, max(room // size, 0 if piece else 1))
+            if n_rows:
+                piece.append((table, slice(start, start + n_rows)))
+                start, room = start + n_rows, max(0, room - n_rows * size)
+            if start < len(one.ids):
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece
 
 
 def _gather(request: PullRequest, share: TableShare | None, with_versions: bool) -> Pulled:

@@ -6,10 +6,9 @@ child forgets what it inherited (sharing a socket with the parent would mix thei
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvemb.errors import ClosedError
-from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
 from kvemb.net.link import Connect, Link
 
@@ -47,7 +46,6 @@ class LinkPool:
         self._on_drop = on_drop
         self._doubts = doubts or Doubts()
         self._idle: list[dict[str, Link]] = []
-        self._lock = ForkLock()
         self._pid = os.getpid()
         self._closed = False
 
@@ -79,29 +77,34 @@ class LinkPool:
 
     def close(self) -> None:
         """Close idle links; those on loan are closed when they come back. Idempotent."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for links in idle:
-            for link in links.values():
-                link.close()
+        self._closed = True
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            with suppress(IndexError):  # another thread took the last ones
+                for link in self._idle.pop().values():
+                    link.close()
 
     def _take(self) -> dict[str, Link]:
-        with self._lock:
+        """Return idle links. A list's `pop` and `append` are atomic: there is no lock, which a fork could leave held."""
+        if self._closed:
             self.require_open()
-            if self._pid != os.getpid():
-                self._pid, inherited, self._idle = os.getpid(), self._idle, []
-                for links in inherited:
-                    for link in links.values():
-                        link.close()
-            return self._idle.pop() if self._idle else {}
+        if self._pid != os.getpid():
+            self._close_idle()
+            self._pid = os.getpid()  # last: until then each thread of the child forgets what it inherited
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return {}
 
     def _put_back(self, links: dict[str, Link]) -> None:
-        with self._lock:
-            if not self._closed and self._pid == os.getpid():
-                self._idle.append(links)
-                return
-        self._drop(links)
+        if self._closed or self._pid != os.getpid():
+            self._drop(links)
+            return
+        self._idle.append(links)
+        if self._closed:  # meanwhile
+            self._close_idle()
 
     def _usable(self, links: dict[str, Link], address: str, deadline: Deadline) -> Link:
         n_doubts = self._doubts.count(address)

@@ -19,6 +19,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import HEADER_SIZE, stored_versions
 from kvemb.schema.table_def import TableDef
+from kvemb.stores.coalesce import read_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import OtherNodes, Store
 
@@ -119,8 +120,8 @@ class RowAccess:
             return []
         sizes = [definition.record.size_bytes for definition, _ in tables]
         parts = [ReadPart(self.keys(*table), size, size, tokens=True) for table, size in zip(tables, sizes, strict=True)]
-        found = []
-        for (definition, ids), part, result in zip(tables, parts, self._calls.read(parts, self.deadline()), strict=True):
+        results, found = read_coalesced(parts, lambda few: self._calls.read(few, self.deadline())), []
+        for (definition, ids), part, result in zip(tables, parts, results, strict=True):
             got = result.in_key_order()
             definition.record.check(got.records, ids, got.found, self._store.whereabouts(part.keys))
             found.append(FetchedRecords(got.records, got.found, got.tokens))

@@ -86,7 +86,7 @@ def test_a_pull_that_takes_longer_than_the_timeout_is_read_in_pieces(
     slow.heal()
     table.assign(IDS, -5 * ONES, timeout_s=LONG_S)
     slow.node_proxies[0].set(SLOW, DOWN)
-    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr("kvemb.datapath.pull.PIECE_BYTES", 1 << 18)
     np.testing.assert_array_equal(table.pull(IDS), -5 * ONES)
     with pytest.raises(kvemb.errors.DeadlineExceededError, match="rows of this pull had been read"):
         table.pull(IDS, timeout_s=1)

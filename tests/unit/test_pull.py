@@ -117,7 +117,7 @@ def test_what_a_pull_returned_does_not_change_with_the_next_one(store: CountingS
 def test_a_pull_larger_than_the_kept_memory_is_as_any_other(store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.arange(40)
     rows = pull_one(store, USER, ids)
-    monkeypatch.setattr("kvemb.datapath.thread_arena._KEPT_BYTES", 100)
+    monkeypatch.setattr("kvemb.datapath.multi_table_read._KEPT_BYTES", 100)
     monkeypatch.setattr("kvemb.datapath.pull._memory", type(kvemb.datapath.pull._memory)())
     assert np.array_equal(pull_one(store, USER, np.append(ids, ids)), np.concatenate([rows, rows]))
 
@@ -202,7 +202,7 @@ def test_a_pull_in_pieces_is_as_any_other(any_store: CountingStore, monkeypatch:
     requests = [prepare_pull(table, some) for table, some in zip(tables, ids, strict=True)]
     whole = pull(any_store, requests, SOON, versions=True)
     assert len(any_store.reads) == 1
-    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("kvemb.datapath.pull.PIECE_BYTES", piece_bytes)
     outs = [None if index % 2 else np.zeros((len(some), 4), np.float32) for index, some in enumerate(ids)]
     requests = [prepare_pull(table, some, out) for table, some, out in zip(tables, ids, outs, strict=True)]
     pieces = pull(any_store, requests, SOON, versions=True)
@@ -227,7 +227,7 @@ class HungStore(CountingStore):
 
 @pytest.mark.parametrize("renewed", [False, True])
 def test_every_piece_of_a_pull_has_the_whole_time_unless_the_caller_set_it(monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
-    monkeypatch.setattr("kvemb.datapath.piecewise_read.PIECE_BYTES", 10 * (USER.record.prefix_bytes + 64))
+    monkeypatch.setattr("kvemb.datapath.pull.PIECE_BYTES", 10 * (USER.record.prefix_bytes + 64))
     out = np.full((50, 4), -1, np.float32)
     with HungStore(StorageConfig("memory", (f"{uuid4().hex}:1",)), role="trainer") as store:
         store.provision(b"c" * 16, b"g" * 8, SOON)

@@ -31,7 +31,7 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
-from kvemb.stores.coalesce import read_coalesced, write_coalesced
+from kvemb.stores.coalesce import write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
 from kvemb.stores.read_retry import ReadRetry
 from kvemb.stores.redis_cluster.cluster_batch import EraseBatch, ReadBatch, WriteBatch
@@ -59,6 +59,8 @@ class RedisClusterStore(Store):
     It has as many methods as the port of stores: most hand on to a part.
     """
 
+    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
+
     def __init__(self, config: StorageConfig, role: str) -> None:
         self.config, self.role = config, role
         self._access = access = RedisAccess(config, connector_of(config.tls))
@@ -77,10 +79,6 @@ class RedisClusterStore(Store):
         self._repairs = ClusterRepair(access, self._topology, self._values, self._whole, self._markers, self._map, self._fence)
 
     # --- opening ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -163,12 +161,9 @@ class RedisClusterStore(Store):
         return self._retry(lambda: self._read(parts, deadline), deadline)
 
     def _read(self, parts: Sequence[ReadPart], deadline: Deadline, repair: Begun | None = None) -> list[ReadResult]:
-        def run(coalesced: Sequence[ReadPart]) -> list[ReadResult]:
-            batch = ReadBatch(coalesced)
-            self._rounds.run(batch, deadline, repair)
-            return batch.results
-
-        return read_coalesced(parts, run)
+        batch = ReadBatch(parts)
+        self._rounds.run(batch, deadline, repair)
+        return batch.results
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         return self._write(parts, deadline)

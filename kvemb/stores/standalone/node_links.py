@@ -88,12 +88,13 @@ class NodeLinks:
         self.pool.close()
         self.plain_pool.close()
 
-    def following(self, call: Callable[[], R], n_times: int = 4) -> Callable[[], R]:
-        """What calls, and again each time that the nodes or their map turn out to be others."""
+    def following(self, call: Callable[[], R], first_view: NodesView | None = None, n_times: int = 4) -> Callable[[], R]:
+        """What calls, and again each time that the nodes or their map turn out to be others; the first call goes by `first_view`."""
 
         def again() -> R:
+            nonlocal first_view
             for _ in range(n_times):
-                before = self.view
+                before, first_view = first_view or self.view, None
                 try:
                     return call()
                 except (*ABSENT, DeadlineExceededError) as error:

@@ -11,7 +11,6 @@ from kvemb.coordination.markers import MARKER_KEY, Marker, diagnose
 from kvemb.errors import DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.net.exchange import Conversation, run
-from kvemb.net.link import Link
 from kvemb.schema.keys import RowKeys
 from kvemb.stores.node_batch import Grouped, NodeSteps, group_by_node, raise_row_errors, unexpected_value
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
@@ -130,15 +129,21 @@ class NodeRows:
         by_node: dict[str, list[Step]] = {}
         for _, share in plan:
             by_node.setdefault(share.address, []).extend(share.steps)
-        markers = {}
         with (self._links.pool if lane is None else self._links.plain_pool).lease(by_node, deadline) as links:
             # Connecting may have renewed what is expected; from here on a node that is repaired meanwhile fails the batch.
-            expected = {address: view.expected(address) if lane is None else lane.marker for address in by_node}
+            expected: dict[str, Marker] = {}
             for node, share in plan:
-                if expected[share.address].node != node:
+                marker = lane.marker if lane is not None else view.markers.get(share.address)
+                if marker is None or marker.node != node:
                     raise moved_meanwhile(share.address)
+                expected[share.address] = marker
+            markers = {}
             for address, steps in by_node.items():
-                _require_process(links[address], expected[address])
+                link, marker = links[address], expected[address]
+                if (
+                    link.run_id != marker.run_id
+                ):  # a link from before the server was started again is dead; this one is newer than the marker
+                    raise diagnose(address, replace(marker, run_id=link.run_id), marker.encoded)
                 step, markers[address] = self._codec.get_step(MARKER_KEY)
                 steps.append(step)
             try:
@@ -149,7 +154,8 @@ class NodeRows:
                 raise_row_errors([share for _, share in plan])  # a node that refuses row by row takes its time: why says more than how long
                 raise
             for address, reply in markers.items():
-                view.require(address, expected[address], value_of(address, reply))
+                if reply.error is not None or reply.value != expected[address].encoded:
+                    view.require(address, expected[address], value_of(address, reply))
         raise_row_errors([share for _, share in plan])
 
 
@@ -158,12 +164,6 @@ def _nodes_of(keys: RowKeys, view: NodesView, lane: RepairLane | None, owners: S
     if lane is not None and view.map.n_nodes > 1:
         return np.full(len(keys), lane.node, np.uint16)
     return view.map.nodes_of(keys) if owners is None else owners[keys.slots()]
-
-
-def _require_process(link: Link, marker: Marker) -> None:
-    """A connection made before the server was started again would be dead; one made after must not serve a marker from before."""
-    if link.run_id != marker.run_id:
-        raise diagnose(link.address, replace(marker, run_id=link.run_id), marker.encode())
 
 
 def _ungroup(grouped: Grouped, values: NDArray[T]) -> NDArray[T]:

@@ -18,6 +18,7 @@ from kvemb.coordination.markers import MARKER_KEY, Identity, Marker, accept, dia
 from kvemb.coordination.shard_notes import note_name, whose_keys
 from kvemb.errors import (
     ConfigError,
+    DeadlineExceededError,
     InvalidInputError,
     KvembError,
     MapChangedError,
@@ -31,9 +32,9 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES
-from kvemb.stores.coalesce import read_coalesced, write_coalesced
+from kvemb.stores.coalesce import write_coalesced
 from kvemb.stores.owner_fence import OwnerFence
-from kvemb.stores.read_retry import ReadRetry
+from kvemb.stores.read_retry import ABSENT, ReadRetry
 from kvemb.stores.repairable import LostNode
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.standalone.map_publisher import MapPublisher
@@ -229,12 +230,23 @@ class NodeStore(Store):
 
     def read(self, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
         now_s = time.monotonic()
-        if self.role == "trainer" and now_s - self._read_at_s > _SLEPT_S and self._links.view.markers:
+        if now_s - self._read_at_s > _SLEPT_S and self.role == "trainer" and self._links.view.markers:
             # Nodes may have left meanwhile, and been switched off: whoever asks them would wait for his whole deadline.
             with suppress(StorageError, ConfigError):
                 self.refresh_map(Deadline.after(min(_LOOK_S, deadline.remaining_s() / 2)))
         self._read_at_s = now_s
-        return self._retry(self._links.following(lambda: self._read(parts, deadline)), deadline)
+        before = self._links.view
+        try:
+            return self._rows.read(parts, deadline)
+        except (*ABSENT, DeadlineExceededError) as error:
+            failed = [error]
+
+        def again() -> list[ReadResult]:
+            if failed:
+                raise failed.pop()  # of the first try, which had no retry around it
+            return self._rows.read(parts, deadline)
+
+        return self._retry(self._links.following(again, before), deadline)
 
     def write(self, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         with self._map_known():
@@ -254,16 +266,13 @@ class NodeStore(Store):
             raise
 
     def read_in_repair(self, address: str, nonce: str, parts: Sequence[ReadPart], deadline: Deadline) -> list[ReadResult]:
-        return self._read(parts, deadline, self._lane(address, nonce, parts, deadline))
+        return self._rows.read(parts, deadline, self._lane(address, nonce, parts, deadline))
 
     def write_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[WriteResult]:
         return self._write(parts, deadline, self._lane(address, nonce, parts, deadline))
 
     def erase_in_repair(self, address: str, nonce: str, parts: Sequence[WritePart], deadline: Deadline) -> list[NDArray[np.bool_]]:
         return self._rows.erase(parts, deadline, self._lane(address, nonce, parts, deadline))
-
-    def _read(self, parts: Sequence[ReadPart], deadline: Deadline, lane: RepairLane | None = None) -> list[ReadResult]:
-        return read_coalesced(parts, lambda coalesced: self._rows.read(coalesced, deadline, lane))
 
     def _write(self, parts: Sequence[WritePart], deadline: Deadline, lane: RepairLane | None = None) -> list[WriteResult]:
         one_node = self._links.map.n_nodes == 1

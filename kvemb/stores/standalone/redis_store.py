@@ -61,14 +61,12 @@ class RedisServer:
 class RedisStore(NodeStore):
     """Nodes of Redis >= 6 or Valkey >= 7 that know nothing of each other."""
 
+    capabilities = Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
+
     def __init__(self, config: StorageConfig, role: str) -> None:
         self._access = RedisAccess(config, connector_of(config.tls))
         self._redis = RedisServer(self._access, role)
         super().__init__(config, role, RespCodec(), self._redis, cas=False)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(cas=False, max_record_bytes=MAX_VALUE_BYTES, pages=True)
 
     def kill_other_writers(self, deadline: Deadline) -> int:
         return self._redis.kill_other_writers(self.addresses, deadline)
