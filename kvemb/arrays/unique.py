@@ -10,6 +10,7 @@ That was one run, with uniform and Zipf(1.05) 64-bit ids in no order. Stateless,
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,3 +107,25 @@ def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     inverse = np.empty_like(order)
     inverse[order] = number
     return order, np.flatnonzero(first), inverse
+
+
+def as_items(rows: NDArray[Any]) -> NDArray[np.void]:
+    """See each row as one opaque item, in the same memory: NumPy moves items whole, two to nine times as fast as byte by byte.
+
+    Args:
+        rows: [n, d] of any dtype, at least one column; bytes of a row lie side by side, rows may be apart.
+
+    Returns:
+        [n], a view.
+
+    Example:
+        >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
+        >>> as_rows(as_items(rows)[[2, 0]]).tolist()
+        [[4, 5], [0, 1]]
+    """
+    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
+
+
+def as_rows(items: NDArray[np.void]) -> NDArray[np.uint8]:
+    """See items that lie side by side as rows of bytes: uint8 [n, size of an item], a view."""
+    return items.view(np.uint8).reshape(len(items), items.itemsize)

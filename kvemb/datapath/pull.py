@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvemb.arrays.ids import normalize
-from kvemb.arrays.unique import Unique, unique
-from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, items, read_tables
+from kvemb.arrays.unique import Unique, as_items, unique
+from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, read_tables
 from kvemb.errors import DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
@@ -125,11 +125,11 @@ def _read_piecewise(
                 f"{error}; {n_read} of the {n_rows} rows of this pull had been read. The time is that of {allows}."
             ) from error
         for (table, rows), share in zip(piece, shares, strict=True):
-            share.rows(None, items(into[table])[rows])
+            share.rows(None, as_items(into[table])[rows])
             if versions:
                 found[table][rows] = share.versions(None)
             n_read += rows.stop - rows.start
-    return [TableShare(items(rows), seen, None, ours=True) for rows, seen in zip(into, found, strict=True)]
+    return [TableShare(as_items(rows), seen, None, ours=True) for rows, seen in zip(into, found, strict=True)]
 
 
 def _pieces(wanted: Sequence[WantedRows]) -> Iterator[list[tuple[int, slice]]]:
@@ -164,7 +164,7 @@ def _deliver(request: PullRequest, share: TableShare) -> NDArray[np.float32]:
     if out is None:
         return share.rows(inverse).view(np.float32).reshape(*request.shape, dim)
     if out.flags.c_contiguous:
-        share.rows(inverse, items(out.reshape(-1, dim)))
+        share.rows(inverse, as_items(out.reshape(-1, dim)))
     else:
         out[...] = share.rows(inverse).view(np.float32).reshape(out.shape)
     return out

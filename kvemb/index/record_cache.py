@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.index.row_index import IndexLookup, RowIndex
 
 Ids = NDArray[np.uint64]
@@ -183,8 +184,6 @@ class RecordCache:
         if n and places[-1] - places[0] == n - 1 and (np.diff(places) == 1).all():
             to = slice(int(places[0]), int(places[0]) + n)  # side by side, as places of new rows mostly are: one copy of all
         at: NDArray[np.intp] | slice = slice(0, n) if which is None or (n and which[-1] == n - 1) else which
-        # Whole records as items: NumPy copies each at once, where an array of bytes takes two to nine times as long.
-        whole = f"V{self._record_bytes}"
-        self.records.view(whole)[to, 0] = np.ascontiguousarray(records).view(whole)[at, 0]
+        as_items(self.records)[to] = as_items(np.ascontiguousarray(records))[at]
         if tokens is not None:
             self.tokens[to] = tokens[at]

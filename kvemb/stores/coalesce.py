@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items, as_rows
 from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 
@@ -111,6 +112,4 @@ def _cut(result: ReadResult, parts: Sequence[ReadPart]) -> list[ReadResult]:
 def _some(result: ReadResult, rows: slice | NDArray[np.intp]) -> ReadResult:
     tokens = None if result.tokens is None else result.tokens[rows]
     foreign = None if result.foreign is None else result.foreign[rows]
-    size = result.records.shape[1]
-    whole = result.records.view(f"V{size}")[:, 0]  # NumPy gathers opaque items faster than rows of bytes
-    return ReadResult(whole[rows].view(np.uint8).reshape(-1, size), result.found[rows], None, tokens, foreign)
+    return ReadResult(as_rows(as_items(result.records)[rows]), result.found[rows], None, tokens, foreign)

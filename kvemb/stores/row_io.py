@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.schema.keys import RowKeys
 
 
@@ -57,11 +58,10 @@ class ReadResult:
         found[self.order] = self.found
         # Records of rows that were not found are left out: memory that nobody has touched is not touched here.
         rows = None if self.found.all() else np.flatnonzero(self.found)
-        whole = f"V{records.shape[1]}"  # items of one opaque type: NumPy moves them faster than rows of bytes
         if rows is None:
-            records.view(whole)[self.order] = self.records.view(whole)
+            as_items(records)[self.order] = as_items(self.records)
         elif len(rows):
-            records.view(whole)[self.order[rows]] = self.records.view(whole)[rows]
+            as_items(records)[self.order[rows]] = as_items(self.records)[rows]
         tokens = foreign = None
         if self.tokens is not None:
             tokens = np.empty_like(self.tokens)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
@@ -48,7 +49,7 @@ class FixedSizeValuesReply(RowsReader):
 
     def __post_init__(self) -> None:
         self._stride = len(self.head) + self.size_bytes + len(EOL)
-        self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
+        self._values = as_items(self.out)
 
     @property
     def n_rows(self) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items, as_rows
+
 Bytes = NDArray[np.uint8]
 
 
@@ -22,11 +24,11 @@ def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
     widths = [len(p) if isinstance(p, bytes) else p.shape[1] for p in pieces]
     # A first row of everything constant, repeated; then the others' columns, in whole items: byte by byte costs twice as much.
     first = b"".join(p if isinstance(p, bytes) else bytes(width) for p, width in zip(pieces, widths, strict=True))
-    out = np.full(n, np.frombuffer(first, f"V{len(first)}")[0]).view(np.uint8).reshape(n, len(first))
+    out = as_rows(np.full(n, np.void(first)))
     at = 0
     for piece, width in zip(pieces, widths, strict=True):
         if not isinstance(piece, bytes) and width:
-            out[:, at : at + width].view(f"V{width}")[:] = piece.view(f"V{width}")
+            as_items(out[:, at : at + width])[:] = as_items(piece)
         at += width
     return out
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items, as_rows
 from kvemb.errors import KvembError, LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import ChangedRowsBlock
@@ -109,7 +110,4 @@ def _places(ids: Ids, known: Ids) -> NDArray[np.intp]:
 
 def _weights_of(records: Bytes, definition: TableDef, at: NDArray[np.intp] | NDArray[np.int64]) -> Bytes:
     """Gather the weights out of whole records: uint8 [m, row bytes]."""
-    row_bytes = definition.record.prefix_bytes - HEADER_SIZE
-    fields = {"names": ["weights"], "formats": [f"V{row_bytes}"], "offsets": [HEADER_SIZE], "itemsize": records.shape[1]}
-    rows = records.view(np.dtype(fields))["weights"][:, 0]  # type: ignore[call-overload]  # weights as items, which are copied at once
-    return rows[at].view(np.uint8).reshape(len(at), row_bytes)
+    return as_rows(as_items(records[:, HEADER_SIZE : definition.record.prefix_bytes])[at])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items, as_rows
 from kvemb.cached_property import cached_property
 from kvemb.index.record_cache import RecordCache
 
@@ -61,16 +62,14 @@ class Fetched:
         if len(read.found) == len(at):
             return read
         lacking = np.flatnonzero(at < 0)
-        size = self.cache.records.shape[1]
-        whole = f"V{size}"  # records as items, which are copied at once
-        items = self.cache.records.view(whole)[:, 0].take(at, mode="clip")  # any record where one is lacking
-        items[lacking] = np.ascontiguousarray(read.records).view(whole)[:, 0]
+        items = as_items(self.cache.records).take(at, mode="clip")  # any record where one is lacking
+        items[lacking] = as_items(np.ascontiguousarray(read.records))
         found, tokens = np.ones(len(at), bool), np.zeros(len(at), np.uint64)
         found[lacking] = read.found
         if read.tokens is not None:
             tokens = self.cache.tokens.take(at, mode="clip")
             tokens[lacking] = read.tokens
-        return FetchedRecords(items.view(np.uint8).reshape(len(at), size), found, tokens)
+        return FetchedRecords(as_rows(items), found, tokens)
 
     @cached_property
     def _n_read(self) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.errors import LostRowError
 from kvemb.schema.record import MAX_K, split_version
 
@@ -25,7 +26,6 @@ from ..model.tables import TableState
 from ..model.transition import new_records
 from .reconstruct_rounds import Rounds
 from .run_set import Runs, SnapshotRows
-from .sorted_run import whole
 
 Ids = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
@@ -83,7 +83,7 @@ class Reconstructor:
                 if wrong.any():
                     raise self._lost(rows, int(np.argmax(wrong)), int(wrong.sum()))
                 if len(rows.ids):
-                    whole(made[which])[at] = whole(rows.base.records)
+                    as_items(made[which])[at] = as_items(rows.base.records)
         return made
 
     def _portions(self, wanted: Sequence[WantedVersions]) -> Iterator[list[tuple[int, NDArray[np.intp]]]]:
@@ -199,7 +199,7 @@ class _RowsToReconstruct:
         if kind != ERASE:
             out = np.empty((len(at), self.table.definition.record.size_bytes), np.uint8)
             new_records(self.table, kind, rows, out, base.exists[at], version=entry.version, out=out)
-            whole(base.records)[at] = whole(out)
+            as_items(base.records)[at] = as_items(out)
 
 
 def _rows_of(wanted: WantedVersions, at: NDArray[np.intp], runs: Runs) -> _RowsToReconstruct:

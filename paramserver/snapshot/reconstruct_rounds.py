@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
+from kvemb.arrays.unique import as_items, as_rows
 
 from ..model.tables import TableState
 from ..model.transition import first_values
 from ..optim.update_rule import Array, Factors
 from .run_set import SnapshotRows
-from .sorted_run import Ids, whole
+from .sorted_run import Ids
 
 _BLOCK_WEIGHTS = 1 << 17  # as the engine's: what one round leaves is still in the processor's cache for the next
 
@@ -80,7 +81,7 @@ class Rounds:
         """All rounds of some rows."""
         base, definition, optimizer = self._base, self._table.definition, self._table.optimizer
         rows = updates.rows[block]
-        ids, old = self._ids[rows], whole(base.records)[rows].view(np.uint8).reshape(len(rows), -1)
+        ids, old = self._ids[rows], as_rows(as_items(base.records)[rows])
         weights, row_state = first_values(self._table, ids, old, base.exists[rows])
         for n, grads, factors, versions in updates.rounds(block):
             optimizer.update_mixed(weights[:n], row_state[:n], grads, factors)
@@ -89,7 +90,7 @@ class Rounds:
                 weights[:n] = to_float32(stored, definition.dtype)
         last = updates.last_versions(block)
         definition.record.encode(ids, last, round_nearest(weights, definition.dtype), row_state, old)  # weights are as they are stored
-        whole(base.records)[rows], base.versions[rows], base.exists[rows] = whole(old), last, True
+        as_items(base.records)[rows], base.versions[rows], base.exists[rows] = as_items(old), last, True
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.atomic_file import sync_folder
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef
@@ -24,7 +25,7 @@ from ..disk.private_files import make_folder, replace_privately, sweep
 from ..journal import segment_files
 from .run_manifest import RunEntry, SnapshotManifest, decode_snapshot_manifest, encode_snapshot_manifest
 from .run_merge import erased_versions, merge_from, merged
-from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun, whole
+from .sorted_run import ERASED, ROWS, Bytes, Ids, SortedRun
 from .sorted_run_writer import RunWriter, full
 
 _MANIFEST = "manifest"
@@ -100,7 +101,7 @@ class Runs:
             for at, rows in run.find(ROWS, ids[left]):
                 here = left[at]
                 record.check(rows, ids[here], np.ones(len(at), bool), self._whereabouts(definition, ids[here]))
-                whole(base.records)[here], base.versions[here], base.exists[here] = whole(rows), record.versions(rows), True
+                as_items(base.records)[here], base.versions[here], base.exists[here] = as_items(rows), record.versions(rows), True
             for at, rest in run.find(ERASED, ids[left]):
                 versions = erased_versions(rest)
                 later = versions > base.versions[left[at]]

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items, as_rows
 from kvemb.errors import JournalDamagedError
 
 Ids = NDArray[np.uint64]
@@ -145,7 +146,7 @@ class SortedRun:
             at = np.searchsorted(block_ids, asked)  # never behind the end: no id asked is above the block's last
             hit = block_ids[at] == asked
             if hit.any():
-                yield start + np.flatnonzero(hit), whole(self._rest(block))[at[hit]].view(np.uint8).reshape(int(hit.sum()), -1)
+                yield start + np.flatnonzero(hit), as_rows(as_items(self._rest(block))[at[hit]])
 
     def _read_footer(self, head: bytes) -> NDArray[Any]:
         at = self.size_bytes - _TAIL.size
@@ -191,17 +192,6 @@ class SortedRun:
 
     def _damaged(self, offset: int, why: str) -> JournalDamagedError:
         return JournalDamagedError(f"{self._where}: offset {offset}: {why}. Put a good copy of the file back, or load a checkpoint.")
-
-
-def whole(rows: Bytes) -> NDArray[np.void]:
-    """Return rows as items: uint8 [n, size], contiguous -> void [n], a view. NumPy copies an item at once, and bytes one by one.
-
-    Example:
-        >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
-        >>> whole(rows)[[2, 0]].view(np.uint8).tolist()
-        [4, 5, 0, 1]
-    """
-    return rows.view(f"V{rows.shape[1]}")[:, 0]
 
 
 def _raw(array: NDArray[Any]) -> memoryview:

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.cached_property import cached_property
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
@@ -77,7 +78,7 @@ class BucketValuesReply(RowsReader):
     def __post_init__(self) -> None:
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
-        self._values = self.out.view(f"V{self.out.shape[1]}")[:, 0]
+        self._values = as_items(self.out)
         sizes = self.runs.sizes
         self._before = announcement_texts().lengths.take(sizes)
         if self.asked:

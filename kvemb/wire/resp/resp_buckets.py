@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_items
 from kvemb.schema.buckets import FIELD_BYTES, FILLER, BucketKeys, WholeBuckets, needs_filler
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
@@ -117,7 +118,7 @@ class BucketRequests:
         out = np.empty(int(ends[-1]) + len(_NEXT), dtype=np.uint8)
         places = np.arange(0, width * len(rows), width)
         places += np.repeat(np.cumsum(head_bytes), runs.sizes)
-        pieces(out, rows.shape[1])[places] = rows.view(f"V{rows.shape[1]}")[:, 0]
+        pieces(out, rows.shape[1])[places] = as_items(rows)
         # Whatever was too much in front of a head is written over: a row's last bytes here, an announcement's below.
         if self._ask:
             pieces(out, len(self._ask))[starts] = np.void(self._ask)
@@ -142,7 +143,7 @@ def _heads(keys: BucketKeys, firsts: NDArray[np.intp], begin: bytes, end: bytes)
     if len(tags) * keys.n_buckets > _MOST_HEADS:
         names = keys.take(firsts).encode()
         texts = columns(len(names), begin, names, end)
-        return texts.view(f"V{texts.shape[1]}")[:, 0]
+        return as_items(texts)
     at = keys.buckets.take(firsts)
     if keys.tables is not None:
         at += keys.tables.which.take(firsts).astype(np.int64) * keys.n_buckets
@@ -155,7 +156,7 @@ def _head_table(tags: tuple[bytes, ...], n_buckets: int, begin: bytes, end: byte
     numbers = np.arange(n_buckets, dtype=np.uint64)
     names = np.concatenate([WholeBuckets(tag, numbers, n_buckets).encode() for tag in tags])
     texts = columns(len(names), begin, names, end)
-    return texts.view(f"V{texts.shape[1]}")[:, 0]
+    return as_items(texts)
 
 
 def _cut(firsts: NDArray[np.intp], n_rows: int, most: int) -> NDArray[np.intp]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.unique import as_rows
 from kvemb.schema.pages import PAGE_KEY_SIZE, PagedKeys, PageLayout
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.wire.codec import RecordsToWrite
@@ -139,8 +140,7 @@ class _Texts:
 
     def of(self, kind: int, places: NDArray[np.intp]) -> Bytes:
         """Return the texts of n places, all of this kind: uint8 [n, length]."""
-        whole = self.tables[kind]  # items of one opaque type: NumPy gathers them three times as fast as rows of bytes
-        return whole[places - self.firsts[kind]].view(np.uint8).reshape(len(places), whole.itemsize)
+        return as_rows(self.tables[kind][places - self.firsts[kind]])
 
 
 def _texts(texts: list[bytes]) -> _Texts:
