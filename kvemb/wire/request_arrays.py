@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.unique import as_items
 
 Bytes = NDArray[np.uint8]
 
@@ -24,7 +24,7 @@ def columns(n: int, *pieces: bytes | Bytes) -> Bytes:
     widths = [len(p) if isinstance(p, bytes) else p.shape[1] for p in pieces]
     # A first row of everything constant, repeated; then the others' columns, in whole items: byte by byte costs twice as much.
     first = b"".join(p if isinstance(p, bytes) else bytes(width) for p, width in zip(pieces, widths, strict=True))
-    out = as_rows(np.full(n, np.void(first)))
+    out = np.full(n, np.void(first)).view(np.uint8).reshape(n, len(first))
     at = 0
     for piece, width in zip(pieces, widths, strict=True):
         if not isinstance(piece, bytes) and width:
