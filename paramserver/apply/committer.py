@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 
-from ..ingest.aggregate import merge_pushes
 from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
+from ..ingest.work_queue import merge_pushes
 from ..journal import BatchEntry, Position, Watermark
 from ..journal.fenced_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work

@@ -4,16 +4,20 @@ Each of these is durable before it has an effect.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 
-from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, to_wire
+from kvemb.errors import JournalFullError, PushRejectedError, ShardUnavailableError, SlotsMovedError, to_wire
+from kvemb.schema.cluster_map import ClusterMap
 
-from .barrier import Barrier
+from .admission import MapGate, last_step
 from .ingest_state import POLL_S, IngestState
 from .outcomes import Outcomes
 from .sessions import Sessions
+from .step_waits import lost, waits_for
+from .sync_steps import HeldSteps
+from .work_queue import WorkQueue
 
 log = logging.getLogger("paramserver")
 
@@ -25,20 +29,20 @@ class Attendance:
     """The trainers of one shard. Thread-safe, but for `fence_late`.
 
     Args:
-        state, sessions, barrier: ingest's.
+        state, sessions: ingest's.
         outcomes: told of pushes that are given up.
         record: keeps hellos and goodbyes.
     """
 
-    def __init__(self, state: IngestState, sessions: Sessions, barrier: Barrier | None, outcomes: Outcomes, record: Record) -> None:
-        self._state, self._sessions, self._barrier, self._outcomes, self._record = state, sessions, barrier, outcomes, record
+    def __init__(self, state: IngestState, sessions: Sessions, outcomes: Outcomes, record: Record) -> None:
+        self._state, self._sessions, self._outcomes, self._record = state, sessions, outcomes, record
         self._dropping: set[str] = set()  # decided, and not in the journal yet
 
     def hello(self, trainer: str, incarnation: int) -> tuple[int, int]:
         """Grant a hello and make it durable; return (incarnation, last sequence taken).
 
         Raises:
-            KvembError: what `Sessions.check_hello`, `Barrier` and `Record` raise; the trainer may say hello again.
+            KvembError: what `Sessions.check_hello`, `SyncSteps.check_join` and `Record` raise; the trainer may say hello again.
         """
         state = self._state
         with state.changed:
@@ -49,11 +53,13 @@ class Attendance:
                 state.changed.wait(POLL_S)
                 state.refuse_if_closed()
             self._sessions.check_hello(trainer, incarnation)
-            if self._barrier is not None:
-                self._barrier.check_join(trainer)
+            if state.steps is not None:
+                state.steps.check_join(trainer)
             session = self._sessions.hello(trainer, incarnation)
-            if self._barrier is not None:
-                for push in self._barrier.join(trainer, session.incarnation, state.clock()):
+            if state.steps is not None:
+                steps, given_up = state.steps.join(trainer, session.incarnation, state.clock())
+                state.become(steps)
+                for push in given_up:
                     self._outcomes.give_up(push, to_wire(self._sessions.fenced(trainer, push.incarnation)))
             state.changed.notify_all()
             granted, recorded = (session.incarnation, session.last_sequence), session.recorded
@@ -68,7 +74,7 @@ class Attendance:
     def first_step(self, trainer: str) -> int:
         """Return the number of the sync step that a trainer's next push is for; 0 in async mode, and while nobody knows."""
         with self._state.changed:
-            return 0 if self._barrier is None else self._barrier.first_step(trainer)
+            return 0 if self._state.steps is None else self._state.steps.first_step(trainer)
 
     def bye(self, trainer: str, incarnation: int) -> None:
         """Let a trainer go; durable first, since a sync step without it may follow at once (or not, when the disk is full).
@@ -76,7 +82,7 @@ class Attendance:
         It may be one that has not come back since the shard's restart, or that was here before the shard joined.
         """
         with self._state.changed:
-            unseen = self._barrier is not None and self._barrier.awaits(trainer, incarnation)
+            unseen = self._state.steps is not None and self._state.steps.awaits(trainer, incarnation)
             if not unseen:
                 self._sessions.find_any(trainer, incarnation)
         with suppress(JournalFullError):
@@ -84,17 +90,17 @@ class Attendance:
         with self._state.changed:
             with suppress(PushRejectedError) if unseen else nullcontext():
                 self._sessions.bye(trainer, incarnation)
-            if self._barrier is not None:
-                self._barrier.leave(trainer)
+            if self._state.steps is not None:
+                self._state.become(self._state.steps.leave(trainer))
             self._state.changed.notify_all()
 
     def fence_late(self) -> Mapping[str, int]:
         """Let in nothing more from the members that a step has waited for too long; return their fences. Under the lock."""
-        now_s = self._state.clock()
-        late = [] if self._barrier is None or self._state.stopped else self._barrier.lost(now_s)
-        if self._barrier is None or not late:
+        now_s, steps = self._state.clock(), self._state.steps
+        late = [] if steps is None or self._state.stopped else lost(steps, now_s)
+        if steps is None or not late:
             return {}
-        why = self._barrier.waits_for(now_s)
+        why = waits_for(steps, now_s)
         self._dropping.update(late)
         for trainer in late:
             log.warning("trainer %s is dropped: %s", trainer, why)
@@ -116,17 +122,18 @@ class Attendance:
         finally:
             with self._state.changed:
                 for trainer in late:
-                    if recorded and self._barrier is not None:
-                        self._barrier.drop(trainer)
+                    if recorded and self._state.steps is not None:
+                        self._state.become(self._state.steps.drop(trainer))
                 self._dropping.difference_update(late)
                 self._state.changed.notify_all()
 
     def to_save(self) -> tuple[list[tuple[str, int, int]], tuple[tuple[str, int], ...], bool]:
         """Return what a restart needs to know of trainers: sessions, members of a sync job, whether that was complete."""
         with self._state.changed:
-            if self._barrier is None:
+            if self._state.steps is None:
                 return self._sessions.to_save(), (), False
-            return self._sessions.to_save(), self._barrier.membership.members, self._barrier.membership.complete
+            membership = self._state.steps.membership
+            return self._sessions.to_save(), membership.members, membership.complete
 
     def members(self) -> tuple[tuple[str, int], ...]:
         """Return (trainer, incarnation) of each member of a sync job whose trainers have all been here; none of another."""
@@ -143,3 +150,68 @@ class Attendance:
     def n_trainers(self) -> int:
         """How many trainers are here."""
         return len(self.trainers)
+
+
+class StepsByMap:
+    """Lets a sync job's steps follow the cluster map: they stop, go on, and are sent anew as it says, and nothing else does.
+
+    So a new start changes nothing. The map is looked at under the lock under which steps are handed out and parts are taken. Nothing is
+    done in async mode, which has no steps.
+
+    Args:
+        state, sessions, queue, outcomes, gate: ingest's.
+    """
+
+    def __init__(self, state: IngestState, sessions: Sessions, queue: WorkQueue, outcomes: Outcomes, gate: MapGate) -> None:
+        self._state, self._sessions = state, sessions
+        self._queue, self._outcomes, self._gate = queue, outcomes, gate
+        self._followed, self._held_serial = gate.now, 0
+        self._follow(self._followed)
+
+    def follow(self) -> HeldSteps:
+        """Hold steps as the map in force says, or let them go on by it; return how far that is. Any thread."""
+        with self._state.changed:
+            self.look()
+            return HeldSteps() if self._state.steps is None else self._state.steps.held
+
+    def expect(self, members: Sequence[tuple[str, int]]) -> None:
+        """Wait for these members of a job before its first step here; see `SyncSteps.expect`. Any thread."""
+        with self._state.changed:
+            if self._state.steps is not None and members:
+                self._state.become(self._state.steps.expect(members))
+
+    def look(self) -> None:
+        """Follow a newer map, if there is one. Under the lock `changed`."""
+        if (now := self._gate.now) is not self._followed:
+            self._follow(now)
+            self._followed = now
+            self._state.changed.notify_all()
+
+    def _follow(self, now: ClusterMap) -> None:
+        if self._state.steps is None:
+            return
+        if 0 < self._held_serial < now.shards_serial:
+            self._refuse_waiting(now.shards_serial)
+        last = last_step(now)
+        steps = self._state.steps
+        after = steps.go_on() if last is None else steps.hold_behind(last)
+        self._state.become(after)
+        if after.held != steps.held:
+            log.info("steps of the sync job: %s, the last one was step %d", after.held.phase, after.held.last)
+        self._held_serial = 0 if last is None else now.shards_serial
+
+    def _refuse_waiting(self, serial: int) -> None:
+        """Refuse the pushes that wait for the others of their step, or for their last part.
+
+        Nothing was journaled of them, and their sequences are free: trainers send them again by the map in force.
+        """
+        cause = to_wire(SlotsMovedError(f"slots have moved: the cluster map of serial {serial} is in force; nothing was taken"))
+        for session in self._sessions.live:
+            session.give_up_incomplete(cause)
+        waiting = self._queue.in_unfinished_steps()
+        for push in waiting:
+            if self._sessions.is_live(push.trainer, push.incarnation):
+                self._sessions.find(push.trainer, push.incarnation).take_back(push)
+        self._queue.forget_unfinished()
+        for push in waiting:
+            self._outcomes.give_up(push, cause, handed_out=False)

@@ -2,7 +2,7 @@
 
 It takes parts in order and bounds what waits. (A stream that finds no room is simply not read any further: HTTP/2 flow control is the
 backpressure.) It hands work to the one committer and tells every waiter: "accepted" when its push is in the journal, and the outcome. What
-is decided is decided in pure code beside (sessions, barrier, aggregate); no I/O here.
+is decided is decided in pure code beside (sessions, sync_steps, work_queue); no I/O here.
 """
 
 import time
@@ -14,17 +14,14 @@ from kvemb.protocol.messages import PushPart
 
 from ..model.batch import ERASE, CheckedRows, PartTicket, Push, ReceivedPart, RowsWork, Sink, Work
 from ..model.table_registry import AFTER_A_DROP
-from .aggregate import hyper_by_table
-from .attendance import Attendance, Record
-from .backlog import Backlog
-from .barrier import Barrier
+from .admission import MapGate
+from .attendance import Attendance, Record, StepsByMap
 from .ingest_state import POLL_S, IngestState
-from .map_gate import MapGate
-from .outcomes import Outcomes
+from .outcomes import Backlog, Outcomes
 from .sessions import Session, Sessions
-from .steps_by_map import StepsByMap
-from .unapplied_parts import Limits, UnappliedParts
-from .work_queue import WorkQueue
+from .step_waits import lost
+from .sync_steps import SyncSteps
+from .work_queue import Limits, UnappliedParts, WorkQueue, hyper_by_table
 
 _HELD_POLL_S = 0.02  # a newer map is seen by reading it: nobody says so here
 
@@ -34,7 +31,7 @@ class Ingest:
 
     Args:
         sessions: of this shard.
-        barrier: in sync mode; None applies as pushes come.
+        steps: of a sync job; None applies as pushes come.
         limits: bounds.
         record: keeps hellos and goodbyes.
         clock: monotonic.
@@ -44,22 +41,21 @@ class Ingest:
     def __init__(
         self,
         sessions: Sessions,
-        barrier: Barrier | None,
+        steps: SyncSteps | None,
         limits: Limits | None = None,
         record: Record = lambda trainer, incarnation: None,
         clock: Callable[[], float] = time.monotonic,
         gate: MapGate | None = None,
     ) -> None:
-        self.sessions, self._barrier = sessions, barrier
-        self.gate = gate or MapGate()
-        self._queue, self._pending = WorkQueue(barrier), UnappliedParts(limits or Limits(), sync=barrier is not None)
-        self.state = IngestState(barrier, clock)
-        self.outcomes = Outcomes(self.state, sessions, barrier, self._pending, self._queue)
-        self.attendance = Attendance(self.state, sessions, barrier, self.outcomes, record)
+        self.sessions, self.gate = sessions, gate or MapGate()
+        self.state = IngestState(steps, clock)
+        self._queue, self._pending = WorkQueue(self.state), UnappliedParts(limits or Limits(), sync=steps is not None)
+        self.outcomes = Outcomes(self.state, sessions, self._pending, self._queue)
+        self.attendance = Attendance(self.state, sessions, self.outcomes, record)
         self.backlog = Backlog(self.state, self._pending, self._queue)
         self._tables_gone: set[str] = set()  # keys
         self._lost: KvembError | None = None
-        self.steps = StepsByMap(self.state, sessions, barrier, self._queue, self.outcomes, self.gate)
+        self.steps = StepsByMap(self.state, sessions, self._queue, self.outcomes, self.gate)
 
     # --- trainers bring work ---------------------------------------------------------------------------------------------------
 
@@ -80,8 +76,8 @@ class Ingest:
         size = sum(rows.size_bytes for rows in (*tables, *prefetched))
         with self.state.changed:
             session = self._wait_for_room(part, cancelled)
-            if self._barrier is not None:
-                self._barrier.heard(part.trainer, self.state.clock())
+            if self.state.steps is not None:
+                self.state.become(self.state.steps.heard(part.trainer, self.state.clock()))
             ticket = session.known(part.sequence, part.digest)
             if ticket is not None:
                 ticket.answer(sink)
@@ -166,7 +162,7 @@ class Ingest:
                 self.gate.require(part.map_serial)
             if session.known(part.sequence, part.digest) is not None:
                 return session
-            held = self.gate.holds(part.map_serial, of_step=self._barrier is not None)
+            held = self.gate.holds(part.map_serial, of_step=self.state.steps is not None)
             if self._pending.has_room(session) and not held:
                 return session
             if cancelled():
@@ -208,11 +204,11 @@ class Ingest:
         while not self.state.stopped:
             self.steps.look()
             if self._lost is not None:
-                lost, self._lost = self._lost, None
-                raise lost
+                why, self._lost = self._lost, None
+                raise why
             if self.state.failure is None:
                 group = self._queue.take(limit, self.state.clock())
-                if group or (self._barrier is not None and self._barrier.lost(self.state.clock())):
+                if group or (self.state.steps is not None and lost(self.state.steps, self.state.clock())):
                     return group
             due_s = self._queue.due_s()
             self.state.changed.wait(None if due_s is None else min(POLL_S, max(0.0, due_s - self.state.clock())))

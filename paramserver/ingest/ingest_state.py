@@ -12,7 +12,8 @@ from kvemb.errors import DeadlineExceededError, FencedError, JournalFullError, S
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 
-from .barrier import Barrier
+from .step_waits import waited_s, waits_for
+from .sync_steps import SyncSteps
 
 POLL_S = 1.0  # of waits that have nothing to wake them but a notification that cannot be missed: only a belt to the braces
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
@@ -80,12 +81,12 @@ class IngestState:
     """What the parts of one shard's ingest share. Attributes and methods are used under the lock `changed`, unless they say otherwise.
 
     Args:
-        barrier: in sync mode.
+        steps: of a sync job, at the start; None in async mode.
         clock: monotonic.
     """
 
-    def __init__(self, barrier: Barrier | None, clock: Callable[[], float]) -> None:
-        self._barrier, self.clock = barrier, clock
+    def __init__(self, steps: SyncSteps | None, clock: Callable[[], float]) -> None:
+        self.steps, self.clock = steps, clock
         self.changed = threading.Condition()
         self.draining = self.stopped = False
         self.failure: ShardFailedError | ShardUnavailableError | None = None
@@ -95,14 +96,18 @@ class IngestState:
     def waits_for(self) -> str:
         """What pushes wait for at the moment, disk, storage or a trainer, or "". Any thread."""
         with self.changed:
-            late = "" if self._barrier is None else self._barrier.waits_for(self.clock())
+            late = "" if self.steps is None else waits_for(self.steps, self.clock())
         return "; ".join(filter(None, (str(self.trouble), late)))
 
     @property
     def step_wait_s(self) -> float:
         """How long a sync step has waited for trainers; 0.0 where none waits. Any thread."""
         with self.changed:
-            return 0.0 if self._barrier is None else self._barrier.waited_s(self.clock())
+            return 0.0 if self.steps is None else waited_s(self.steps, self.clock())
+
+    def become(self, steps: SyncSteps) -> None:
+        """Go on with the steps of the sync job as an event has left them."""
+        self.steps = steps
 
     @property
     def takes_pushes(self) -> bool:

@@ -25,11 +25,10 @@ from ..engine.engine import Engine
 from ..engine.engine_ports import EnginePorts
 from ..engine.repair_port import Pause
 from ..handover.other_shards import OtherShards
-from ..ingest.barrier import Barrier
+from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
-from ..ingest.map_gate import MapGate
-from ..ingest.membership import Membership
 from ..ingest.sessions import Sessions
+from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal, Position
 from ..journal.fenced_log import FencedLog
 from ..model.bucket_settings import settle_limits
@@ -235,10 +234,10 @@ class _Start:
             recovered = recovery.run(engine, tables, sessions, members, self._retry_until())
             for table in registry.gone:  # the replay may have needed them
                 tables.forget(table)
-            rule = servers.barrier_timeout_s, members, servers.on_lost_trainer
-            barrier = Barrier(servers.trainers, *rule) if servers.mode == "sync" else None
+            rule = servers.barrier_timeout_s, recovered.members, servers.on_lost_trainer
+            steps = SyncSteps.first(servers.trainers, *rule) if servers.mode == "sync" else None
             gate = MapGate(shard, lambda: self._store.cluster_map)
-            ingest = Ingest(sessions, barrier, record=fenced_log.record, gate=gate)
+            ingest = Ingest(sessions, steps, record=fenced_log.record, gate=gate)
             parts = ShardParts(
                 self._config,
                 shard,

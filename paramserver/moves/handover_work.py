@@ -20,7 +20,7 @@ from ..handover.giver_questions import GiverQuestions
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
 from ..handover.slot_taker import SlotTaker
-from ..ingest.step_hold import HeldSteps
+from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
 from .slot_mover import MoveProgress
 
 _POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
@@ -176,7 +176,7 @@ class HandoverWork:
     def _read_ahead(self, cluster_map: ClusterMap) -> Iterator[float]:
         while self._ports.saving():  # its cut would be of one shard, and its rows of another
             yield _RETRY_S
-        while (steps := self._steps_of(cluster_map)) is not None and steps.unknown:  # until this process has handed one out
+        while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
             yield _RETRY_S
         if not cluster_map.takes(self._shard).any():
             return
@@ -202,14 +202,14 @@ class HandoverWork:
     def _hold(self, cluster_map: ClusterMap) -> Iterator[float]:
         steps = self._steps_of(cluster_map)
         if steps is not None:
-            while steps.unknown:
+            while steps.phase == UNKNOWN:
                 self._never = _STARTED_ANEW
                 yield _RETRY_S
             self._last_step = steps.last
 
     def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
-        while (steps := self._steps_of(cluster_map)) is not None and not steps.at_last:
-            self._never = _STARTED_ANEW if steps.unknown else _JOB_ENDED if steps.never else ""
+        while (steps := self._steps_of(cluster_map)) is not None and steps.phase != AT_LAST:
+            self._never = {UNKNOWN: _STARTED_ANEW, ENDED: _JOB_ENDED}.get(steps.phase, "")
             yield _POLL_S
 
     def _steps_of(self, cluster_map: ClusterMap) -> HeldSteps | None:

@@ -8,7 +8,7 @@ it would have had. Breaking off is fine: the next start does the same again.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvemb.errors import JournalDamagedError
 from kvemb.schema.record import split_version
@@ -16,8 +16,8 @@ from kvemb.schema.table_def import TableDef
 
 from ..engine.engine import Engine
 from ..engine.repair_port import Pause
-from ..ingest.membership import Membership
 from ..ingest.sessions import Sessions
+from ..ingest.sync_steps import Membership
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from ..journal.fenced_log import NO_INCARNATION
 from ..model.batch import APPLY, ERASE
@@ -39,12 +39,14 @@ class Recovered:
         batches, rows: replayed; rows that were stored already count too.
         entries: batches and hellos.
         seconds: of both passes.
+        members: of a sync job, at the journal's end.
     """
 
     batches: int = 0
     rows: int = 0
     entries: int = 0
     seconds: float = 0.0
+    members: Membership = field(default_factory=lambda: Membership(0))
 
 
 class Recovery:
@@ -110,7 +112,8 @@ class Recovery:
 
         Args:
             engine: at the saved state's k; afterwards at the journal's last.
-            tables, sessions, members: as saved; brought up to date.
+            tables, sessions: as saved; brought up to date.
+            members: of a sync job, as saved.
             pause: between tries while storage does not answer; raises to give up.
 
         Raises:
@@ -123,7 +126,7 @@ class Recovery:
         say = self._teller(lambda: f"{self._n_applied()} of the journal's {self._n_rows} rows are applied")
         for _, entry in zip(range(self._n_entries), self._entries(), strict=False):
             if isinstance(entry, SessionEntry):
-                _restore(entry, sessions, members)
+                members = _restore(entry, sessions, members)
             elif split_version(entry.version)[1] > self._saved_k:
                 self._check_steps(entry, tables)
                 engine.run(entry.batch, entry.version, pause, self._rules, between=say)
@@ -133,7 +136,7 @@ class Recovery:
                 refused = entry.batch.kind == ERASE and not entry.batch.tables
                 for mark in entry.watermarks:
                     sessions.restore(mark.trainer, mark.incarnation, mark.sequence, refused=refused)
-        done = Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s)
+        done = Recovered(n_batches, engine.rows_applied - rows_before, self._n_entries, time.monotonic() - self._begun_s, members)
         if done.entries:
             rate = done.rows / max(done.seconds, 1e-9)
             log.info("recovered from the journal in %.2f s: %d batches, %d rows (%.0f rows/s)", done.seconds, done.batches, done.rows, rate)
@@ -168,9 +171,8 @@ class Recovery:
                 )
 
 
-def _restore(entry: SessionEntry, sessions: Sessions, members: Membership) -> None:
+def _restore(entry: SessionEntry, sessions: Sessions, members: Membership) -> Membership:
     if entry.incarnation == NO_INCARNATION:
-        members.bye(entry.trainer)
-    else:
-        sessions.restore(entry.trainer, entry.incarnation)
-        members.hello(entry.trainer, entry.incarnation)
+        return members.bye(entry.trainer)
+    sessions.restore(entry.trainer, entry.incarnation)
+    return members.hello(entry.trainer, entry.incarnation)

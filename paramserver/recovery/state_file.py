@@ -53,7 +53,7 @@ class ShardState:
         next_incarnation: the next one to issue (shard 0).
         tables: images.
         sessions: (trainer, incarnation, last sequence).
-        members: (trainer, incarnation) of a sync job, see `paramserver.ingest.membership.Membership`.
+        members: (trainer, incarnation) of a sync job, see `paramserver.ingest.sync_steps.Membership`.
         complete: whether all trainers of that job have been here at once.
         journal: (segment, offset) from which the journal is replayed; None: there is none yet.
         mark: of a saved state, its own, so that no two files are alike; of a note (`paramserver.recovery.state_changes`) the checksum of

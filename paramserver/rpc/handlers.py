@@ -38,7 +38,7 @@ from kvemb.protocol.messages import (
 from kvemb.schema.table_def import TableDef
 
 from ..apply.background import BackgroundWork
-from ..ingest.validation import check_part, check_prefetched, check_rows, find_same
+from ..ingest.admission import check_part, check_prefetched, check_rows, find_same
 from ..model.batch import ASSIGN, ERASE, CheckedRows, RowsWork
 from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers

@@ -21,7 +21,7 @@ from paramserver.checkpoint.unconditional_writer import UnconditionalWriter
 from paramserver.engine.piece_writer import PieceWriter
 from paramserver.handover.slot_giver import SlotGiver
 from paramserver.handover.slot_taker import SlotTaker
-from paramserver.ingest.barrier import Barrier
+from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.moves.handover_work import HandoverWork
@@ -163,7 +163,7 @@ def install(shard: str) -> None:
     _patch(SlotTaker, "take", after("after slots are taken over"))
     _patch(SlotGiver, "drop", before("before slots are dropped"))
     _patch(SlotGiver, "drop", after("after slots are dropped"))
-    _patch(Barrier, "hold", after("after steps are held"))
+    _patch(SyncSteps, "hold_behind", after("after steps are held"))
     _patch(HandoverWork, "_come_to_last_step", before("before all come to one step"))
     _patch(MoveCarrier, "_let_drain", before("before the last step is told"))
     _patch(MoveCarrier, "_flip", before("before a flip"))

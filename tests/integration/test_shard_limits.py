@@ -21,7 +21,7 @@ from kvemb.local_cluster.processes import free_ports
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, CreateTableRequest, Empty, PushPart, PushReply, StatusReply, TableReply
 from paramserver.ingest import sessions
-from paramserver.ingest.unapplied_parts import Limits
+from paramserver.ingest.work_queue import Limits
 from paramserver.lifecycle.start import start
 from paramserver.model import table_registry
 from paramserver.rpc import answer_queue, stream_limits

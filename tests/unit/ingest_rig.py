@@ -24,11 +24,11 @@ from paramserver.apply.applier import Applier
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.apply.committer import Committer, Handover
 from paramserver.engine.engine import Engine
-from paramserver.ingest.barrier import Barrier
+from paramserver.ingest.admission import MapGate
 from paramserver.ingest.ingest import Ingest
-from paramserver.ingest.map_gate import MapGate
 from paramserver.ingest.sessions import Sessions
-from paramserver.ingest.unapplied_parts import Limits
+from paramserver.ingest.sync_steps import SyncSteps
+from paramserver.ingest.work_queue import Limits
 from paramserver.journal import START
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
@@ -96,9 +96,9 @@ class Rig:
         self.store.open(Deadline.after(5))
         self.tables = Tables([])
         self.engine = Engine(self.store, self.tables, Timeline(1), k=0, timeout_s=5, ports=ALONE)
-        barrier = Barrier(trainers, barrier_timeout_s) if trainers else None
+        steps = SyncSteps.first(trainers, barrier_timeout_s) if trainers else None
         self.map = ClusterMap.first(0, 2)
-        self.ingest = Ingest(Sessions(issues=True), barrier, limits, gate=MapGate(0, lambda: self.map))
+        self.ingest = Ingest(Sessions(issues=True), steps, limits, gate=MapGate(0, lambda: self.map))
         self.failed = threading.Event()
         failed, self.handover, fenced_log = self._fail, Handover(), FencedLog(ForgetfulJournal(), lambda: None)  # type: ignore[arg-type]
         finder = ChangedRowsFinder(self.store, self.tables, 5)

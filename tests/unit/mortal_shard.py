@@ -22,8 +22,8 @@ from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine import batch_pieces
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
-from paramserver.ingest.membership import Membership
 from paramserver.ingest.sessions import Sessions
+from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Entry, Position, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
@@ -121,7 +121,9 @@ class Life:
 
     def recover(self, entries: Sequence[Entry]) -> Recovered:
         recovery = Recovery(MemoryJournal(entries), Position(1, self.saved.k), self.saved.k, find).scan()  # type: ignore[arg-type]
-        return recovery.run(self.engine, self.tables, self.sessions, self.members, never)
+        done = recovery.run(self.engine, self.tables, self.sessions, self.members, never)
+        self.members = done.members
+        return done
 
     def step(self, table: TableDef) -> int:
         return self.tables.state(table).step

@@ -1,12 +1,37 @@
 """Steps of a sync job: whole, in step, or refused with the names of who is missing."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 
 from kvemb.errors import BarrierError
-from paramserver.ingest.barrier import Barrier
-from paramserver.ingest.membership import Membership
-from paramserver.ingest.step_hold import HeldSteps
+from paramserver.ingest import step_waits
+from paramserver.ingest.sync_steps import AT_LAST, ENDED, GOING_ON, UNKNOWN, HeldSteps, Membership, SyncSteps
 from paramserver.model.batch import PartTicket, Push, ReceivedPart
+
+
+class Barrier:
+    """The state of the steps, as event after event leaves it, and what is read from it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.now = SyncSteps.first(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if (read := getattr(step_waits, name, None)) is not None:
+            return partial(read, self.now)
+        found = getattr(self.now, name)
+        return partial(self._event, found) if callable(found) else found
+
+    def _event(self, event: Callable[..., Any], *args: Any) -> Any:
+        out = event(*args)
+        if isinstance(out, SyncSteps):
+            self.now = out
+        elif isinstance(out, tuple):
+            self.now, pushes = out
+            return list(pushes)
+        return out
 
 
 def push(trainer: str, step: int, at_s: float = 0.0) -> Push:
@@ -167,7 +192,7 @@ def test_one_newcomer_does_not_complete_a_job_whose_first_member_died() -> None:
 
 
 def test_a_member_that_says_goodbye_before_it_has_come_back_is_not_waited_for() -> None:
-    it = Barrier(2, 10.0, Membership(2, [("a", 1), ("b", 1)], complete=True))
+    it = Barrier(2, 10.0, Membership(2, (("a", 1), ("b", 1)), complete=True))
     it.join("a", 1)
     it.add(push("a", 1))
     assert it.next_step() == []
@@ -177,7 +202,7 @@ def test_a_member_that_says_goodbye_before_it_has_come_back_is_not_waited_for() 
 
 
 def test_when_all_say_goodbye_and_none_has_come_back_the_next_job_waits_for_all_its_trainers() -> None:
-    it = Barrier(2, 10.0, Membership(2, [("a", 1), ("b", 1)], complete=True))
+    it = Barrier(2, 10.0, Membership(2, (("a", 1), ("b", 1)), complete=True))
     it.leave("a")
     it.leave("b")
     it.join("c", 1)
@@ -335,11 +360,12 @@ def step_of(it: Barrier, number: int) -> list[Push]:
 def test_held_steps_go_on_up_to_the_last_one_and_no_further_whoever_comes() -> None:
     it = barrier("a", "b")
     step_of(it, 1)
-    assert it.hold() == 1
+    it.hold_behind(0)
+    assert it.held == HeldSteps(1, AT_LAST)
     assert step_of(it, 2) == []
-    it.hold(2)
+    it.hold_behind(2)
     assert len(it.next_step()) == 2
-    assert it.held == HeldSteps(2, at_last=True)
+    assert it.held == HeldSteps(2, AT_LAST)
     for trainer in ("a", "b"):
         it.leave(trainer)
     for trainer in ("c", "d"):  # the next job counts its steps anew
@@ -352,29 +378,29 @@ def test_held_steps_go_on_up_to_the_last_one_and_no_further_whoever_comes() -> N
 def test_a_job_that_ends_before_the_last_step_never_comes_to_it() -> None:
     it = barrier("a", "b")
     step_of(it, 1)
-    it.hold(3)
+    it.hold_behind(3)
     for trainer in ("a", "b"):
         it.leave(trainer)
-    assert it.held == HeldSteps(1, at_last=False, never=True)
+    assert it.held == HeldSteps(1, ENDED)
 
 
 def test_a_new_process_hands_out_no_held_step_and_says_that_it_does_not_know_which_was_the_last() -> None:
-    members = Membership(2, [("a", 1), ("b", 1)], complete=True)
+    members = Membership(2, (("a", 1), ("b", 1)), complete=True)
     it = Barrier(2, 30.0, members)
-    it.hold()
+    it.hold_behind(0)
     for trainer in ("a", "b"):
         it.join(trainer, 1)
-    it.hold(5)
+    it.hold_behind(5)
     assert step_of(it, 5) == []
-    assert (it.held.unknown, it.held.never, it.held.at_last) == (True, True, False)
+    assert it.held.phase == UNKNOWN
     it.go_on()
     assert len(it.next_step()) == 2
-    assert not it.held.unknown
+    assert it.held.phase == GOING_ON
 
 
 def test_a_shard_that_joins_waits_for_the_members_of_the_job_and_not_for_those_who_have_left() -> None:
     it = Barrier(3, 30.0)
-    it.hold()
+    it.hold_behind(0)
     it.join("c", 3)  # left before the others told of it
     it.leave("c")
     it.expect([("a", 1), ("b", 1)])

@@ -15,7 +15,7 @@ from kvemb.schema.record import make_version
 from paramserver.apply.changed_rows import ChangedRowsFinder
 from paramserver.engine.batch_pieces import row_bytes
 from paramserver.engine.engine import Applied, Engine
-from paramserver.ingest.validation import check_prefetched
+from paramserver.ingest.admission import check_prefetched
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, PartTicket
 from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables

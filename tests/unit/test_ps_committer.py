@@ -19,9 +19,9 @@ from kvemb.protocol.messages import PushPart, PushReply
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.committer import Committed, Committer, Handover
-from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
+from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
@@ -73,7 +73,7 @@ class Rig:
 
     def __init__(self, *, trainers: int = 0, k: int = 0) -> None:
         self.fenced_log = ScriptedLog()
-        self.ingest = Ingest(Sessions(True), Barrier(trainers, WAIT_S) if trainers else None, record=self.fenced_log.record)
+        self.ingest = Ingest(Sessions(True), SyncSteps.first(trainers, WAIT_S) if trainers else None, record=self.fenced_log.record)
         self.handover, self.tables = Handover(), Tables([])
         self.failed: list[BaseException] = []
         self.over = threading.Event()

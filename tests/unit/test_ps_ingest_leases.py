@@ -11,9 +11,9 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.messages import PushPart, PushReply
-from paramserver.ingest.barrier import Barrier
 from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
+from paramserver.ingest.sync_steps import SyncSteps
 from tests.unit.ingest_rig import Outcome
 
 
@@ -24,8 +24,8 @@ class SyncRig:
         self.now_s = 100.0
         self.recorded: list[tuple[str, int]] = []
         self.on_record: Callable[[], None] = lambda: None
-        barrier = Barrier(trainers, 10.0, on_lost=on_lost)
-        self.ingest = Ingest(Sessions(issues=True), barrier, record=self.record, clock=lambda: self.now_s)
+        steps = SyncSteps.first(trainers, 10.0, on_lost=on_lost)
+        self.ingest = Ingest(Sessions(issues=True), steps, record=self.record, clock=lambda: self.now_s)
         self.of = {name: self.ingest.attendance.hello(name, 0)[0] for name in "abc"[:trainers]}
         self.sequences: dict[int, int] = {}
 

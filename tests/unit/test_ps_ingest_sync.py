@@ -16,7 +16,7 @@ from kvemb.errors import (
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import DRAINING, HOLDING, SHARDS, MovePlan
 from kvemb.schema.slots import N_SLOTS
-from paramserver.ingest.step_hold import HeldSteps
+from paramserver.ingest.sync_steps import AT_LAST, HeldSteps
 from tests.unit.ingest_rig import MEAN, TABLE, Outcome, Rig, make
 
 __all__ = ["make"]  # the fixture
@@ -106,13 +106,13 @@ def test_steps_are_held_and_go_on_up_to_the_one_that_another_shard_has_come_to(m
         outcome.wait()
     plan = MovePlan(SHARDS, HOLDING, np.zeros(N_SLOTS, np.uint16))
     rig.map = replace(rig.map, version=2, plan=plan)
-    assert rig.ingest.steps.follow() == HeldSteps(1, at_last=True)
+    assert rig.ingest.steps.follow() == HeldSteps(1, AT_LAST)
     second, third = step(), step()
     rig.map = replace(rig.map, version=3, plan=replace(plan, phase=DRAINING, last_step=2))
     assert rig.ingest.steps.follow().last in (1, 2)
     for outcome in second:
         assert outcome.wait().state == "applied"
-    assert rig.ingest.steps.follow() == HeldSteps(2, at_last=True)
+    assert rig.ingest.steps.follow() == HeldSteps(2, AT_LAST)
     assert [outcome.states for outcome in third] == [[], []]
     assert rig.weights([1]) == [-4.0]
 

@@ -20,8 +20,8 @@ from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
 from paramserver.engine.engine_ports import EnginePorts
 from paramserver.engine.repair_port import NO_BATCH
-from paramserver.ingest.membership import Membership
 from paramserver.ingest.sessions import Sessions
+from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.journal.segment import HEADER_SIZE

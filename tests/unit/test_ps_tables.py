@@ -10,7 +10,7 @@ from kvemb.index.row_index import Places, RowIndex
 from kvemb.schema.record import make_version
 from paramserver.apply.staleness import part_staleness
 from paramserver.engine.engine import Engine
-from paramserver.ingest.aggregate import merge_pushes
+from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.model.tables import TableState
 from tests.unit.engine_storage import SGD, engine_on, make_store, rows
