@@ -189,7 +189,7 @@ class _OneLayout:
         """In order of arrival, one item per row; says which of them the initializer made."""
         definition, records = self._wanted[0].definition, self._result.records
         if definition.dtype == "float32":  # where they lie, between the headers
-            weights = as_items(records[:, HEADER_SIZE : definition.record.prefix_bytes])
+            weights = as_items(records[:, HEADER_SIZE : HEADER_SIZE + 4 * definition.dim])
         else:
             weights = as_items(definition.record.weights(records))
         if self._result.found.all():
