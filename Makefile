@@ -22,12 +22,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 
-.PHONY: help demo test test-all test-matrix chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
+.PHONY: help demo test test-all chaos fuzz libraries frameworks compose-test lint format types bench bench-peers setup clean
 
 help:
 	@echo 'make demo     train skip-gram embeddings on a real local cluster (under 2 minutes)'
-	@echo 'make test     the test suite against real Valkey, Redis, Redis Cluster and memcached, in several processes'
-	@echo 'make test-all the same and then make test-matrix: whole clusters on every other storage kind'
+	@echo 'make test     every promise once, against real Valkey, Redis, Redis Cluster and memcached (about six minutes on two cores)'
+	@echo 'make test-all the whole suite, as CI runs it: also the slow tests, and whole clusters on every other storage kind'
 	@echo 'make chaos    random faults for $$SECONDS on $$STORE, in $$MODE: is every acknowledged push applied exactly once?'
 	@echo 'make fuzz     bytes of any kind for $$SECONDS against shards and clients: does anything end, hang, grow, or harm an honest trainer?'
 	@echo 'make libraries   tests beside torchfm, deepctr-torch, Lightning and others (docs/your-library.md; installs them into .libraries)'
@@ -48,13 +48,11 @@ PYTEST := $(PY) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 test: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) -m 'not matrix and not long' $(ARGS)
+	@$(PYTEST) -m 'not full and not long' $(ARGS)
 
-test-matrix: setup
+test-all: setup
 	@sh scripts/servers.sh
-	@$(PYTEST) -m 'matrix and not long' $(ARGS)
-
-test-all: test test-matrix
+	@$(PYTEST) -m 'not long' $(ARGS)
 
 chaos: setup
 	@sh scripts/servers.sh

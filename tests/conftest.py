@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 
 import hypothesis
 import pytest
+from matrix import FULL
 
 collect_ignore = ["conftest.py"]  # searched for doctests, it would be imported beside another folder's of the same name
 
@@ -33,8 +34,12 @@ PACKAGE_OF = {"redis-server": "redis-server", "redis-cli": "redis-tools", "memca
 BEGIN_FIRST = ("tests/torch/test_sync_equality.py", "tests/integration/test_slot_moves.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest."""
+    """Mark the tests that are slow, and begin with the longest."""
+    for item in items:
+        if item.nodeid.startswith(FULL):
+            item.add_marker("full")
     items.sort(key=lambda item: not item.nodeid.startswith(BEGIN_FIRST))
 
 

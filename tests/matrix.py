@@ -1,13 +1,72 @@
-"""Which cases a slow test has in `make test`, and which `make test-all` adds."""
+"""Which tests and cases `make test-all` has and `make test` has not: the marker `full`.
+
+`make test` says once what users are promised: the contract of every store, the parity of every optimizer, every guarantee on the default
+storage and on memcached.
+"""
 
 from collections.abc import Sequence
 
 import pytest
 
+FULL = (
+    # Redis Cluster beyond its contract: slots that move, and those who do it.
+    "tests/integration/test_cluster_scaling.py",
+    "tests/integration/test_slot_moves.py",
+    "tests/integration/test_stores_redis_cluster.py",
+    # The contract of stores once more, over TLS; that TLS holds strangers off is told by test_tls.py.
+    "tests/integration/test_stores_tls.py",
+    # Commands and pages for operators, on clusters that something is wrong with.
+    "tests/integration/test_bench_command.py",
+    "tests/integration/test_cli_operators.py",
+    "tests/integration/test_doctor.py",
+    "tests/integration/test_doctor_certificates.py",
+    "tests/integration/test_eviction_watch.py",
+    "tests/integration/test_handbook.py",
+    "tests/integration/test_metrics.py",
+    "tests/integration/test_monitoring.py",
+    "tests/integration/test_nodes_command.py",
+    "tests/integration/test_shards_command.py",
+    # Starts and ends of processes, of which each test needs several.
+    "tests/integration/test_leaving.py::test_a_program_that_could_not_deliver",
+    "tests/integration/test_local_cluster.py",
+    "tests/integration/test_own_packages.py",
+    "tests/integration/test_starting_shards.py",
+    "tests/integration/test_waiting_shards.py",
+    # Jobs of several ranks, and of processes with processes of their own: test_ddp.py and test_prefetch_consistency.py say how they train.
+    "tests/torch/test_clipping_ranks.py",
+    "tests/torch/test_copies.py",
+    "tests/torch/test_distribute_ddp.py",
+    "tests/torch/test_prefetch.py::test_a_data_loader_with_worker_processes",
+    "tests/torch/test_prefetch.py::test_a_program_may_end",
+    "tests/torch/test_prefetch.py::test_leaving_a_data_loader_early",
+    "tests/torch/test_row_checkpoints.py::test_the_bridge_imports_nothing",
+    "tests/torch/test_row_checkpoints_ranks.py",
+    "tests/torch/test_threads.py",
+    "tests/torch/test_without_parameters.py::test_distributed_data_parallel",
+    # Whole programs, examples and pages.
+    "tests/torch/test_columns_docs.py",
+    "tests/torch/test_conversion_docs.py",
+    "tests/torch/test_deepfm_program.py::test_a_run_that_is_told_to_end",
+    "tests/torch/test_deepfm_program.py::test_the_planted_model_is_learnt",
+    "tests/torch/test_deepfm_resume.py",
+    "tests/torch/test_example_dlrm.py",
+    "tests/torch/test_example_two_tower.py",
+    # Optimizers beside those of torch, in whole clusters: tests/parity says it of every rule.
+    "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adagrad-decay",
+    "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-adamw",
+    "tests/torch/test_distribute_equality.py::test_losses_and_rows_are_those_of_the_original_model[memcached-sparse-adam",
+    # Users, passwords and certificates that change while a cluster works.
+    "tests/integration/test_redis_users.py",
+    "tests/integration/test_renewal.py",
+    # Servers that lie at any byte: tests/unit/test_wire_fuzz.py says it of the parsers.
+    "tests/integration/test_hostile_servers.py",
+)
+"""The beginnings of tests' ids: those that take longest for what others promise already."""
+
 
 def one_of(first: object, *others: object) -> Sequence[object]:
-    """Return parameters of a test: the first for every run, the others with the marker `matrix`.
+    """Return parameters of a test: the first for every run, the others with the marker `full`.
 
     For tests of a whole cluster that say the same on each storage kind. What differs between kinds, the store contract tests on all.
     """
-    return [first, *(pytest.param(other, marks=pytest.mark.matrix) for other in others)]
+    return [first, *(pytest.param(other, marks=pytest.mark.full) for other in others)]

@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 from test_architecture import SOURCES
 
@@ -47,3 +48,10 @@ def test_a_module_name_occurs_once() -> None:
     homes.pop("__main__")
     assert {name: where for name, where in repeated(homes).items() if name not in MODULES_TWICE} == {}
     assert sorted(MODULES_TWICE) == sorted(MODULES_TWICE.keys() & repeated(homes).keys()), "an exception that is needed no more"
+
+
+def test_a_test_files_name_occurs_once() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        homes[path.name].append(str(path))
+    assert repeated(homes) == {}, "pytest imports them by their names"

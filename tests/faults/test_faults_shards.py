@@ -24,7 +24,7 @@ STORAGE_POINTS = ("in the middle of a write", "after a write")
 # On Redis Cluster those in which storage takes part.
 POINTS_OF_KINDS = [
     *(("memcached", point) for point in POINTS),
-    *(pytest.param("redis", point, marks=pytest.mark.matrix) for point in POINTS),
+    *(pytest.param("redis", point, marks=pytest.mark.full) for point in POINTS),
     *(pytest.param("redis-cluster", point, marks=pytest.mark.long) for point in STORAGE_POINTS),
 ]
 

@@ -258,7 +258,7 @@ def test_a_missing_server_program_is_one_line_with_the_mend(tmp_path: Path) -> N
 
 
 # SIGHUP has the handler of SIGTERM.
-TOLD_TO_END = [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.matrix)]
+TOLD_TO_END = [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize(("number", "code"), TOLD_TO_END)

@@ -89,7 +89,7 @@ def test_slots_move_under_the_user_and_the_password_that_the_command_has(scaled:
         require_rows(store, ROWS, records_of(ROWS))
 
 
-@pytest.mark.matrix
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_joins_and_leaves_a_cluster_that_speaks_tls(tmp_path: Path, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")

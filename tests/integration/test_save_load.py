@@ -394,7 +394,7 @@ def test_the_commands_say_in_one_line_what_is_wrong(small: LocalCluster, tmp_pat
 # --- S3 ---------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix  # the chain of test_checkpoint_s3 once more, written by shards
+@pytest.mark.full  # the chain of test_checkpoint_s3 once more, written by shards
 def test_shards_save_to_s3_and_load_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server")
     s3fs = pytest.importorskip("s3fs")

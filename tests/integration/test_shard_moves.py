@@ -24,7 +24,7 @@ KINDS = {"redis": "redis-server", "memcached": "memcached", "redis-cluster": "re
 NODES = {"redis": 2, "redis-cluster": 3}
 
 
-@pytest.fixture(params=["redis", "redis-cluster", pytest.param("memcached", marks=pytest.mark.matrix)])
+@pytest.fixture(params=["redis", "redis-cluster", pytest.param("memcached", marks=pytest.mark.full)])
 def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -> Iterator[LocalCluster]:
     require_server(KINDS[request.param])
     with LocalCluster(request.param, 3, shards=3, memory_mb=64) as made:

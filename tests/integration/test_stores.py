@@ -174,12 +174,12 @@ class TestPagedValkeyStore(_Servers, PagedStoreContract):
     kind = "valkey"
 
 
-@pytest.mark.matrix  # as Valkey answers
+@pytest.mark.full  # as Valkey answers
 class TestPagedRedisStore(_Servers, PagedStoreContract):
     kind = "redis"
 
 
-@pytest.mark.matrix  # pages as on one Valkey, nodes as in TestRedisClusterStore
+@pytest.mark.full  # pages as on one Valkey, nodes as in TestRedisClusterStore
 class TestPagedRedisClusterStore(_Servers, PagedStoreContract):
     kind = "redis-cluster"
     n_nodes = 3

@@ -73,7 +73,7 @@ class _OverTls(StoreContract):
             store.open(within(3))
 
 
-@pytest.mark.matrix  # TLS as in the others, buckets as on a cluster
+@pytest.mark.full  # TLS as in the others, buckets as on a cluster
 class TestRedisStoreOverTls(_OverTls, RepairContract, BucketedStoreContract):
     kind = "redis"
 

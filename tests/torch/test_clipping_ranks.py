@@ -91,7 +91,7 @@ def run(folder: Path, norm_type: float, which: str) -> tuple[list[np.ndarray], l
     return [np.array(of) for of in dense], [np.array(of) for of in rows], [error for _, error in outputs]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(float("inf"), marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(float("inf"), marks=pytest.mark.full)])
 def test_all_ranks_clip_by_one_norm_of_all_ranks_rows(tmp_path: Path, norm_type: float) -> None:
     dense, rows, _ = run(tmp_path, norm_type, "ours")
     assert np.array_equal(*dense), "the replicas stay equal"

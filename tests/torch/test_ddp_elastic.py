@@ -89,7 +89,7 @@ def url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.matrix  # five trainers, each of which imports torch
+@pytest.mark.full  # five trainers, each of which imports torch
 def test_trainers_join_and_leave_while_others_go_on(url: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         stays, killed, leaves = (stack.enter_context(Trainer(url, number, tmp_path)) for number in (1, 2, 3))

@@ -91,7 +91,7 @@ def main(url: str, rank: int, folder: Path, how: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fully_shard", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fully_shard", marks=pytest.mark.full)])
 def test_two_ranks_have_the_losses_of_one_process(how: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"output-{rank}.txt" for rank in range(N_RANKS)]

@@ -79,7 +79,7 @@ JOBS: dict[str, tuple[Make, bool, bool]] = {
     "adam": (partial(optim.Adam, lr=0.01), False, True),
     "adamw": (partial(optim.AdamW, lr=0.01), False, True),
 }
-CASES = [("memcached", job) for job in JOBS] + [pytest.param("redis", job, marks=pytest.mark.matrix) for job in JOBS]
+CASES = [("memcached", job) for job in JOBS] + [pytest.param("redis", job, marks=pytest.mark.full) for job in JOBS]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import sync_job
 import kvemb
 
 # One test of each storage kind runs the whole job: half a minute on two busy cores.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.matrix]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 N_TRAINERS = 2

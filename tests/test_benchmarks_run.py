@@ -7,7 +7,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS, main
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.full
 
 _ONCE = ("--repeats", "1")
 TINY: dict[str, Sequence[str]] = {
