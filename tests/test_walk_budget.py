@@ -20,7 +20,8 @@ from kvemb.config import load
 from kvemb.local_cluster.launcher import LocalCluster
 from paramserver.lifecycle.start import start
 
-BUDGET = {"pull: functions": 117, "pull: files": 26, "pull: frames to the socket": 11, "push: functions": 415, "push: files": 103}
+# One function of a pull is `as_items`, which three of its steps spelled out before.
+BUDGET = {"pull: functions": 118, "pull: files": 26, "pull: frames to the socket": 11, "push: functions": 415, "push: files": 103}
 
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("kvemb", "paramserver"))
