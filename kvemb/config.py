@@ -1,6 +1,6 @@
 """kvemb.yaml: one file that names the cluster, its storage, its parameter servers and its tables; validated whole at load.
 
-Every message holds the path of the wrong key. Secrets are named by environment variable here and resolved by whoever opens a
+Every message holds the path of the wrong key. Secrets are named by environment variable here and resolved where a program opens a
 connection (`StorageConfig.password`); they are in no repr. The environment is read through the mapping that the caller passes.
 """
 
@@ -21,7 +21,7 @@ from kvemb.tls_config import TlsConfig, parse_tls
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text, for want of a dot; everybody who writes `lr: 1e-3` means a number. And a key that stands twice is
+    """YAML 1.1 reads 1e-3 as text, for want of a dot; `lr: 1e-3` is meant as a number. And a key that stands twice is
     refused, where PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
@@ -55,7 +55,7 @@ class StorageConfig:
             MB. A shard has it for every piece of a batch, and makes pieces smaller where storage is slow.
         username, password: of Redis; resolved from the environment.
         allow_row_loss: connect to nodes whose settings can lose rows (eviction, slab moves). Lost rows are brought back by the batch that
-            touches them, and all of a node's after memcached moved a slab page. Until then pulls see them made anew.
+            touches them, and all of a node's after memcached moved a slab page. Until then pulls give the initializer's rows for them.
         on_lost_node: what connecting and a trainer's pull do while a node is down or the parameter servers bring its rows back. "wait": for
             it within the call's timeout; "fail": at once.
         tls: how connections to the nodes are encrypted; None: they are not.
@@ -95,7 +95,7 @@ class ServersConfig:
         journal_max_mb: size of a shard's journal at which it takes a local checkpoint and discards what that holds.
         metrics_port: where Prometheus scrapes a shard, on the host that the shard listens on; 0: nowhere. Of several shards that `shards`
             gives one host, the first has this port, the next the one above, and so on.
-        tls: how connections to the shards are encrypted, and who may do what; None: they are not, and everybody may do everything.
+        tls: how connections to the shards are encrypted, and the roles of clients; None: plain, and every client may do everything.
         insecure: shards beyond this machine may be reached without encryption.
     """
 

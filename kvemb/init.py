@@ -83,7 +83,7 @@ def xavier_uniform(gain: float = 1.0, fan_in: int | None = None, fan_out: int | 
 
     Args:
         gain: scale.
-        fan_in: inputs of the layer; the table's dim by default. A framework takes the number of rows, which nobody knows
+        fan_in: inputs of the layer; the table's dim by default. A framework takes the number of rows, which is not known
             here. And a first value that depended on it would not be a pure function of the id.
         fan_out: outputs; the table's dim by default.
 

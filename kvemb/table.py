@@ -130,7 +130,7 @@ class Table:
 
         Raises:
             InvalidInputError: wrong shapes or dtypes, NaN or infinity (the first such id is named); nothing was sent.
-            KvembError: of an earlier push that failed while nobody waited for it; nothing of this push was sent.
+            KvembError: of an earlier push that failed while no call waited for it; nothing of this push was sent.
             ShardUnavailableError: a shard cannot be reached or has no room within the timeout; nothing was sent.
             ClosedError: this process is a fork of the one that connected.
         """
@@ -147,7 +147,7 @@ class Table:
 
         Raises:
             ShardUnavailableError, DeadlineExceededError: not within the time (`away_timeout_s` unless given); call it again.
-            KvembError: a push failed that nobody had waited for.
+            KvembError: a push failed that no call had waited for.
         """
         self._access.require_shards("flush").flush(timeout_s)
 

@@ -2,7 +2,7 @@
 
 What must not live here: sums over groups, for which ids must come in a defined order (kvemb.arrays.segment_sum).
 
-Strategy: every row writes its number into a table at its id's hash. Whoever is found there owns the place, and rows of the same id are
+Strategy: every row writes its number into a table at its id's hash. The number found there owns the place, and rows of the same id are
 done. Rows that find another id go on among themselves with another hash: about a fifth of those before, until few are left to sort. The ids
 stay in the order in which the batch has them, so that a gather of their rows walks memory forwards. In a batch without duplicates they are
 the batch. CPU time against `segment_sum.group` and its inverse: 0.25 to 0.4 times for 106,496 ids, 0.35 to 0.4 for 8192, 0.75 for 4096.

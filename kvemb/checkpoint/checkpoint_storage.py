@@ -211,7 +211,7 @@ class CheckpointStorage:
         raise AssertionError("unreachable")
 
     def _in_time(self, what: str, path: str, call: Callable[[], T], until: float) -> T:
-        """Return or raise what a call does, on a thread that nobody waits for after `until`."""
+        """Return or raise what a call does, on a thread that is not waited for after `until`."""
         outcome: Future[T] = Future()
 
         def run() -> None:

@@ -37,8 +37,7 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
     """Delete old checkpoints below a URL: of every cluster and kind all but the newest `keep`, and what those are built on.
 
     There are two kinds, which count apart: with the optimizer's state, from which training goes on, and weights-only exports. Checkpoints
-    that cannot be loaded (unfinished, damaged, or without their base) neither count nor go: they may be somebody's save under way, or
-    somebody's last copy.
+    that cannot be loaded (unfinished, damaged, or without their base) neither count nor go: they may be a save under way, or a last copy.
 
     Args:
         url: the folder that holds the checkpoints.
@@ -50,8 +49,8 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
         The names of those that were deleted, or would be.
 
     Raises:
-        CheckpointError: something could not be deleted. What is left is whole or has no manifest any more. A checkpoint goes before what it
-            is built on, so that no chain is ever broken.
+        CheckpointError: something could not be deleted. A checkpoint that remains is whole or has no manifest any more. A
+            checkpoint goes before its base, so that no chain is ever broken.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise InvalidInputError(f"keep is {keep!r}: at least 1 checkpoint is kept")
@@ -65,7 +64,7 @@ def prune(url: str, *, keep: int, like: CheckpointManifest | None = None, dry_ru
 
 
 def _superseded(there: Mapping[str, CheckpointManifest], keep: int, like: CheckpointManifest | None) -> list[str]:
-    """Return the names of those that may go, a checkpoint before what it is built on; `there` is in the order of time."""
+    """Return the names of those that may go, a checkpoint before its base; `there` is in the order of time."""
     chains = {name: _chain(name, there) for name in there}
     kinds: dict[tuple[str, bool], list[str]] = {}
     for name, chain in chains.items():
@@ -101,7 +100,7 @@ def _look_at(storage: CheckpointStorage) -> Listed:
 
 
 def _delete(storage: CheckpointStorage, manifest: CheckpointManifest) -> None:
-    """Delete what the manifest names, itself first: what is left then is no checkpoint any more."""
+    """Delete what the manifest names, itself first: the files that remain are no checkpoint any more."""
     storage.delete(MANIFEST)
     for path in [entry.path for entry in manifest.files] + [fragment_path(cut.shard) for cut in manifest.cuts]:
         storage.delete(path)

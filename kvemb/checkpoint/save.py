@@ -1,7 +1,7 @@
 """Saving a cluster, seen from the client: tells every shard to save, waits, and writes the manifest once all are done.
 
 A save that was broken off leaves `saving.json` and the shards' fragments. `resume` goes on with it: shards that were done stay done, the
-others are cut anew. Without `resume` a new save takes its place.
+others are cut again. Without `resume` a new save takes its place.
 """
 
 import logging
@@ -82,7 +82,7 @@ def save(
     told = dict.fromkeys(shards, SaveStatusRequest(info.save_id, True))
     saving.servers.try_each(
         "SaveStatus", told, SaveReply, Deadline.after(_CALL_S)
-    )  # for their figures; who does not hear it reports the one before
+    )  # for their figures; a shard that does not hear it reports the one before
     return SaveResult(storage.url, manifest, time.monotonic() - begun)
 
 
@@ -149,7 +149,7 @@ def _info(
 
 
 def _noted(storage: CheckpointStorage) -> Fields:
-    """Return what the save that is to be resumed has noted of itself."""
+    """Return the notes of the save that is to be resumed."""
     begin = f"{storage!r}: there is nothing to resume: {{}}. Begin again, without resume"
     if storage.size(SAVING) is None:
         raise CheckpointError(begin.format("no save was begun here, or it was ended before it had noted anything"))

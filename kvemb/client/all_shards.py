@@ -92,7 +92,7 @@ class AllShards:
         """Go by a map that was read elsewhere, where there is no storage to read it from.
 
         Raises:
-            ConfigError: nobody says where one of its shards is; the map before is followed still.
+            ConfigError: no address is known for one of its shards; the map before is followed still.
         """
         with self._lock:
             self._follow(cluster_map)

@@ -86,7 +86,11 @@ def _look(pairs: Words, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) ->
 
 
 def _look_on(tag_words: Words, pairs: Words, ids: Ids, left: Places, places: Places, buckets: Places, tags: NDArray[np.uint64]) -> Places:
-    """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets; return who must go on."""
+    """Look for the ids numbered `left` in their buckets and those behind them; fill in places and buckets.
+
+    Returns:
+        Of the ids that are neither found nor proven absent: their numbers, int64 [m].
+    """
     width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(tag_words)
     near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones
     words = tag_words.take(near, mode="wrap")

@@ -95,7 +95,7 @@ class RecordCache:
         found, self._kept = self._kept, None
         if not len(self.records):
             return
-        if at is None:  # nobody says that the ids in this array are still those that were looked up
+        if at is None:  # the ids in this array may not be those that were looked up any more
             found = self._places.find(ids)
             at = self._at(found)
         new = np.flatnonzero(at < 0)

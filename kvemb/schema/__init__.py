@@ -1,1 +1,1 @@
-"""What a table is: its definition, the bytes of its records, the keys they are stored under, and pages. Pure."""
+"""A table's definition, the bytes of its records, the keys they are stored under, and pages. Pure."""

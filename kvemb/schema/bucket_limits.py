@@ -1,7 +1,7 @@
 """Up to where a server keeps a hash as one compact string, and what the tables in its buckets want of that. Pure.
 
 Redis and Valkey: hash-max-listpack-value, the longest value, and hash-max-listpack-entries, the most fields. A compact table's records must
-be within both. Hashes of hundreds of fields must not be, whoever's they are: they are searched from their beginning. So the entries that
+be within both. Hashes of hundreds of fields must not be, in any table: they are searched from their beginning. So the entries that
 suit everybody lie between what a compact bucket may hold by chance and what is still searched as fast as a hash table.
 """
 

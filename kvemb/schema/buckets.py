@@ -43,7 +43,7 @@ def buckets_for(expected_rows: int | None, record_bytes: int, layout: str = "fas
     """Return how many buckets a table has: a power of two.
 
     Args:
-        expected_rows: how many rows the table will have, roughly; None when nobody said.
+        expected_rows: how many rows the table will have, roughly; None: not known.
         record_bytes: of one row.
         layout: "fast" or "compact".
 

@@ -1,10 +1,10 @@
 """The cluster map: which node holds each slot, which shard writes it, and what is changing. Pure; no I/O.
 
-Every process of a cluster routes by one such map, and every node holds a copy. The digest of who has what is in the nodes' markers, so a
+Every process of a cluster routes by one such map, and every node holds a copy. The digest of the owners is in the nodes' markers, so a
 batch that was routed by another map fails. On Redis Cluster the nodes' half is the cluster's own: the map has only the shards', and no
 marker names it.
 
-As bytes a half is its runs: where each begins, and who has it.
+As bytes a half is its runs: where each begins, and its owner.
 """
 
 from collections.abc import Sequence
@@ -46,14 +46,14 @@ class ClusterMap:
     """One map; make the first of a cluster with `first`.
 
     Args:
-        serial: of who has what, which markers name: the first has 1, each later one the next.
+        serial: of the owners, which markers name: the first has 1, each later one the next.
         n_nodes: numbers given to storage nodes, those gone included; 0 on a cluster that moves its own slots.
         slot_nodes: uint16 [16384], which of them holds each slot; of no meaning with n_nodes = 0.
         n_shards: numbers given to parameter-server shards, those gone included; a process with a higher one waits to be taken in.
         slot_shards: uint16 [16384], which of them writes each slot.
         version: of all of it: the first map has 1, and whatever changes, plans included, makes the next. The highest counts.
-        places: where each node is; () while nobody has said it.
-        shards: where each shard is; () while nobody has said it: where kvemb.yaml says.
+        places: where each node is; () while no address is noted.
+        shards: where each shard is; () while no address is noted: where kvemb.yaml says.
         plan: a move under way.
         n_node_moves: how many of the last serials changed nothing but nodes.
 
@@ -102,13 +102,13 @@ class ClusterMap:
         """Return where each shard is, "" for those that are gone.
 
         What a command has said comes first. Then the address that was noted, if kvemb.yaml still names it; then the one at the shard's
-        position there, unless that one is known to be another shard's (whoever edits the file need not leave holes); then the noted one.
+        position there, unless that one is known to be another shard's (an edit of the file need not leave holes); then the noted one.
 
         Args:
             in_file: the addresses that kvemb.yaml says; more of them than the map has shards are of processes that wait.
 
         Raises:
-            ConfigError: nobody says where a shard is.
+            ConfigError: no address is known for a shard.
 
         Example:
             >>> ClusterMap.first(1, 2).shard_places(["a:1", "b:1", "c:1"])
@@ -142,7 +142,7 @@ class ClusterMap:
         return self.serial - self.n_node_moves
 
     def free_shards(self, n: int) -> tuple[int, ...]:
-        """The numbers that the next shards get which join: those that nobody has any more come first.
+        """The numbers of the next shards that join: numbers of shards that are gone come first.
 
         Example:
             >>> ClusterMap.first(1, 2).free_shards(2)
@@ -158,7 +158,7 @@ class ClusterMap:
 
     @cached_property
     def digest(self) -> int:
-        """64-bit digest of who has what, without addresses and plans.
+        """64-bit digest of the owners, without addresses and plans.
 
         Nodes are digested by their numbers: a node may move to another address (a new container IP) and keep its rows. The number in the
         marker tells when two addresses were swapped.
@@ -190,7 +190,7 @@ class ClusterMap:
 
     @property
     def _shards_of_plan(self) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-        """Who writes each slot when a plan begins, and when it is done; both the same where none moves slots between shards."""
+        """The shard that writes each slot when a plan begins, and when it is done; both the same where none moves slots between shards."""
         plan = self.plan
         if plan is None or plan.kind != SHARDS:
             return self.slot_shards, self.slot_shards

@@ -43,7 +43,7 @@ class RowTags:
     Args:
         tags: of each table.
         which: uint16 [n], whose each row is.
-        names: of each table, for messages; () where nobody said them.
+        names: of each table, for messages; () where none are known.
         placements: of each table.
     """
 
@@ -65,7 +65,7 @@ class RowKeys:
         tag: the table's 3 characters; b"" of several.
         ids: uint64 [n].
         tables: of several: whose the rows are.
-        name: the table's, for messages; "" of several, or where nobody said it.
+        name: the table's, for messages; "" of several, or where it is not known.
         placement: the table's; of several each has its own.
     """
 

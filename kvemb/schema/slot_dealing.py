@@ -3,8 +3,8 @@
 The one dealer, and the one kind of plan: of nodes under a map of ours, of a Redis Cluster's nodes, of shards.
 
 Slots move in aligned groups of neighbours. The rows of a table of few buckets lie in every 64th slot or so: groups of that width have one
-such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. Who has too much
-only gives, who lacks some only takes: no shard can do both in one move (docs/adr/0062).
+such slot each, whatever the table. Groups are taken from all over the range, so that no table loses more than its share. A shard with too
+much only gives, one with too little only takes: no shard can do both in one move (docs/adr/0062).
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,7 +91,7 @@ def shares_of(
         weights: shares by address.
 
     Raises:
-        InvalidInputError: an address is none of theirs, or a new one is one already; or nobody would have slots.
+        InvalidInputError: an address is none of theirs, or a new one is one already; or no owner would have slots.
     """
     noun, owners, named = kind.removesuffix("s"), {**there, **joining}, ", ".join(there.values())
     for address in [*leave, *(weights or {})]:
@@ -127,10 +127,10 @@ def kept_shares(
 
 
 def deal(owners: NDArray[np.uint16], sizes: NDArray[np.uint64], weights: Mapping[int, float]) -> NDArray[np.uint16]:
-    """Return who is to own each slot: uint16 [16384].
+    """Return the future owner of each slot: uint16 [16384].
 
     Args:
-        owners: uint16 [16384], who does now.
+        owners: uint16 [16384], the present ones.
         sizes: uint64 [16384], bytes in each slot.
         weights: of every owner that is to have slots, its share; others end with none.
 

@@ -60,7 +60,7 @@ class TableDef:
             are never taken for another's.
         init_algorithm: which version of the algorithm draws the first values. A table keeps the one that it was made with.
         n_buckets: of a table without num_ids: where storage can, its rows are fields of so many hashes (`kvemb.schema.buckets`), a power
-            of two; None: as many as when nobody says how many rows there will be. No identity, but fixed for the table's life.
+            of two; None: as many as without an expected number of rows. No identity, but fixed for the table's life.
         layout: of such a table: "fast", or "compact" for buckets of some dozens of rows, which take less memory. As n_buckets, no identity.
 
     Raises:
@@ -252,7 +252,7 @@ class TableDef:
         return replace(self, init_algorithm=existing.init_algorithm)
 
     def laid_out(self, expected_rows: object, layout: str | None = None) -> "TableDef":
-        """Return the same definition with as many buckets as such a number of rows wants, roughly, in this layout; None = nobody said.
+        """Return the same definition with as many buckets as such a number of rows wants, roughly, in this layout; None: not known.
 
         Raises:
             InvalidInputError: it is no number of rows, or no layout; the table has num_ids; or see `buckets_for`.

@@ -149,7 +149,7 @@ class Store(Repairable, ABC):
 
         Raises:
             NotProvisionedError: no node has a marker.
-            ConfigError: nobody says where a node of the cluster map is.
+            ConfigError: no address is known for a node of the cluster map.
             NodeLostError, WrongNodeError, NodeSuspectError, UnsafeNodeError, NodeUnavailableError, DeadlineExceededError.
         """
 

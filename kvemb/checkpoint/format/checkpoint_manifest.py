@@ -60,7 +60,7 @@ def part_path(table: str, shard: int, part: int, role: str = ROWS) -> str:
 
 
 def fragment_path(shard: int) -> str:
-    """Return the path of what one shard has finished while a save is under way."""
+    """Return the path of a shard's finished part while a save is under way."""
     return f"shard-{shard}.json"
 
 

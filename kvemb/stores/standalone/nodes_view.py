@@ -106,7 +106,7 @@ def places_of(cluster_map: ClusterMap, in_file: Sequence[str], numbers: Mapping[
         numbers: of addresses that answered: the number that the marker says, None where there is none. Others are missing.
 
     Raises:
-        ConfigError: nobody says where a node is.
+        ConfigError: no address is known for a node.
 
     Example:
         >>> places_of(ClusterMap.first(2, 1, ("a:1", "b:1")), ["b:1"], {"b:1": 1})
