@@ -80,6 +80,7 @@ def to_float32(stored: NDArray[Any], name: str) -> NDArray[np.float32]:
         raise InvalidInputError(f"{name} weights are stored as {_DTYPES[name].str}, got {stored.dtype.str}")
     if name != "bfloat16":
         return stored.astype(np.float32, copy=False)
+    # a bfloat16 is the upper half of a float32: uint32 of the same shape, shifted there
     wide: NDArray[np.uint32] = np.left_shift(stored, 16, out=np.empty(stored.shape, np.uint32), dtype=np.uint32)
     return wide.view(np.float32)
 
@@ -117,6 +118,7 @@ def round_nearest(weights: NDArray[np.float32], name: str) -> NDArray[Any]:
             part = flat[block]
             flat_out[block] = np.where(np.isinf(part), part, np.clip(part, -65504.0, 65504.0))
         else:
+            # the bits of the float32 plus half a unit of the last bit that stays, less one where that bit is even
             bits = flat[block].view(np.uint32)
             flat_out[block] = _narrow_bfloat16(bits, ((bits >> _HALF) & np.uint32(1)) + np.uint32(0x7FFF))
     return out
@@ -170,7 +172,7 @@ def round_stochastic(
     out = np.empty(weights.shape, dtype)
     for block in row_blocks(*weights.shape):
         bits = np.ascontiguousarray(weights[block]).view(np.uint32)
-        lanes = _lanes(states[block], weights.shape[1])
+        lanes = _lanes(states[block], weights.shape[1])  # uint32 [rows of the block, d]: a draw for each weight
         if name == "bfloat16":
             out[block] = _narrow_bfloat16(bits, lanes >> _HALF)
         else:

@@ -45,7 +45,7 @@ class Groups:
         """For each row the position of its id in `ids`: intp [m]."""
         if self.order is None:
             return self.starts
-        steps = np.zeros(len(self.order), np.intp)
+        steps = np.zeros(len(self.order), np.intp)  # [m]: in sorted order, 1 where the next id begins; summed: which id it is
         steps[self.starts[1:]] = 1
         inverse = np.empty_like(steps)
         inverse[self.order] = np.cumsum(steps, out=steps)
@@ -80,7 +80,7 @@ def group_by_id(ids: NDArray[np.uint64]) -> Groups:
         return Groups(ids, None, np.arange(len(ids), dtype=np.intp))
     order = _ascending(ids)
     ascending = ids[order]
-    first = np.empty(len(ids), np.bool_)
+    first = np.empty(len(ids), np.bool_)  # [m]: in sorted order, whether an id begins there
     first[0] = True
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
     starts = np.flatnonzero(first)
@@ -93,7 +93,7 @@ def _ascending(ids: NDArray[np.uint64]) -> NDArray[np.intp]:
         return np.argsort(ids, kind="stable")
     order: NDArray[np.intp] | None = None
     for shift in (0, 16, 32, 48):
-        digit = (ids >> np.uint64(shift)).astype(np.uint16)
+        digit = (ids >> np.uint64(shift)).astype(np.uint16)  # [m]: 16 bits of each id, the lowest ones first
         if order is None:
             order = np.argsort(digit, kind="stable")
         elif (digit != digit[0]).any():
@@ -126,13 +126,14 @@ def segment_sum(ids: NDArray[np.uint64], grads: NDArray[np.float32]) -> tuple[ND
 
 def _fold(rows: NDArray[np.float32], order: NDArray[np.intp], starts: NDArray[np.intp], lengths: NDArray[np.intp]) -> NDArray[np.float32]:
     """Sum rows[order[starts[i] : starts[i] + lengths[i]]] for every i, through runs of at most _FAN rows."""
-    n_runs = -(-lengths // _FAN)
+    n_runs = -(-lengths // _FAN)  # [n]: runs of each id, the last of which may be shorter
     if len(lengths) == 0 or int(n_runs.max()) == 1:
         return _sum_runs(rows, order, starts, lengths)
+    # run_starts [n]: of each id its first run; within, run_lengths [runs]: of each run its number within its id, and its rows
     run_starts = np.cumsum(n_runs) - n_runs
     within = np.arange(int(n_runs.sum())) - np.repeat(run_starts, n_runs)
     run_lengths = np.minimum(np.repeat(lengths, n_runs) - within * _FAN, _FAN)
-    sums = _sum_runs(rows, order, np.repeat(starts, n_runs) + within * _FAN, run_lengths)
+    sums = _sum_runs(rows, order, np.repeat(starts, n_runs) + within * _FAN, run_lengths)  # float32 [runs, d], those of an id side by side
     return _fold(sums, np.arange(len(sums)), run_starts, n_runs)
 
 
@@ -142,7 +143,7 @@ def _sum_runs(
     """The same for runs of 1 to _FAN rows, one after another: round r adds the r-th row of all runs that have one."""
     # take: brackets gather rows of [m, d] at a quarter of its speed; mode="clip": the default one gathers through a buffer.
     out = rows.take(order[starts], axis=0, mode="clip")
-    longer = np.flatnonzero(lengths > 1)
+    longer = np.flatnonzero(lengths > 1)  # the runs that have a row to be added in this round
     for at in range(1, _FAN):
         if len(longer) == 0:
             break

@@ -49,11 +49,11 @@ def unique(ids: NDArray[np.uint64]) -> Unique:
     if len(ids) < _HASH_FROM:
         order, starts, inverse = _sorted(ids)
         return Unique(ids.take(order.take(starts)), inverse)
-    owners = _owners(ids, 0)
+    owners = _owners(ids, 0)  # [m]: for each row the row that stands for its id
     own = owners == np.arange(len(ids))
     if own.all():
         return Unique(ids, None)
-    positions = np.cumsum(own)
+    positions = np.cumsum(own)  # [m]: of an owner its position among the owners, counted from 1
     positions -= 1
     return Unique(ids[own], positions.take(owners))
 
@@ -73,7 +73,7 @@ def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
     if bool((found.ids[1:] > found.ids[:-1]).all()):
         return found
     order = np.argsort(found.ids)  # not the stable kind: without equal ids there is one order, and this one uses vector instructions
-    places = np.empty_like(order)
+    places = np.empty_like(order)  # [n]: where each unique id comes to stand
     places[order] = np.arange(len(order))
     return Unique(found.ids.take(order), places if found.inverse is None else places.take(found.inverse))
 
@@ -84,10 +84,11 @@ def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:
         order, starts, inverse = _sorted(ids)
         return order.take(starts).take(inverse)
     bits = len(ids).bit_length() + 1
+    # places [m]: of each row its hash, a place of a table at least twice as large as the batch
     places = ((ids * _FACTORS[attempt]) >> np.uint64(64 - bits)).view(np.intp)
     table = np.empty(1 << bits, np.intp)  # only places that were written to are read
-    table[places] = np.arange(len(ids))
-    owners = table.take(places)
+    table[places] = np.arange(len(ids))  # the last row of a place stays
+    owners = table.take(places)  # [m]: for each row the row found at its place
     # All rows of an id meet the same owner, so that it is of their id for all of them, or for none.
     left = np.flatnonzero(ids.take(owners) != ids)
     if len(left):
@@ -99,10 +100,10 @@ def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     """Sort ids: uint64 [m], at least 1. Return the order, [m]; where in it each id's rows begin, [n]; for each row which id it has, [m]."""
     order = np.argsort(ids)  # not the stable kind: which of an id's rows comes first does not matter, and this one uses vector instructions
     in_order = ids.take(order)
-    first = np.empty(len(ids), np.bool_)
+    first = np.empty(len(ids), np.bool_)  # [m]: in sorted order, whether an id begins there
     first[0] = True
     np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
-    number = np.cumsum(first, dtype=np.intp)
+    number = np.cumsum(first, dtype=np.intp)  # [m]: in sorted order, which unique id it is
     number -= 1
     inverse = np.empty_like(order)
     inverse[order] = number

@@ -166,7 +166,7 @@ class _OneLayout:
         result = self._result
         each = [one.definition.record.header_words(one.ids) for one in self._wanted]
         expected = each[0] if len(each) == 1 else np.concatenate(each)
-        words = result.records[:, :4].view("<u4")[:, 0]
+        words = result.records[:, :4].view("<u4")[:, 0]  # [k]: the first word of each record, in order of arrival
         wrong = words != (expected if result.order is None else expected.take(result.order))
         if not (wrong & result.found).any():
             return
@@ -194,6 +194,7 @@ class _OneLayout:
             weights = as_items(definition.record.weights(records))
         if self._result.found.all():
             return weights
+        # missing [q]: the rows that storage does not have, in the order of the keys, so that each table's are a run of it, up to its end
         missing = np.flatnonzero(~(self._result.found if self._at is None else self._result.found.take(self._at)))
         ends = np.searchsorted(missing, [rows.stop for rows in self._bounds]).tolist()
         for one, rows, (start, stop) in zip(self._wanted, self._bounds, pairwise([0, *ends]), strict=True):

@@ -30,7 +30,7 @@ def home(ids: Ids, n_buckets: int) -> tuple[Places, NDArray[np.uint64]]:
     hashes, scratch = ids ^ _KEY, np.empty_like(ids)
     mix64_inplace(hashes, scratch)
     tags = np.maximum(np.bitwise_and(hashes, _255, out=scratch), _1, out=scratch)
-    hashes >>= _32
+    hashes >>= _32  # the upper half, from 0 to 2**32 - 1; times n_buckets / 2**32 it is the bucket
     hashes *= np.uint64(n_buckets)  # below 2**64: a table has fewer than 2**32 buckets
     hashes >>= _32
     return hashes.view(np.int64), tags
@@ -48,18 +48,19 @@ def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
         The place that holds each id, -1 for none, and the bucket where its probes end: int64 [n] each.
     """
     buckets, tags = home(ids, len(tag_words))
-    tags *= _EVERY_01
+    tags *= _EVERY_01  # uint64 [n]: the tag in each of the 8 bytes
     words = tag_words.take(buckets, mode="clip")
-    alike = zero_bytes(words ^ tags)
+    alike = zero_bytes(words ^ tags)  # uint64 [n]: a bit for each place of the bucket whose tag is the id's
     places, found = _look(pairs, ids, buckets, alike)
+    # on, bool [n]: the search goes on: the bucket is full, or has further places of that tag, and the id is not found yet
     on = words > LAST_TAKEN
     on |= alike != 0
     on &= np.invert(found, out=found)
     np.putmask(places, found, -1)
-    left = on.nonzero()[0]
+    left = on.nonzero()[0]  # int64 [m]: the numbers of those ids
     while len(left) > _FEW:
         alike[left] &= alike[left] - _1  # the first of them was another id
-        on = left[alike[left] == 0]
+        on = left[alike[left] == 0]  # no place of their bucket remains: the next bucket, if this one is full
         left, on = left[alike[left] != 0], on[tag_words[buckets[on]] > LAST_TAKEN]
         buckets[on] = (buckets[on] + 1) % len(tag_words)
         alike[on] = zero_bytes(tag_words[buckets[on]] ^ tags[on])
@@ -75,8 +76,8 @@ def probe(tag_words: Words, pairs: Words, ids: Ids) -> tuple[Places, Places]:
 def _look(pairs: Words, ids: Ids, buckets: Places, alike: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
     """Compare ids with the first place of their buckets whose tag is theirs."""
     lowest = np.negative(alike)
-    lowest &= alike
-    lowest -= _1
+    lowest &= alike  # the lowest mark alone
+    lowest -= _1  # as many bits as lie below it: 8 a place, and 7
     some = alike != 0
     places = buckets * WIDTH
     places += np.bitwise_count(lowest) >> 3
@@ -92,11 +93,13 @@ def _look_on(tag_words: Words, pairs: Words, ids: Ids, left: Places, places: Pla
         Of the ids that are neither found nor proven absent: their numbers, int64 [m].
     """
     width, n_buckets = max(_FEWEST_NEXT, min(_FEW // len(left), len(_NEXT_BUCKETS))), len(tag_words)
+    # near, words [m, width]: the buckets of each id from its own on, and their tags
     near = buckets[left][:, None] + _NEXT_BUCKETS[:width]  # from n_buckets on: the first ones
     words = tag_words.take(near, mode="wrap")
-    marks = zero_bytes(words ^ tags[left][:, None]).reshape(-1)
+    marks = zero_bytes(words ^ tags[left][:, None]).reshape(-1)  # [m * width], a byte for each place
     marks >>= _7  # as booleans, among which NumPy finds those that are set several times faster than among bytes
     hits = marks.view(np.bool_).nonzero()[0]  # numbers of places, row after row
+    # at, whose [h]: of each place with the tag of an id its number in the table, and the number of that id
     at = near.reshape(-1).take(hits >> 3) % n_buckets * WIDTH + (hits & 7)
     whose = left[hits // (WIDTH * width)]
     same = pairs.take(2 * at, mode="clip") == ids[whose]

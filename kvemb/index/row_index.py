@@ -145,7 +145,7 @@ class RowIndex:
         n_rows = self._n_rows
         for block in _blocks(len(ids)):
             places = self._find(ids[block])[0]
-            at = 2 * places[places >= 0] + 1
+            at = 2 * places[places >= 0] + 1  # where the versions of the known ids stand among the pairs
             self._n_rows -= int(np.count_nonzero(self._pairs[at] != _ERASED))
             self._pairs[at] = _ERASED
         return n_rows - self._n_rows
@@ -163,7 +163,7 @@ class RowIndex:
             >>> sorted(index.since(2)[0].tolist())
             [7, 9]
         """
-        pairs = self._pairs.reshape(-1, 2)
+        pairs = self._pairs.reshape(-1, 2)  # [places, 2]: id and version
         at = np.flatnonzero(pairs[:, 1] >= np.uint64(version))  # an empty place may have kept anything, see `_rebuild`
         at = at[(self._tags.view(np.uint8)[at] != 0) & (pairs[at, 1] != _ERASED)]
         return pairs[at, 0], pairs[at, 1]
@@ -208,8 +208,8 @@ class RowIndex:
         return probe(self._tags, self._pairs, ids)
 
     def _versions(self, places: Places) -> Versions:
-        versions = self._pairs.take(2 * places + 1, mode="clip")
-        none = versions == _ERASED
+        versions = self._pairs.take(2 * places + 1, mode="clip")  # [n]: of an id without a place some other's
+        none = versions == _ERASED  # bool [n]: those that do not exist
         none |= places < 0
         versions[none] = 0
         return versions
@@ -217,7 +217,7 @@ class RowIndex:
     def _rows(self, buckets: slice) -> tuple[Ids, Versions]:
         """Copies of what stands in some buckets."""
         pairs = self._pairs.reshape(-1, 2)[buckets.start * WIDTH : buckets.stop * WIDTH]
-        live = self._tags[buckets].view(np.uint8) != 0
+        live = self._tags[buckets].view(np.uint8) != 0  # bool [places of these buckets]: holds an id that is not erased
         live &= pairs[:, 1] != _ERASED
         return pairs[live, 0], pairs[live, 1]
 
@@ -250,12 +250,13 @@ class RowIndex:
         self._n_used += len(ids)
         self._layout += 1
         while len(ids):
+            # n_taken [m]: the taken places of each id's bucket, which are its first ones
             n_taken = WIDTH - np.bitwise_count(zero_bytes(self._tags[buckets])).astype(np.int64)
             full = n_taken == WIDTH
             if full.any():
                 buckets = (buckets + full) % len(self._tags)
                 continue
-            at = buckets * WIDTH + n_taken
+            at = buckets * WIDTH + n_taken  # [m]: the place that each id claims
             self._pairs[2 * at] = ids
             won = self._pairs[2 * at] == ids
             self._pairs[2 * at[won] + 1] = versions[won]
@@ -281,10 +282,11 @@ class RowIndex:
 
     def _fill(self, ids: Ids, versions: Versions, window: slice, n_buckets: int) -> tuple[Ids, Versions]:
         """Put rows into empty buckets, in the order of their hashes; return the few that belong elsewhere or find no room there."""
-        buckets, tags = home(ids, n_buckets)
+        buckets, tags = home(ids, n_buckets)  # [n] each
         rows = np.argsort(buckets, kind="stable")  # they are nearly in order, which this one makes use of
         buckets = buckets[rows]
         first, last = np.searchsorted(buckets, (window.start, window.stop))
+        # at [k]: of the rows whose bucket is in the window, in order, the first place from their bucket on that no row before them has
         rank = np.arange(last - first)
         at = np.maximum.accumulate(buckets[first:last] * WIDTH - rank) + rank
         n_fit = int(np.searchsorted(at, window.stop * WIDTH))
