@@ -75,6 +75,8 @@ SHOWN_BY = {
         "model": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
         "loader": f"{PREPARE}:test_named_features_are_looked_up_ahead_and_nothing_is_pulled_in_forward",
         "features": f"{PREPARE}:test_parts_of_a_batch_are_named_in_several_ways",
+    },
+    "trainer/bridge/batches_ahead.py:AheadOptions": {
         "consistency": f"{CONSISTENCY}:test_exact_has_the_losses_of_training_without_prefetch_bit_for_bit",
         "k": f"{CONSISTENCY}:test_bounded_never_lacks_more_than_k_batches",
         "threads_num": f"{PREPARE}:test_as_many_threads_pull_as_was_said",

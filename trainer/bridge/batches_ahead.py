@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from kvemb.errors import InvalidInputError
 
 from ..lookahead.consistency import Bounded, Consistency, Exact, Stale, check_consistency
 from ..lookahead.loader_runs import LoaderRuns
 from ..lookahead.pipeline import Pipeline, Waited
-from ..lookahead.pool_sizes import Sizes
+from ..lookahead.pool_sizes import AUTO, Sizes
 from ..lookahead.prefetch import check_executor, size_of
 from ..lookahead.pull_threads import Executor
 from ..lookahead.rows_ahead import RowsAhead
@@ -51,9 +51,31 @@ class Mode:
         return Stale(pulls) if self.k is None else Bounded(pulls, self.k)
 
 
+class AheadOptions(TypedDict, total=False):
+    """How rows are pulled ahead: what `prepare` of every bridge takes by these names.
+
+    Args:
+        consistency: what rows may lack when their batch is used. "stale", the default: what is pushed for the `capacity` batches before it,
+            and what else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do; for
+            clusters in sync mode. Given the same draws, training is then what it is without `prepare`, bit for bit.
+        k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
+        threads_num: pulls at a time, 1 to 8; "auto", the default, measures and chooses.
+        capacity: batches that may lie ready or be pulled beyond the one in use; "auto", the default, chooses, within 256 MB.
+        executor: runs the pulls instead of threads of our own.
+        report: measures the steps while the result is iterated, and says at the end of each run what to turn.
+    """
+
+    consistency: str
+    k: int | None
+    threads_num: int | str
+    capacity: int | str
+    executor: Executor | None
+    report: StepReport | None
+
+
 @dataclass(frozen=True)
 class Ahead:
-    """How batches are prepared, checked: what `prepare` of every bridge takes by these names."""
+    """`AheadOptions`, checked."""
 
     mode: Mode
     sizes: Sizes
@@ -64,12 +86,12 @@ class Ahead:
 def checked_ahead(
     cluster: Any,
     *,
-    consistency: str,
-    k: int | None,
-    threads_num: int | str,
-    capacity: int | str,
-    executor: Executor | None,
-    report: StepReport | None,
+    consistency: str = "stale",
+    k: int | None = None,
+    threads_num: int | str = AUTO,
+    capacity: int | str = AUTO,
+    executor: Executor | None = None,
+    report: StepReport | None = None,
 ) -> Ahead:
     """Check the options of a `prepare`, all of them before anything is begun.
 

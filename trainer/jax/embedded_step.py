@@ -14,7 +14,7 @@ never again. The last row is always zeros: it stands for padding.
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,11 @@ from numpy.typing import NDArray
 
 from kvemb.errors import InvalidInputError
 
-from ..bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
+from ..bridge.batches_ahead import Ahead, AheadOptions, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import AckPort, ClusterPort, TablePort
 from ..bridge.pushed_steps import MAX_UNAPPLIED
 from ..bridge.shared_lookups import Asked, LookupResult
 from ..bridge.step_tables import OwnProcess, StepTables, asked_of
-from ..lookahead.pool_sizes import AUTO
-from ..lookahead.pull_threads import Executor
-from ..report.step_report import StepReport
 from .optax_names import follows_schedule, of_all_gradients
 
 _LEAST = 8
@@ -340,20 +337,14 @@ def embed(
 def prepare(
     step: EmbeddedStep,
     loader: Iterable[Any],
-    *,
-    consistency: str = "stale",
-    k: int | None = None,
-    threads_num: int | str = AUTO,
-    capacity: int | str = AUTO,
-    executor: Executor | None = None,
-    report: StepReport | None = None,
+    **options: Unpack[AheadOptions],
 ) -> BatchesAhead:
     """Pull the rows of batches before they are used; the step and the loop stay as they are.
 
     Args:
         step: made by `embed`.
         loader: any iterable of batches.
-        consistency, k, threads_num, capacity, executor, report: as `kvemb.torch.prepare`.
+        options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
         What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
@@ -367,7 +358,5 @@ def prepare(
     """
     if not isinstance(step, EmbeddedStep):
         raise InvalidInputError(f"step is {type(step).__name__}; give what kvemb.jax.embed returned")
-    ahead = checked_ahead(
-        step.cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
-    )
+    ahead = checked_ahead(step.cluster, **options)
     return step.ahead(loader, ahead)

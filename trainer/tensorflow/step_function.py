@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import tensorflow as tf
@@ -19,13 +19,10 @@ from tensorflow.python.eager import wrap_function  # WrappedFunction.prune, whic
 
 from kvemb.errors import InvalidInputError
 
-from ..bridge.batches_ahead import BatchesAhead, checked_ahead
+from ..bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
 from ..bridge.cluster_ports import TablePort
 from ..bridge.shared_lookups import Asked
 from ..bridge.step_tables import OwnProcess, asked_of
-from ..lookahead.pool_sizes import AUTO
-from ..lookahead.pull_threads import Executor
-from ..report.step_report import StepReport
 from .row_lookups import Slots, here, lookups_of, pull, rows_of, take
 
 _WHY = "its lookups are found by tracing it, so it must be what tf.function takes"
@@ -128,20 +125,14 @@ def function(python_function: Callable[..., Any]) -> StepFunction:
 def prepare(
     step: Callable[..., Any],
     dataset: Iterable[Any],
-    *,
-    consistency: str = "stale",
-    k: int | None = None,
-    threads_num: int | str = AUTO,
-    capacity: int | str = AUTO,
-    executor: Executor | None = None,
-    report: StepReport | None = None,
+    **options: Unpack[AheadOptions],
 ) -> BatchesAhead:
     """Pull the rows of a dataset's batches before they are used. What the step looks up is found by tracing it; the loop stays as it is.
 
     Args:
         step: what is called with each batch: made by `function`, a tf.function, or plain Python that could be one.
         dataset: any iterable of batches, a tf.data.Dataset for one. Its first element is looked at.
-        consistency, k, threads_num, capacity, executor, report: as `kvemb.torch.prepare`.
+        options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
         What to iterate instead of the dataset; a context manager.
@@ -159,9 +150,7 @@ def prepare(
     if len(clusters) != 1:
         raise InvalidInputError(f"the step looks up in {len(tables)} tables of {len(clusters)} clusters; prepare is for tables of one")
     (cluster,) = clusters.values()
-    ahead = checked_ahead(
-        cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
-    )
+    ahead = checked_ahead(cluster, **options)
     shared = lookups_of(cluster).shared
     return BatchesAhead(dataset, traced.asked, lambda: [shared], ahead.mode.of(cluster, lambda: shared.state), ahead)
 

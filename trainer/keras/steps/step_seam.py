@@ -14,18 +14,15 @@ prepare: `fit` with rows that are pulled while the steps before theirs run.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 import numpy as np
 
-from ...bridge.batches_ahead import BatchesAhead, checked_ahead
+from ...bridge.batches_ahead import AheadOptions, BatchesAhead, checked_ahead
 from ...bridge.pushed_steps import GradientPart, PushedSteps
 from ...bridge.shared_lookups import LookupResult, SharedLookups
 from ...bridge.step_tables import OwnProcess
-from ...lookahead.pool_sizes import AUTO
-from ...lookahead.pull_threads import Executor
-from ...report.step_report import StepReport
 from ..layers.rows_at_hand import RowsAtHand
 from .fed_batches import AskedByLayers, FitAhead, capacity_of, fed_of, look_up, wanted_of
 from .ids_plan import Feature, IdsPlan, layers_over_tables
@@ -240,13 +237,7 @@ def _nothing() -> None:
 
 def prepare(
     model: Any,
-    *,
-    consistency: str = "stale",
-    k: int | None = None,
-    threads_num: int | str = AUTO,
-    capacity: int | str = AUTO,
-    executor: Executor | None = None,
-    report: StepReport | None = None,
+    **options: Unpack[AheadOptions],
 ) -> BatchesAhead:
     """Pull the rows of batches before `fit` comes to them; data, callbacks and the call of `fit` stay as they are.
 
@@ -255,7 +246,7 @@ def prepare(
 
     Args:
         model: that `distribute` has connected.
-        consistency, k, threads_num, capacity, executor, report: as `kvemb.torch.prepare`.
+        options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
         What pulls: its `report` says what was chosen and measured, its `staleness` how old rows were.
@@ -271,7 +262,5 @@ def prepare(
         print(ahead.report)
     """
     connected = connected_of(model)
-    ahead = checked_ahead(
-        connected.shared.cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
-    )
+    ahead = checked_ahead(connected.shared.cluster, **options)
     return connected.fit_ahead.prepare(ahead)

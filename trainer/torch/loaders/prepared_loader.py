@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -26,13 +26,10 @@ from torch import nn
 
 from kvemb.errors import InvalidInputError
 
-from ...bridge.batches_ahead import Ahead, BatchesAhead, checked_ahead
+from ...bridge.batches_ahead import Ahead, AheadOptions, BatchesAhead, checked_ahead
 from ...bridge.shared_lookups import Asked, SharedLookups
 from ...lookahead.consistency import Exact
-from ...lookahead.pool_sizes import AUTO
-from ...lookahead.pull_threads import Executor
 from ...lookahead.rows_ahead import RowsAhead
-from ...report.step_report import StepReport
 from ..lookup.table_module import TableModule, modules_by_table, share_lookups
 from ..modules.table_collection import TableCollection
 from .batch_trace import Trace, TracedPlan
@@ -180,12 +177,7 @@ def prepare(
     loader: Iterable[Any],
     *,
     features: Features | None = None,
-    consistency: str = "stale",
-    k: int | None = None,
-    threads_num: int | str = AUTO,
-    capacity: int | str = AUTO,
-    executor: Executor | None = None,
-    report: StepReport | None = None,
+    **options: Unpack[AheadOptions],
 ) -> Prepared:
     """Pull the rows of batches before they are used. The model and the training loop stay as they are.
 
@@ -196,14 +188,7 @@ def prepare(
             function of the batch that returns the module's argument, or a tuple of its arguments. None for a module whose rows are
             pulled when it is called. Without `features`, the first batch is watched while it is used. `Prepared.report` says what was
             found, and why where nothing was.
-        consistency: what rows may lack when their batch is used. "stale": what is pushed for the `capacity` batches before it, and what
-            else happens since. "bounded": k batches of any shard. "exact": nothing of what steps and this connection do; for clusters
-            in sync mode. Given the same draws, training is then what it is without `prepare`, bit for bit.
-        k: batches, with "bounded"; every pull and every batch then cost one more small call to each shard.
-        threads_num: pulls at a time, 1 to 8; "auto" measures and chooses.
-        capacity: batches that may lie ready or be pulled beyond the one in use; "auto" chooses, within 256 MB.
-        executor: runs the pulls instead of threads of our own.
-        report: measures the steps while the result is iterated, and says at the end of each run what to turn.
+        options: `AheadOptions`: consistency, k, threads_num, capacity, executor, report.
 
     Returns:
         What to iterate instead of the loader; a context manager, with the length of the loader if that has one.
@@ -226,8 +211,6 @@ def prepare(
         looked up ahead: the model: batch['words']
     """
     cluster = share_lookups(modules_by_table(model)).cluster
-    ahead = checked_ahead(
-        cluster, consistency=consistency, k=k, threads_num=threads_num, capacity=capacity, executor=executor, report=report
-    )
+    ahead = checked_ahead(cluster, **options)
     plan = None if features is None else named_plan(model, features)
     return Prepared(loader, model, plan, ahead)
