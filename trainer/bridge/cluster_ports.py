@@ -1,7 +1,4 @@
-"""What this bridge needs of a table, a cluster and an ack: `kvemb` has them; tests may bring their own. No code here.
-
-What modules that declare their tables need of a cluster: types only.
-"""
+"""What this bridge needs of a table, a cluster and an ack: `kvemb` has them; tests may bring their own. No code here."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
@@ -9,8 +6,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.init import Initializer
-from kvemb.optim import OptimizerSpec
 from kvemb.schema.table_def import TableDef
 
 Prefetched = Mapping[str, tuple[NDArray[Any], NDArray[np.uint64]]]
@@ -151,32 +146,4 @@ class TablePort(Protocol):
 
     def pull(self, ids: NDArray[Any], *, return_versions: Literal[True]) -> tuple[NDArray[np.float32], NDArray[np.uint64]]:
         """Fetch rows [n, dim] and their versions [n]; ids that no push created have their initial rows and version 0."""
-        ...
-
-
-class CreatedTable(TablePort, Protocol):
-    """A table whose gradients may travel in 16 bits: `kvemb.Table`."""
-
-    def set_wire_dtype(self, name: str) -> None:
-        """Choose how gradients travel."""
-        ...
-
-
-class TableCreator(Protocol):
-    """What is needed of a cluster: `kvemb.Cluster.create_table`."""
-
-    def create_table(
-        self,
-        name: str,
-        *,
-        dim: int,
-        optimizer: OptimizerSpec,
-        initializer: Initializer | None,
-        dtype: str,
-        seed: int,
-        reduce: str,
-        num_ids: int | None,
-        exist_ok: bool,
-    ) -> CreatedTable:
-        """Create a table, or open it."""
         ...

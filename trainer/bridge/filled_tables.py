@@ -14,7 +14,7 @@ rows that were trained are not overwritten by a trainer that joins or starts aga
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,23 +58,7 @@ class Weights(Protocol):
         ...
 
 
-class AssignPort(Protocol):
-    """What the transfer of weights needs of a table."""
-
-    def assign(self, ids: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
-        """Set rows."""
-        ...
-
-    def pull(self, ids: NDArray[np.int64], *, return_versions: Literal[True]) -> Any:
-        """Fetch rows [n, dim] and versions [n]."""
-        ...
-
-    def __len__(self) -> int:
-        """The number of rows that exist."""
-        ...
-
-
-def assign_padding(table: AssignPort, site: Weights) -> None:
+def assign_padding(table: "Table", site: Weights) -> None:
     """Set the rows that pad, and do not exist yet, to what the module has there: zeros, which no initializer gives.
 
     Every trainer does; all have the same, and no push of a module that pads changes them.
@@ -85,7 +69,7 @@ def assign_padding(table: AssignPort, site: Weights) -> None:
         assign_weights(table, site, ids[versions == 0])
 
 
-def assign_weights(table: AssignPort, site: Weights, ids: NDArray[np.int64]) -> None:
+def assign_weights(table: "Table", site: Weights, ids: NDArray[np.int64]) -> None:
     """Set the rows of these ids to the model's."""
     n_chunk = chunk_rows(site)
     for low in range(0, len(ids), n_chunk):
@@ -93,7 +77,7 @@ def assign_weights(table: AssignPort, site: Weights, ids: NDArray[np.int64]) -> 
         table.assign(chunk, site.rows_of(chunk))
 
 
-def wait_assigned(table: AssignPort, site: Weights) -> None:
+def wait_assigned(table: "Table", site: Weights) -> None:
     """Return when all rows are there, whoever assigns them.
 
     Raises:
@@ -119,7 +103,7 @@ def chunk_rows(site: Weights) -> int:
     return min(max(1, CHUNK_BYTES // (4 * site.dim)), CHUNK_ROWS)
 
 
-def _exist(table: AssignPort, ids: NDArray[np.int64]) -> bool:
+def _exist(table: "Table", ids: NDArray[np.int64]) -> bool:
     return bool(table.pull(ids, return_versions=True)[1].all())
 
 

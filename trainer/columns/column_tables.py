@@ -5,14 +5,17 @@ What must not live here: lookups (`column_kinds`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvemb import optim
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TableCreator, TablePort
+from ..bridge.cluster_ports import TablePort
 from .column_kinds import EmbeddingColumn
+
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
 
 DENSE_MOST = 1 << 30
 """Up to so many buckets a table is dense: most of its rows will come to exist, and pages suit them."""
@@ -45,7 +48,7 @@ class ColumnTable:
         """How rows are combined."""
         return self.columns[0].combiner
 
-    def create(self, cluster: TableCreator, reduce: str) -> TablePort:
+    def create(self, cluster: "Cluster", reduce: str) -> TablePort:
         """Create the table, or open it where it exists with the same identity."""
         first = self.columns[0]
         n_ids = first.source.num_buckets

@@ -7,7 +7,7 @@ Source: tf.compat.v1.feature_column.input_layer, and tf.contrib's functions of t
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ..bridge.cluster_ports import TableCreator, TablePort
+from ..bridge.cluster_ports import TablePort
 from ..columns.column_kinds import (
     BucketizedColumn,
     CategoricalColumn,
@@ -30,12 +30,15 @@ from ..columns.column_tables import ColumnOptions, tables_of
 from ..columns.feature_values import MISSING_INTEGER
 from .embedding_lookups import fused_safe_embedding_lookup_sparse
 
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
+
 Features = Mapping[str, Any]
 
 
 def column_tables(
     feature_columns: Iterable[DenseColumn],
-    cluster: TableCreator,
+    cluster: "Cluster",
     *,
     optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
     reduce: str = "sum",

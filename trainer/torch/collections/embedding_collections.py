@@ -8,12 +8,15 @@ Source: torchrec.modules.embedding_modules (interface only).
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ...bridge.cluster_ports import TableCreator
 from ..lookup.parameter_walks import eager
 from ..modules.table_collection import TableCollection
 from .jagged_tensors import JaggedTensor, KeyedTensor
 from .keyed_recipes import BagRecipe, EmbeddingBagConfig, EmbeddingConfig, KeyedJagged, SequenceRecipe
+
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
 
 
 class EmbeddingBagCollection(TableCollection[BagRecipe]):
@@ -43,7 +46,7 @@ class EmbeddingBagCollection(TableCollection[BagRecipe]):
         (['seen', 'liked', 'ad'], (2, 10), [0.0, 0.0, 0.0, 0.0])
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig], cluster: TableCreator, *, is_weighted: bool = False) -> None:
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], cluster: "Cluster", *, is_weighted: bool = False) -> None:
         recipe = BagRecipe(tables, is_weighted)  # refuses before a table is created
         super().__init__([config.create(cluster) for config in tables], recipe)
 
@@ -92,7 +95,7 @@ class EmbeddingCollection(TableCollection[SequenceRecipe]):
         ((3, 4), (3, 2, 4))
     """
 
-    def __init__(self, tables: Sequence[EmbeddingConfig], cluster: TableCreator) -> None:
+    def __init__(self, tables: Sequence[EmbeddingConfig], cluster: "Cluster") -> None:
         recipe = SequenceRecipe(tables)
         super().__init__([config.create(cluster) for config in tables], recipe)
 

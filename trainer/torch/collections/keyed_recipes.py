@@ -12,7 +12,7 @@ need_indices. Nor what TorchRec needs for placing tables on devices. Source: tor
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.cluster_ports import TableCreator, TablePort
+from ...bridge.cluster_ports import TablePort
 from ..modules.pooling import LookedUp, LookUp, exporting, pool
 from .jagged_tensors import JaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
 
 POOLINGS = ("sum", "mean")
 
@@ -58,7 +61,7 @@ class EmbeddingConfig:
             raise InvalidInputError(f"table {self.name!r}: feature_names must be a list of names, got one str")
         object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
 
-    def create(self, cluster: TableCreator) -> TablePort:
+    def create(self, cluster: "Cluster") -> TablePort:
         """Create the table, or open it where it exists with the same identity."""
         return cluster.create_table(
             self.name,

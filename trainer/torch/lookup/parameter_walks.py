@@ -30,6 +30,8 @@ from torch.nn.utils import clip_grad
 
 from kvemb.errors import InvalidInputError
 
+from ...bridge.cluster_ports import TablePort
+
 log = logging.getLogger("kvemb")
 _NAME = "waiting_rows"
 STAND_IN = "rows_in_cluster"
@@ -41,22 +43,13 @@ _IN_BACKWARD = {"_apply_optimizer_in_backward", "apply_optimizer_in_backward"}  
 _DEPTH = 16  # calls from torch's functions to here, through generators of modules inside of modules
 
 
-class NamedTable(Protocol):
-    """A table that has a name, for messages."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-
 class HasLeaves(Protocol):
     """What waits for a step of one table's rows: `pending_lookups.PendingLookups`."""
 
     leaves: list[Tensor]
 
     @property
-    def table(self) -> NamedTable:
+    def table(self) -> TablePort:
         """The table."""
         ...
 

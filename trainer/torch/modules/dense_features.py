@@ -10,18 +10,21 @@ Source: tf.feature_column, and HybridBackend's options of the same names (interf
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from ...bridge.cluster_ports import TableCreator
 from ...columns.column_kinds import DenseColumn, EmbeddingColumn, checked_dense_columns
 from ...columns.column_tables import ColumnOptions, tables_of
 from ..lookup.parameter_walks import eager
 from .column_recipe import ColumnRecipe, Feature
 from .table_collection import TableCollection
+
+if TYPE_CHECKING:
+    from kvemb.cluster import Cluster
 
 
 class DenseFeatures(TableCollection[ColumnRecipe]):
@@ -57,7 +60,7 @@ class DenseFeatures(TableCollection[ColumnRecipe]):
     def __init__(
         self,
         feature_columns: Iterable[DenseColumn],
-        cluster: TableCreator,
+        cluster: "Cluster",
         *,
         optimizer: OptimizerSpec | Mapping[str, OptimizerSpec] | None = None,
         reduce: str = "sum",
