@@ -1,20 +1,74 @@
-"""How the shards of a sync job stop at one step before slots move, as a state machine, for an exhaustive search. docs/adr/0062.
+"""How the shards of a sync job stop at one step before slots move, for an exhaustive search that runs their own code. docs/adr/0062.
 
-Two shards that are there, the giver and another one; one that joins and takes. Trainers push step after step, a part to each shard; a
-shard hands a step out when it has all of its parts, and then writes it to its journal. What else a hand-over is made of is in `shard_move`:
-here it is one phase more, and the flip.
+Two shards that are there, the giver and another one; one that joins and takes. What each knows of its steps is the product's `SyncSteps`,
+and every event is one of its methods: which step is handed out, and when none is, is decided there and not here. Trainers push step after
+step, a part to each shard; a shard that hands a step out then writes it to its journal. What else a hand-over is made of is in
+`shard_move`: here it is one phase more, and the flip.
 
 Slots may move between nodes, too. Nobody stops then: shards and trainers see it one after the other, at any time.
 """
 
 from collections.abc import Iterator
+from functools import cache, cached_property
 from typing import NamedTuple
+
+from paramserver.ingest.sync_steps import AT_LAST, UNKNOWN, Membership, SyncSteps
+from paramserver.model.batch import PartTicket, Push, ReceivedPart
 
 NONE, HOLDING, DRAINING, FLIPPED, ABORTED = "none", "holding", "draining", "flipped", "aborted"
 OVER = (FLIPPED, ABORTED)
 GIVER, OTHER, TAKER = 0, 1, 2
 THERE = (GIVER, OTHER)
 WINDOW = 2  # steps that a trainer has on their way
+TIMEOUT_S = 30.0  # no time passes here
+
+
+@cache
+def push(trainer: int, step: int) -> Push:
+    """A trainer's push for a step; the same one whenever it is asked for, so that states that are alike are equal."""
+    return Push(str(trainer), 1, step, (ReceivedPart((), PartTicket(step, 0, 0)),), 0.0)
+
+
+def members(n_trainers: int) -> tuple[tuple[str, int], ...]:
+    return tuple((str(trainer), 1) for trainer in range(n_trainers))
+
+
+def by_map(steps: SyncSteps, phase: str, last: int) -> SyncSteps:
+    """What a shard does once it has seen a phase, as `StepsByMap` says; with the flip it refuses what waits for its step."""
+    if phase in (HOLDING, DRAINING):
+        return steps.hold_behind(last if phase == DRAINING else 0)
+    return steps.clear().go_on() if phase == FLIPPED else steps.go_on()
+
+
+def joined(steps: SyncSteps, n_trainers: int) -> SyncSteps:
+    """After the hellos of all trainers."""
+    for name, incarnation in members(n_trainers):
+        steps, _ = steps.join(name, incarnation)
+    return steps
+
+
+class Known:
+    """What a process knows of its steps; one object for states of the product that are alike, so that a search compares them at once."""
+
+    def __init__(self, steps: SyncSteps) -> None:
+        self.steps = steps
+
+    @cached_property
+    def next(self) -> tuple[int, "Known | None"]:
+        """The step that it hands out by now, and what it knows then; (0, None) for none. Outcomes are nothing that steps go by."""
+        after, step = self.steps.next_step()
+        for one in step:
+            after = after.settled(one, 0.0)
+        return (after.released, known(after)) if step else (0, None)
+
+
+def known(steps: SyncSteps) -> Known:
+    return _known(steps, tuple(steps.places.items()))
+
+
+@cache
+def _known(steps: SyncSteps, places: tuple[object, ...]) -> Known:
+    return Known(steps)
 
 
 class Shard(NamedTuple):
@@ -23,20 +77,40 @@ class Shard(NamedTuple):
     Args:
         saw: the phase of the newest map that it has seen, which its folder holds.
         got: of each trainer, its last step that came in.
-        released: the last step handed out by this process.
+        known: what this process knows of steps.
         journaled: the last one in its journal.
-        unknown: whether steps were handed out by a process before this one, and by this one none.
         crashes: how often it may still die.
         nodes: how many moves of nodes it has seen.
     """
 
-    saw: str = NONE
-    got: tuple[int, ...] = (0, 0)
-    released: int = 0
+    saw: str
+    got: tuple[int, ...]
+    known: Known
     journaled: int = 0
-    unknown: bool = False
     crashes: int = 0
     nodes: int = 0
+
+    @property
+    def steps(self) -> SyncSteps:
+        return self.known.steps
+
+    @property
+    def released(self) -> int:
+        """The last step handed out."""
+        return max(self.steps.released, self.journaled)
+
+    def started_anew(self, last: int) -> "Shard":
+        """After a crash, when all trainers have said hello again; they send what is in no journal."""
+        n = len(self.got)
+        steps = by_map(SyncSteps.first(n, TIMEOUT_S, Membership(n, members(n), complete=True)), self.saw, last)
+        return self._replace(got=(self.journaled,) * n, known=known(joined(steps, n)), crashes=max(0, self.crashes - 1))
+
+
+def shards_of(n_trainers: int, phase: str = NONE, giver: int = 0, other: int = 0) -> tuple[Shard, ...]:
+    """Giver, other and taker at the start of a job; of the taker nobody knows yet."""
+    got, new = (0,) * n_trainers, SyncSteps.first(n_trainers, TIMEOUT_S)
+    there = known(joined(new, n_trainers))
+    return Shard(phase, got, there, crashes=giver), Shard(phase, got, there, crashes=other), Shard(phase, got, known(new))
 
 
 class Trainer(NamedTuple):
@@ -72,7 +146,7 @@ class State(NamedTuple):
 
     phase: str = NONE
     last: int = 0
-    shards: tuple[Shard, ...] = (Shard(), Shard(), Shard())
+    shards: tuple[Shard, ...] = shards_of(2)
     reports: frozenset[tuple[int, str, int]] = frozenset()
     trainers: tuple[Trainer, ...] = (Trainer(), Trainer())
     n_steps: int = 3
@@ -133,29 +207,31 @@ def all_reported(state: State, phase: str) -> bool:
 def shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
     shard = state.shards[number]
     if shard.saw != state.phase:
-        yield f"see {state.phase}", _with(state, number, looked(shard, state.phase))
+        yield f"see {state.phase}", _with(state, number, looked(state, number))
     if shard.nodes != state.nodes and number in THERE:
         yield "see the nodes", _with(state, number, shard._replace(nodes=state.nodes))
-    if number in THERE and not shard.unknown:
-        if shard.saw == HOLDING:
-            yield from _told(state, number, HOLDING, shard.released)
-        if shard.saw == DRAINING and shard.journaled == shard.released >= state.last:
-            yield from _told(state, number, DRAINING, shard.released)
-    following = due(state, number)
-    if all(got >= following for got in shard.got) and may_hand_out(state, shard, following):
-        yield f"hand out step {following}", _with(state, number, shard._replace(released=following, unknown=False))
+    held = shard.steps.held
+    if number in THERE:
+        if shard.saw == HOLDING and held.phase != UNKNOWN:
+            yield from _told(state, number, HOLDING, held.last)
+        if shard.saw == DRAINING and held.phase == AT_LAST and shard.journaled == shard.released:
+            yield from _told(state, number, DRAINING, held.last)
+    step, after = shard.known.next
+    if after is not None:
+        assert step == due(state, number), f"shard {number} hands out step {step}: {state}"
+        yield f"hand out step {step}", _with(state, number, shard._replace(known=after))
     if shard.journaled < shard.released:
         yield f"journal step {shard.released}", _with(state, number, shard._replace(journaled=shard.released))
     if shard.crashes:
-        at = shard.journaled
-        again = shard._replace(got=(at,) * len(shard.got), released=at, unknown=at > 0, crashes=shard.crashes - 1)
-        yield "crash and start", _with(state, number, again)
+        yield "crash and start", _with(state, number, shard.started_anew(state.last))
 
 
-def looked(shard: Shard, phase: str) -> Shard:
-    """The shard once it has seen a phase: with the flip it refuses what waits for its step."""
-    at = shard.released
-    return shard._replace(saw=phase, got=(at,) * len(shard.got) if phase == FLIPPED else shard.got)
+def looked(state: State, number: int) -> Shard:
+    """The shard once it has seen the phase in force; the taker was told of the job's members before the flip."""
+    shard, n = state.shards[number], len(state.trainers)
+    got = (shard.released,) * n if state.phase == FLIPPED else shard.got
+    steps = shard.steps.expect(members(n)) if number == TAKER and state.phase == FLIPPED else shard.steps
+    return shard._replace(saw=state.phase, got=got, known=known(by_map(steps, state.phase, state.last)))
 
 
 def due(state: State, number: int) -> int:
@@ -167,13 +243,6 @@ def due(state: State, number: int) -> int:
     assert len(first) <= 1, f"trainers begin at different steps at the taker: {state}"
     assert first <= {state.last + 1}, f"the taker begins at step {first}, the giver ended at step {state.last}: {state}"
     return state.last + 1
-
-
-def may_hand_out(state: State, shard: Shard, step: int) -> bool:
-    """Whether a shard that has a whole step hands it out."""
-    if shard.saw == DRAINING:
-        return not shard.unknown and step <= state.last
-    return shard.saw != HOLDING
 
 
 def _told(state: State, number: int, phase: str, step: int) -> Iterator[tuple[str, State]]:
@@ -228,7 +297,8 @@ def _arrives(state: State, number: int, to: int) -> Iterator[tuple[str, State]]:
     same_map = (shard.saw == FLIPPED) == (trainer.bases is not None)
     if step <= trainer.pushed and same_map and (not state.by_nodes or shard.nodes == trainer.nodes):
         got = (*shard.got[:number], step, *shard.got[number + 1 :])
-        yield f"step {step} comes in at shard {to}", _with(state, to, shard._replace(got=got))
+        steps = shard.steps if str(number) in shard.steps.places else shard.steps.join(str(number), 1)[0]
+        yield f"step {step} comes in at shard {to}", _with(state, to, shard._replace(got=got, known=known(steps.add(push(number, step)))))
 
 
 def _with(state: State, number: int, shard: Shard) -> State:

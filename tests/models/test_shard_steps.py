@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paramserver.ingest.sync_steps import UNKNOWN
 from tests.models.search import reachable, stuck
 from tests.models.shard_steps import (
     ABORTED,
@@ -13,12 +14,13 @@ from tests.models.shard_steps import (
     HOLDING,
     NONE,
     OTHER,
+    TAKER,
     THERE,
-    Shard,
     State,
     Trainer,
     is_over,
     require_sound,
+    shards_of,
     steps,
 )
 
@@ -26,9 +28,7 @@ Steps = Callable[[State], Iterator[tuple[str, State]]]
 
 
 def first(*, giver: int = 0, other: int = 0, trainers: int = 2, n_steps: int = 1, phase: str = NONE) -> State:
-    got = (0,) * trainers
-    shards = (Shard(phase, got, crashes=giver), Shard(phase, got, crashes=other), Shard(phase, got))
-    return State(phase, shards=shards, trainers=(Trainer(),) * trainers, n_steps=n_steps)
+    return State(phase, shards=shards_of(trainers, phase, giver, other), trainers=(Trainer(),) * trainers, n_steps=n_steps)
 
 
 STARTS = {
@@ -92,9 +92,10 @@ def unknown_is_none(state: State) -> Iterator[tuple[str, State]]:
     yield from steps(state)
     for number in THERE:
         shard = state.shards[number]
-        if shard.unknown and shard.saw == HOLDING and not any(one[:2] == (number, HOLDING) for one in state.reports):
+        unknown = shard.steps.held.phase == UNKNOWN
+        if unknown and shard.saw == HOLDING and not any(one[:2] == (number, HOLDING) for one in state.reports):
             yield "report too little", state._replace(reports=state.reports | {(number, HOLDING, 0)})
-        if shard.unknown and shard.saw == DRAINING and state.last == 0:
+        if unknown and shard.saw == DRAINING and state.last == 0:
             yield "report too early", state._replace(reports=state.reports | {(number, DRAINING, 0)})
 
 
@@ -109,8 +110,11 @@ def test_the_search_finds_what_is_wrong_with_lesser_ways_to_stop(wrong: Steps) -
 
 
 def test_a_shard_that_was_started_anew_hands_out_nothing_until_all_go_on() -> None:
-    held = Shard(saw=HOLDING, got=(2, 2), released=1, journaled=1, unknown=True)
-    state = State(HOLDING, shards=(held, Shard(saw=HOLDING), Shard()))
+    state = first(n_steps=2)
     for phase, last in ((HOLDING, 0), (DRAINING, 2)):
-        now = state._replace(phase=phase, last=last, shards=(held._replace(saw=phase), state.shards[OTHER], Shard()))
+        anew = state.shards[GIVER]._replace(saw=phase, journaled=1).started_anew(last)
+        shards = (anew, state.shards[OTHER], state.shards[TAKER])
+        now = state._replace(phase=phase, last=last, trainers=(Trainer(pushed=2),) * 2, shards=shards)
+        for trainer in range(2):
+            (now,) = (after for name, after in steps(now) if name == f"trainer {trainer}: step 2 comes in at shard {GIVER}")
         assert not [name for name, _ in steps(now) if name.startswith("giver: ") and "see" not in name]
