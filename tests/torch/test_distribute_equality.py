@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("torch.nn")  # not "torch": this directory could be taken for a package of that name
 
 import torch
+from ddp_job import train
 from torch import nn, optim
-from torch.nn import functional as F
 
 import kvemb
 from trainer.torch import distribute
@@ -53,19 +53,6 @@ def batches(*, all_ids: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torc
             users[:N_USERS], items[:N_ITEMS, 0] = rng.permutation(N_USERS), rng.permutation(N_ITEMS)
         labels = (liked[items[:, 0]] + 0.5 * taste[users[:, None], items].mean(axis=1) > 0).astype(np.float32)
         yield torch.from_numpy(users), torch.from_numpy(items), torch.from_numpy(labels)
-
-
-def train(model: nn.Module, optimizers: list[optim.Optimizer], *, all_ids: bool) -> list[float]:
-    losses = []
-    for users, items, labels in batches(all_ids=all_ids):
-        loss = F.binary_cross_entropy_with_logits(model(users, items), labels)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 Make = Callable[[Any], optim.Optimizer]
@@ -107,8 +94,8 @@ def test_losses_and_rows_are_those_of_the_original_model(cluster: kvemb.Cluster,
     their_optimizers, our_optimizers = optimizers(theirs), optimizers(ours)
     names = {"user": f"{job}.user", "items": f"{job}.items"}
     done = distribute(ours, cluster, min_rows=10, optimizer=our_optimizers[0], carry_weights=True, names=names, quiet=True)
-    expected = train(theirs, their_optimizers, all_ids=all_ids)
-    losses = train(ours, our_optimizers, all_ids=all_ids)
+    expected = train(theirs, batches(all_ids=all_ids), their_optimizers)
+    losses = train(ours, batches(all_ids=all_ids), our_optimizers)
     assert np.mean(expected[-20:]) < 0.97 * np.mean(expected[:20]), "it learns, so that equal losses mean something"
     exact = job == "sgd" and torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # elsewhere torch rounds twice
     np.testing.assert_allclose(losses, expected, rtol=0 if exact else 1e-5)
