@@ -32,7 +32,7 @@ MAY_CALL = {
     **dict.fromkeys(("Hello", "Push", "Bye", "LeftSession"), frozenset({TRAINER})),
     **dict.fromkeys(("Erase", "DropTable", "EraseTable", "EndDrop", "Load", "Repair"), frozenset({ADMIN})),
     **dict.fromkeys(("MoveSlots", "ReplaceNode", "AbortMove"), frozenset({ADMIN})),
-    **dict.fromkeys(("SlotEntries", "Watermarks", "LeftSessions"), frozenset({SHARD})),
+    **dict.fromkeys(("SlotEntries", "Watermarks", "LeftSessions", "MoveNews"), frozenset({SHARD})),
 }
 """Verb of the shards' service: roles that may call it."""
 

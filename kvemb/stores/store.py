@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvemb.config import StorageConfig
 from kvemb.coordination.markers import Identity, Marker
 from kvemb.coordination.shard_owners import newest_owner, owner_name
-from kvemb.errors import KvembError
+from kvemb.errors import KvembError, StorageError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.bucket_limits import BucketLimits
 from kvemb.schema.cluster_map import ClusterMap
@@ -287,9 +287,16 @@ class Store(Repairable, ABC):
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         """Write that value to every node."""
 
-    def get_meta_where_possible(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        """The same as `get_meta`, with None for nodes that do not answer: for values of which the newest copy counts."""
-        return self.get_meta(name, deadline)
+    def metas_where_possible(self, names: Sequence[str], deadline: Deadline) -> list[list[bytes | None]]:
+        """The copies of several values, with None for nodes that do not answer: for values of which the newest copy counts."""
+
+        def copies(name: str) -> list[bytes | None]:
+            try:
+                return self.get_meta(name, deadline)
+            except StorageError:
+                return []
+
+        return [copies(name) for name in names]
 
     def put_meta_where_possible(self, name: str, value: bytes, deadline: Deadline) -> None:
         """Write that value to the nodes that take it; raises StorageError where none does."""

@@ -166,6 +166,8 @@ class Saver:
             raise CheckpointError(f"shard {self._shard}: a save to {before.order.url} is under way; wait for its end")
         require_extra("pyarrow.parquet")
         storage = CheckpointStorage(order.url)
+        if self._store.cluster_map.plan is not None:
+            self._store.refresh_map(deadline)  # a move that has just ended is not said to go on
         self._refuse_in_mid_move()
         self._observer.follow(None)
         self._finished = _finished(storage, order, self._shard)

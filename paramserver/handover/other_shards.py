@@ -1,12 +1,19 @@
 """The other shards of the cluster, as a shard calls them: where they are by the map in force, and how the connections are encrypted."""
 
+from collections.abc import Iterable
+from contextlib import suppress
+
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import ServersConfig
+from kvemb.errors import KvembError
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
+from kvemb.protocol.messages import Empty
 from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply, WatermarksRequest
 from kvemb.protocol.shard_routing import MapSource
+
+_NEWS_TIMEOUT_S = 1.0
 
 
 class OtherShards:
@@ -43,3 +50,33 @@ class OtherShards:
             return channel.call(method, request, WatermarksReply, deadline)
         finally:
             channel.close()
+
+
+class MoveNews:
+    """Has other shards look at once when the map, or a report, has changed. Nobody waits for them: without it they look a little later.
+
+    The channels are kept while slots move. One thread.
+
+    Args:
+        others: makes channels to them.
+    """
+
+    def __init__(self, others: OtherShards) -> None:
+        self._others = others
+        self._channels: dict[int, ShardChannel] = {}
+
+    def tell(self, shards: Iterable[int]) -> None:
+        """Send them word."""
+        for shard in shards:
+            with suppress(KvembError):
+                channel = self._channels.get(shard)
+                if channel is None or channel.address != self._others.address_of(shard):
+                    self.close(shard)
+                    channel = self._channels[shard] = self._others.channel(shard)
+                channel.start("MoveNews", Empty(), Deadline.after(_NEWS_TIMEOUT_S))
+
+    def close(self, *shards: int) -> None:
+        """Close the channels to these shards; to all where none is named."""
+        for shard in shards or tuple(self._channels):
+            if (channel := self._channels.pop(shard, None)) is not None:
+                channel.close()

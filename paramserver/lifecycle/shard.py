@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from ..engine.repair_port import Pause
 from ..figures.shard_metrics import ShardMetrics
 from ..handover.given_rows import GivenRows
 from ..handover.giver_questions import GiverQuestions
-from ..handover.other_shards import OtherShards
+from ..handover.other_shards import MoveNews, OtherShards
 from ..handover.slot_entries import SlotEntries
 from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
@@ -104,9 +105,10 @@ class Shard:
         self._parts, self._store, self._data, self._on_fenced = parts, store, data, on_fenced
         sync, timeout_s, engine = parts.config.servers.mode == "sync", parts.config.storage.timeout_s, parts.engine
         self.fenced, self._erased_log = False, observer.erased_log
+        look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
-        self._mover = self._make_mover(offers, rows, observer)
+        self._mover = self._make_mover(offers, rows, observer, look.set)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
             parts.ingest,
@@ -126,10 +128,14 @@ class Shard:
         keep = partial(keep_map, data, check=still_ours)
         dropping = lambda: [table.name for table in parts.registry.dropping]  # noqa: E731
         planner = MovePlanner(store, self._metas, parts.config.servers.shards, dropping)
-        first = parts.shard == 0
-        left = LeftSessions(data, OtherShards(store, parts.config.servers).watermarks, still_ours)
-        carrier = MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, timeout_s=timeout_s) if first else None
-        moves = MoveHandlers(parts, store, carrier, offers)
+        others = OtherShards(store, parts.config.servers)
+        left = LeftSessions(data, others.watermarks, still_ours)
+        carrier = (
+            MoveCarrier(store, keep=keep, planner=planner, left=left, sync=sync, changed=look.set, timeout_s=timeout_s)
+            if parts.shard == 0
+            else None
+        )
+        moves = MoveHandlers(parts, store, carrier, offers, look.set)
         self._front, self._handlers = front, Handlers(parts, self._background, moves)
         self._follower = MapFollower(
             store,
@@ -138,6 +144,8 @@ class Shard:
             self._mover,
             keep=keep,
             wake=handover.wake,
+            look=look,
+            news=MoveNews(others),
             carry=None if carrier is None else carrier.carry,
             timeout_s=timeout_s,
         )
@@ -214,7 +222,7 @@ class Shard:
             timeout_s=parts.config.storage.timeout_s,
         )
 
-    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver) -> PlanWork:
+    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver, done: Callable[[], None]) -> PlanWork:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
         nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
@@ -238,7 +246,8 @@ class Shard:
             leaves=parts.ingest.gate.leaves,
         )
         questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
-        return PlanWork(store, nodes, HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports))
+        shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
+        return PlanWork(store, nodes, shards, done)
 
     def _joins(self) -> None:
         """Begin to take rows, as one whose rows are those of the newest load."""

@@ -1,9 +1,12 @@
 """The thread by which a shard follows the cluster map: looks for a newer one, keeps it in the data folder, reports its part of a plan.
 
-Shard 0's carries the plan on, too (`move_carrier`).
+It looks at once when something has changed: the apply thread has done its part, another shard has said so, shard 0 has changed the map.
+Otherwise it looks now and then, for what it was not told. Shard 0's carries the plan on, too (`move_carrier`).
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 
 from kvemb.coordination.move_report import MAX_TROUBLE, MoveReport, report_name
@@ -12,11 +15,12 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.store import Store
 
+from ..handover.other_shards import MoveNews
 from ..owned_thread import OwnedThread
 from .plan_work import PlanWork
 
-IDLE_S, BUSY_S = 0.25, 0.02
-_TELL_EVERY = 50  # looks, between two reports that only tell of progress
+_LOOK_S = 0.25
+_TELL_S = 1.0  # between two reports that only tell of progress
 _LOOK_TIMEOUT_S = 2.0
 log = logging.getLogger("paramserver")
 
@@ -31,6 +35,8 @@ class MapFollower:
         mover: does the shard's part.
         keep: keeps a map in the data folder.
         wake: makes the apply thread look at the map.
+        look: set where something has changed: the thread looks at once.
+        news: to the other shards.
         carry: carries a plan on; on shard 0 only.
         timeout_s: of one storage call.
     """
@@ -44,36 +50,48 @@ class MapFollower:
         *,
         keep: Callable[[ClusterMap], None],
         wake: Callable[[], None],
+        look: threading.Event,
+        news: MoveNews,
         carry: Callable[[], None] | None,
         timeout_s: float,
     ) -> None:
         self._store, self._shard, self._epoch, self._mover = store, shard, epoch, mover
-        self._keep, self._wake, self._carry, self._timeout_s = keep, wake, carry, timeout_s
+        self._keep, self._wake, self._due, self._news = keep, wake, look, news
+        self._carry, self._timeout_s = carry, timeout_s
         self._kept: ClusterMap | None = None
         self._told: MoveReport | None = None
-        self._said, self._n_looks = "", 0
-        self.thread = OwnedThread(self._run, name="kvemb-map")
+        self._told_s, self._said = 0.0, ""
+        self.thread = OwnedThread(self._run, name="kvemb-map", wakes=(self._due.set,))
 
     def _run(self) -> None:
-        while not self.thread.wait(BUSY_S if self._store.cluster_map.plan is not None else IDLE_S):
+        while True:
+            told = self._due.wait(_LOOK_S)
+            self._due.clear()
+            if self.thread.told_to_end:
+                return self._news.close()
             try:
-                self._look()
+                self._look(told=told)
                 self._said = ""
             except FencedError:
-                return  # the watch of the nodes says it
+                return self._news.close()  # the watch of the nodes says it
             except (KvembError, OSError) as error:
                 if self._said != (said := str(error)):
                     log.warning("the cluster map cannot be followed now: %s", said)
                 self._said = said
 
-    def _look(self) -> None:
-        self._store.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
+    def _look(self, *, told: bool) -> None:
+        if self._carry is None or not told:  # shard 0 has the newest, unless another process is shard 0 now
+            self._store.refresh_map(Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S)))
         cluster_map = self._store.cluster_map
         if cluster_map is not self._kept:
             if self._kept is None or cluster_map.version != self._kept.version:
+                if self._carry is not None:  # which has changed it, or has just started
+                    self._news.tell(shard for shard in cluster_map.shard_numbers if shard != self._shard)
                 self._keep(cluster_map)
             self._kept = cluster_map
             self._wake()
+        elif cluster_map.plan is None:
+            self._news.close()
         if cluster_map.plan is not None:
             self._report(cluster_map)
             if self._carry is not None:
@@ -85,12 +103,12 @@ class MapFollower:
         done = now.done and now.version == cluster_map.version
         rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)
         step, trouble = now.step if done else 0, self._mover.trouble[:MAX_TROUBLE]
-        report = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step)
-        self._n_looks += 1
-        told = self._told
+        report, told = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step), self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
-        if news or self._n_looks % _TELL_EVERY == 0:
+        if news or time.monotonic() - self._told_s >= _TELL_S:
             self._store.put_meta_where_possible(
                 report_name(self._shard), report.encode(), Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
             )
-            self._told = report
+            self._told, self._told_s = report, time.monotonic()
+            if self._carry is None and (report.done or report.trouble):
+                self._news.tell([0])

@@ -7,13 +7,14 @@ the nodes have.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from kvemb.coordination.move_report import MoveReport, newest_report, report_name
 from kvemb.coordination.shard_owners import newest_owner, owner_name
-from kvemb.errors import KvembError, MoveRefusedError
+from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import GONE, ClusterMap, NodePlace
 from kvemb.schema.move_plan import (
@@ -35,6 +36,7 @@ from .left_sessions import LeftSessions
 from .move_planner import MovePlanner, WantedMove
 
 _LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
+_GIVE_AGAIN_S = 1.0  # to nodes that have lost it since
 _AFTER = {
     NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
     SHARDS: {MOVING: DRAINING, HOLDING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
@@ -54,6 +56,7 @@ class MoveCarrier:
         planner: of the same store.
         left: keeps what shards that leave had taken of trainers.
         sync: whether the job is one.
+        changed: told when this process has changed the map.
         timeout_s: of one storage call.
     """
 
@@ -65,10 +68,13 @@ class MoveCarrier:
         planner: MovePlanner,
         left: LeftSessions,
         sync: bool,
+        changed: Callable[[], None],
         timeout_s: float,
     ) -> None:
         self._store, self._keep, self._planner, self._left, self._timeout_s = store, keep, planner, left, timeout_s
-        self._sync = sync
+        self._sync, self._changed = sync, changed
+        self._given: tuple[ClusterMap, float] | None = None  # what every node has, and since when
+        self._heard: tuple[int, list[MoveReport | None]] = 0, []
         self._lock = threading.Lock()
         self._said = self._taken_back = ""
 
@@ -153,10 +159,10 @@ class MoveCarrier:
         """See `LeftSessions.all_of`."""
         return self._left.all_of(shard)
 
-    def reports(self, n_shards: int) -> list[MoveReport | None]:
-        """Return what each shard said last of the map in force; None where its present process has said nothing."""
-        version = self._store.cluster_map.version
-        return [self._report(shard, version) for shard in range(n_shards)]
+    def heard(self, cluster_map: ClusterMap) -> list[MoveReport | None]:
+        """Return what each shard has said of this map, by the last look; None where its present process has said nothing."""
+        version, reports = self._heard
+        return reports if version == cluster_map.version else [None] * cluster_map.n_shards
 
     # --- from phase to phase ----------------------------------------------------------------------------------------------------
 
@@ -166,8 +172,10 @@ class MoveCarrier:
             now = self._store.cluster_map
             if now.plan is None:
                 return
-            self._publish(now)
-            reports = self.reports(now.n_shards)
+            if self._given is None or self._given[0] is not now or time.monotonic() - self._given[1] > _GIVE_AGAIN_S:
+                self._publish(now)
+            reports = self._reports(now)
+            self._heard = now.version, reports
             troubles = [f"shard {shard}: {one.trouble}" for shard, one in enumerate(reports) if one is not None and one.trouble]
             if now.plan.phase in _BEFORE_THE_FLIP and troubles:
                 self._abort(now, now.plan, troubles[0])
@@ -230,9 +238,12 @@ class MoveCarrier:
     def _follow(self, cluster_map: ClusterMap) -> None:
         self._keep(cluster_map)
         self._publish(cluster_map)
+        self._changed()
 
     def _publish(self, cluster_map: ClusterMap) -> None:
-        if missed := self._store.publish_map(cluster_map, Deadline.after(self._timeout_s)):
+        missed = self._store.publish_map(cluster_map, Deadline.after(self._timeout_s))
+        self._given = None if missed else (self._store.cluster_map, time.monotonic())
+        if missed:
             self._say(f"nodes do not have the newest map yet: {'; '.join(missed)}")
 
     def _say(self, text: str) -> None:
@@ -242,18 +253,18 @@ class MoveCarrier:
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 
-    def _report(self, shard: int, version: int) -> MoveReport | None:
-        name = report_name(shard)
-        try:
-            report = newest_report(self._store.get_meta_where_possible(name, self._deadline()))
-            if report is None or report.version != version:
-                return None
+    def _reports(self, now: ClusterMap) -> list[MoveReport | None]:
+        """What each shard has said of this map; None where its present process has said nothing."""
+        shards = range(now.n_shards)
+        names = [name(shard) for name in (report_name, owner_name) for shard in shards]
+        copies = self._store.metas_where_possible(names, self._deadline())
+        found: list[MoveReport | None] = []
+        for shard, reports, owners in zip(shards, copies, copies[now.n_shards :], strict=False):
             # Whoever claims a shard puts his record on every node before he begins: any of them will do.
-            owner = newest_owner(self._store.get_meta_where_possible(owner_name(shard), self._deadline()), shard)
-            return report if owner is not None and report.epoch == owner.epoch else None
-        except KvembError as error:
-            self._say(f"the reports of the shards cannot be read: {error}")
-            return None
+            report, owner = newest_report(reports), newest_owner(owners, shard)
+            ours = report is not None and owner is not None and (report.version, report.epoch) == (now.version, owner.epoch)
+            found.append(report if ours else None)
+        return found
 
     def _deadline(self) -> Deadline:
         return Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))

@@ -1,6 +1,8 @@
 """A shard's part in plans of either kind. What is done for one that moves slots between nodes is `slot_mover`'s, between shards
 `handover_work`'s."""
 
+from collections.abc import Callable
+
 from kvemb.schema.move_plan import SHARDS
 from kvemb.stores.store import Store
 
@@ -14,10 +16,11 @@ class PlanWork:
     Args:
         store: open; says which map is in force.
         nodes, shards: see above.
+        done: told when the shard has done its part of a phase.
     """
 
-    def __init__(self, store: Store, nodes: SlotMover, shards: HandoverWork) -> None:
-        self._store, self._nodes, self._shards = store, nodes, shards
+    def __init__(self, store: Store, nodes: SlotMover, shards: HandoverWork, done: Callable[[], None]) -> None:
+        self._store, self._nodes, self._shards, self._done = store, nodes, shards, done
 
     @property
     def figures(self) -> MoveFigures:
@@ -45,8 +48,12 @@ class PlanWork:
 
     def step(self, *, loaded: bool = False) -> bool:
         """Do a slice; return whether there is more at once."""
+        was_done = self._now.progress
         handing = self._shards.step(loaded=loaded)
-        return self._nodes.step(loaded=loaded) or handing
+        more = self._nodes.step(loaded=loaded) or handing
+        if (now := self._now.progress).done and now is not was_done:
+            self._done()
+        return more
 
     @property
     def _now(self) -> SlotMover | HandoverWork:

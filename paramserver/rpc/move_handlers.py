@@ -1,5 +1,6 @@
 """The shard's end of moves: messages in, messages out. What they do is in `paramserver.moves`."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -40,10 +41,11 @@ class MoveHandlers:
         store: open.
         carrier: of plans; None on every shard but the first.
         offers: what this shard hands over to others.
+        look: has the shard look at map and reports at once.
     """
 
-    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None, offers: SlotOffers) -> None:
-        self._parts, self._store, self._carrier, self._offers = parts, store, carrier, offers
+    def __init__(self, parts: ShardParts, store: Store, carrier: MoveCarrier | None, offers: SlotOffers, look: Callable[[], None]) -> None:
+        self._parts, self._store, self._carrier, self._offers, self._look = parts, store, carrier, offers, look
 
     def begin(self, request: MoveRequest, deadline: Deadline) -> MoveStatusReply:
         """Begin a plan."""
@@ -80,11 +82,16 @@ class MoveHandlers:
     def status(self, request: Empty, deadline: Deadline) -> MoveStatusReply:
         """Say how far a plan is."""
         cluster_map = self._store.cluster_map
-        reports = self._on_shard_0().reports(cluster_map.n_shards) if cluster_map.plan is not None else [None] * cluster_map.n_shards
-        told = [b"" if one is None else one.encode() for one in reports]
+        heard = self._on_shard_0().heard(cluster_map)
+        told = [b"" if one is None else one.encode() for one in heard]
         if cluster_map.plan is None and (why := self._on_shard_0().taken_back):
             told[0] = MoveReport(0, cluster_map.version, True, trouble=why).encode()
         return MoveStatusReply(cluster_map.encode(), told, list(self._store.places))
+
+    def news(self, request: Empty, deadline: Deadline) -> Empty:
+        """Look at once: another shard has changed the map, or its report."""
+        self._look()
+        return Empty()
 
     def slot_sizes(self, request: Empty, deadline: Deadline) -> SlotSizesReply:
         """Say how many rows lie in each slot, and how large they are."""

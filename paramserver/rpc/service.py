@@ -236,6 +236,7 @@ def _verbs(handlers: Handlers, checkpoints: CheckpointHandlers) -> dict[str, _Ve
         "SlotSizes": _Verb(Empty, moves.slot_sizes, waits=True),
         "Watermarks": _Verb(WatermarksRequest, moves.watermarks),
         "LeftSessions": _Verb(LeftSessionsRequest, moves.left_sessions),
+        "MoveNews": _Verb(Empty, moves.news),
         "LeftSession": _Verb(LeftSessionRequest, moves.left_session),
         "SlotEntries": _Verb(SlotEntriesRequest, moves.slot_entries, waits=True),
     }

@@ -292,9 +292,11 @@ class NodeStore(Store):
     def put_meta(self, name: str, value: bytes, deadline: Deadline) -> None:
         self._links.put_blobs(name.encode(), value, deadline)
 
-    def get_meta_where_possible(self, name: str, deadline: Deadline) -> list[bytes | None]:
-        found = self._links.each(lambda address, share: self._links.peek(address, [name.encode()], share)[0], deadline)
-        return [None if isinstance(copy, StorageError) else copy for copy in found]
+    def metas_where_possible(self, names: Sequence[str], deadline: Deadline) -> list[list[bytes | None]]:
+        keys = [name.encode() for name in names]
+        found = self._links.each(lambda address, share: self._links.peek(address, keys, share), deadline)
+        by_node = [copies for copies in found if not isinstance(copies, StorageError)]
+        return [[copies[at] for copies in by_node] for at in range(len(names))]
 
     def put_meta_where_possible(self, name: str, value: bytes, deadline: Deadline) -> None:
         errors = self._links.each(lambda address, share: self._links.put_at(address, name.encode(), value, share), deadline)
