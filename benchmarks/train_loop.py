@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import Turn, cpu_s
 from benchmarks.tfra.peer import Tfra
-from kvemb.arrays.unique import unique_ascending
+from kvemb.arrays.ids import unique_ascending
 from kvemb.client.ack import Ack, Staleness
 from kvemb.table import Table
 

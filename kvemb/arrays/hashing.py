@@ -52,7 +52,9 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         >>> [hex(w) for w in mix64(np.array([0, 0x9E3779B97F4A7C15], np.uint64)).tolist()]
         ['0x0', '0xe220a8397b1dcdaf']
     """
-    _check_words(x)
+    if not isinstance(x, np.ndarray) or x.dtype != np.uint64:
+        got = getattr(x, "dtype", type(x).__name__)
+        raise InvalidInputError(f"expected a uint64 array, got {got}; view int64 ids as uint64")
     z = np.array(x, order="C")  # A copy, and still an array where x has no axes.
     mix64_inplace(z, np.empty_like(z))
     return z
@@ -167,12 +169,6 @@ def row_blocks(n_rows: int, n_columns: int) -> Iterator[slice]:
     step = max(1, _BLOCK_WORDS // max(1, n_columns))
     for start in range(0, n_rows, step):
         yield slice(start, min(start + step, n_rows))
-
-
-def _check_words(x: NDArray[np.uint64]) -> None:
-    if not isinstance(x, np.ndarray) or x.dtype != np.uint64:
-        got = getattr(x, "dtype", type(x).__name__)
-        raise InvalidInputError(f"expected a uint64 array, got {got}; view int64 ids as uint64")
 
 
 def _payload(part: str | bytes | int) -> tuple[bytes, bytes]:

@@ -1,10 +1,17 @@
 """Ids as callers give them, and as everything below sees them: uint64 [m].
 
 The one place where ids are validated. An int64 table holds -2**63 to 2**63-1, a uint64 table 0 to 2**64-1; both are carried as the same 64
-bits. One table has one domain, so -1 and 2**64-1 can never be the same row. What must not live here: deduplication
-(kvemb.arrays.segment_sum), hashing of strings (kvemb.arrays.hashing). Stateless: thread- and fork-safe.
+bits. One table has one domain, so -1 and 2**64-1 can never be the same row. And the unique ids of a batch, with where each of its rows
+finds its own. What must not live here: sums over groups, for which ids must come in a defined order (kvemb.arrays.segment_sum), hashing of
+strings (kvemb.arrays.hashing). No loop over ids. Stateless: thread- and fork-safe.
+
+Unique ids are found by hashing: every row writes its number into a table at its id's hash. Whoever is found there owns the place, and rows
+of the same id are done. Rows that find another id go on among themselves with another hash: about a fifth of those before, until few are
+left to sort. The ids stay in the order in which the batch has them, so that a gather of their rows walks memory forwards. In a batch
+without duplicates they are the batch. It takes a quarter to four tenths of the time of sorting all of them.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +22,9 @@ from kvemb.errors import InvalidInputError
 _MINUS_ONE = np.uint64(2**64 - 1)
 _RANGES = {"int64": "-2**63 to 2**63-1", "uint64": "0 to 2**64-1"}
 _SHOWN = {"int64": "", "uint64": ", which is -1 as uint64"}
+_HASH_FROM = 2048  # ids; below, sorting is as fast
+# Odd, so that multiplying is a bijection of the 64 bits; the product's top bits depend on all of them.
+_FACTORS = tuple(np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93))
 
 
 def normalize(
@@ -40,7 +50,8 @@ def normalize(
         >>> normalize([[1, -1]], "int64", "user")
         (array([                   1, 18446744073709551615], dtype=uint64), (1, 2))
     """
-    array = _integers(ids, id_dtype, table)
+    plain = type(ids) is np.ndarray and ids.dtype.kind in "iu"
+    array = ids if plain and isinstance(ids, np.ndarray) else _integers(ids, id_dtype, table)
     flat = array.reshape(-1)
     if flat.dtype.kind == "i" and id_dtype == "uint64":
         _refuse(flat, flat < 0, id_dtype, table)
@@ -48,9 +59,9 @@ def normalize(
         _refuse(flat, flat > np.uint64((1 << 63) - 1), id_dtype, table)
     wide = flat.astype(np.uint64 if flat.dtype.kind == "u" else np.int64, copy=False)
     bits = np.ascontiguousarray(wide).view(np.uint64)
-    if not minus_one and num_ids is None:
+    if not minus_one and num_ids is None and (bits == _MINUS_ONE).any():
         _refuse_minus_one(bits, id_dtype, table)
-    at = first_outside(bits, num_ids)
+    at = None if num_ids is None else first_outside(bits, num_ids)
     if at is not None:
         raise InvalidInputError(
             f"table {table!r}: id {int(flat[at])} at position {at} is outside 0 to {num_ids} - 1, the ids of this table (its num_ids is "
@@ -134,13 +145,12 @@ def _large_integers(ids: ArrayLike, array: NDArray[Any], id_dtype: str, table: s
 
 def _refuse_minus_one(bits: NDArray[np.uint64], id_dtype: str, table: str) -> None:
     found = bits == _MINUS_ONE
-    if found.any():
-        shown = int(to_caller(bits[found], id_dtype)[0])
-        raise InvalidInputError(
-            f"table {table!r}: id {shown} at position {int(np.argmax(found))} ({int(found.sum())} in all){_SHOWN[id_dtype]}. Most likely "
-            f"it is padding; in a table without num_ids it would get a row, and be trained. Leave padding out, give the torch module "
-            f"padding_idx={shown}, or call table.allow_minus_one() if it is an id of yours"
-        )
+    shown = int(to_caller(bits[found], id_dtype)[0])
+    raise InvalidInputError(
+        f"table {table!r}: id {shown} at position {int(np.argmax(found))} ({int(found.sum())} in all){_SHOWN[id_dtype]}. Most likely "
+        f"it is padding; in a table without num_ids it would get a row, and be trained. Leave padding out, give the torch module "
+        f"padding_idx={shown}, or call table.allow_minus_one() if it is an id of yours"
+    )
 
 
 def _refuse(ids: NDArray[Any], outside: NDArray[np.bool_], id_dtype: str, table: str) -> None:
@@ -157,3 +167,115 @@ def _wrong_dtype(array: NDArray[Any], table: str) -> InvalidInputError:
         f"table {table!r}: ids have dtype {array.dtype}, expected integers. Convert them yourself (floats lose digits "
         "above 2**53); turn strings into ids with kvemb.hash_ids."
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Unique:
+    """The unique ids of a batch; make one with `unique` or `unique_ascending`.
+
+    Args:
+        ids: uint64 [n], unique; ascending, or in no defined order.
+        inverse: intp [m]: for each id of the batch its position in `ids`; None when that is 0, 1, 2, ….
+    """
+
+    ids: NDArray[np.uint64]
+    inverse: NDArray[np.intp] | None
+
+
+def unique(ids: NDArray[np.uint64]) -> Unique:
+    """Find the unique ids.
+
+    Args:
+        ids: uint64 [m], not changed.
+
+    Example:
+        >>> found = unique(np.array([7, 3, 7], np.uint64))
+        >>> found.ids[found.inverse].tolist(), len(found.ids)
+        ([7, 3, 7], 2)
+    """
+    if bool((ids[1:] > ids[:-1]).all()):
+        return Unique(ids, None)
+    if len(ids) < _HASH_FROM:
+        order, starts, inverse = _sorted(ids)
+        return Unique(ids.take(order.take(starts)), inverse)
+    owners = _owners(ids, 0)  # [m]: for each row the row that stands for its id
+    own = owners == np.arange(len(ids))
+    if own.all():
+        return Unique(ids, None)
+    positions = np.cumsum(own)  # [m]: of an owner its position among the owners, counted from 1
+    positions -= 1
+    return Unique(ids[own], positions.take(owners))
+
+
+def unique_ascending(ids: NDArray[np.uint64]) -> Unique:
+    """Find the unique ids in ascending order, as pushes want them: only they are sorted, not their duplicates.
+
+    Args:
+        ids: uint64 [m], not changed.
+
+    Example:
+        >>> found = unique_ascending(np.array([7, 3, 7], np.uint64))
+        >>> found.ids.tolist(), found.inverse.tolist()
+        ([3, 7], [1, 0, 1])
+    """
+    found = unique(ids)
+    if bool((found.ids[1:] > found.ids[:-1]).all()):
+        return found
+    order = np.argsort(found.ids)  # not the stable kind: without equal ids there is one order, and this one uses vector instructions
+    places = np.empty_like(order)  # [n]: where each unique id comes to stand
+    places[order] = np.arange(len(order))
+    return Unique(found.ids.take(order), places if found.inverse is None else places.take(found.inverse))
+
+
+def _owners(ids: NDArray[np.uint64], attempt: int) -> NDArray[np.intp]:
+    """For every row one row of the same id, the same one for all of them: uint64 [m] -> intp [m]."""
+    if len(ids) < _HASH_FROM or attempt == len(_FACTORS):
+        order, starts, inverse = _sorted(ids)
+        return order.take(starts).take(inverse)
+    bits = len(ids).bit_length() + 1
+    # places [m]: of each row its hash, a place of a table at least twice as large as the batch
+    places = ((ids * _FACTORS[attempt]) >> np.uint64(64 - bits)).view(np.intp)
+    table = np.empty(1 << bits, np.intp)  # only places that were written to are read
+    table[places] = np.arange(len(ids))  # the last row of a place stays
+    owners = table.take(places)  # [m]: for each row the row found at its place
+    # All rows of an id meet the same owner, so that it is of their id for all of them, or for none.
+    left = np.flatnonzero(ids.take(owners) != ids)
+    if len(left):
+        owners[left] = left.take(_owners(ids.take(left), attempt + 1))
+    return owners
+
+
+def _sorted(ids: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Sort ids: uint64 [m], at least 1. Return the order, [m]; where in it each id's rows begin, [n]; for each row which id it has, [m]."""
+    order = np.argsort(ids)  # not the stable kind: which of an id's rows comes first does not matter, and this one uses vector instructions
+    in_order = ids.take(order)
+    first = np.empty(len(ids), np.bool_)  # [m]: in sorted order, whether an id begins there
+    first[0] = True
+    np.not_equal(in_order[1:], in_order[:-1], out=first[1:])
+    number = np.cumsum(first, dtype=np.intp)  # [m]: in sorted order, which unique id it is
+    number -= 1
+    inverse = np.empty_like(order)
+    inverse[order] = number
+    return order, np.flatnonzero(first), inverse
+
+
+def as_items(rows: NDArray[Any]) -> NDArray[np.void]:
+    """See each row as one opaque item, in the same memory: NumPy moves items whole, two to nine times as fast as byte by byte.
+
+    Args:
+        rows: [n, d] of any dtype, at least one column; bytes of a row lie side by side, rows may be apart.
+
+    Returns:
+        [n], a view.
+
+    Example:
+        >>> rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
+        >>> as_rows(as_items(rows)[[2, 0]]).tolist()
+        [[4, 5], [0, 1]]
+    """
+    return rows.view(f"V{rows.shape[1] * rows.itemsize}")[:, 0]
+
+
+def as_rows(items: NDArray[np.void]) -> NDArray[np.uint8]:
+    """See items that lie side by side as rows of bytes: uint8 [n, size of an item], a view."""
+    return items.view(np.uint8).reshape(len(items), items.itemsize)

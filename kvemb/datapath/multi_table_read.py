@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import coalesce_keys
 from kvemb.schema.record import HEADER_SIZE
@@ -95,7 +95,7 @@ class TableShare:
             inverse: intp [m], which of the n ids; None for all in their order.
             out: [m] items, contiguous, to fill instead of a new array.
         """
-        at = _through(self.at, inverse)
+        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)  # one gather for two
         if out is None:
             if at is None:
                 return self.values if self.ours else self.values.copy()
@@ -110,7 +110,7 @@ class TableShare:
 
     def versions(self, inverse: NDArray[np.intp] | None) -> NDArray[np.uint64]:
         """Return the versions of the same ids: uint64 [m]."""
-        at = _through(self.at, inverse)
+        at = inverse if self.at is None else self.at if inverse is None else self.at.take(inverse)
         return self.found_versions.copy() if at is None else self.found_versions.take(at)
 
 
@@ -213,12 +213,6 @@ def _layout(definition: TableDef, paged: bool) -> Hashable:
 
 def _part(wanted: Sequence[WantedRows], paged: bool, memory: ThreadArena) -> ReadPart:
     record = wanted[0].definition.record
-    keys = coalesce_keys([one.definition.keys(one.ids, pages=paged) for one in wanted])
-    return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys), record.prefix_bytes))
-
-
-def _through(at: NDArray[np.intp] | None, inverse: NDArray[np.intp] | None) -> NDArray[np.intp] | None:
-    """One gather for two: at[inverse], where None is 0, 1, 2, …."""
-    if at is None or inverse is None:
-        return inverse if at is None else at
-    return at.take(inverse)
+    each = [one.definition.keys(one.ids, pages=paged) for one in wanted]
+    keys = each[0] if len(each) == 1 else coalesce_keys(each)
+    return ReadPart(keys, record.size_bytes, record.prefix_bytes, into=memory.take(len(keys.ids), record.prefix_bytes))

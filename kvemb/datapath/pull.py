@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvemb.arrays.ids import normalize
-from kvemb.arrays.unique import Unique, as_items, unique
+from kvemb.arrays.ids import Unique, as_items, normalize, unique
 from kvemb.datapath.multi_table_read import Missing, TableShare, ThreadArena, WantedRows, read_tables
 from kvemb.errors import DeadlineExceededError, InvalidInputError
 from kvemb.net.deadline import Deadline

@@ -24,6 +24,7 @@ from kvemb.net.link import Link
 from kvemb.wire.replies import RepliesInOrder, ReplyReader, Step
 
 WINDOW_STEPS = 6
+JOINED_BYTES = 32 << 10
 LOW_WATER_BYTES = 128 << 10
 LEAST_WATER_BYTES = 16 << 10  # smaller pieces are not worth the wait
 QUIET_S = 0.002
@@ -31,7 +32,13 @@ LONG_QUIET_S = 0.05  # while what is waited for is certain to come: of servers t
 
 
 class Conversation:
-    """The steps of one batch on one link, in order, and how far they have come."""
+    """The steps of one batch on one link, in order, and how far they have come.
+
+    Attributes:
+        done: whether every reply has been read.
+        events: what to poll the socket for.
+        quiet_s: how long to wait for what the kernel holds back; None where it holds nothing back.
+    """
 
     def __init__(self, link: Link, steps: Sequence[Step]) -> None:
         self.link = link
@@ -41,89 +48,88 @@ class Conversation:
         self._unsent = memoryview(b"")  # rest of the step being sent
         self._taken_bytes = 0  # of the reply being read
         self._was_full = False  # whether the last reply was about as large as it could be
-        self._low_water_bytes, self._quiet_s = 1, QUIET_S
+        self._low_water_bytes = 1
         self._heard_s = time.monotonic()
         self._sure = True  # no wait was in vain since something came
+        self.done, self.events = not steps, select.POLLIN
+        self.quiet_s: float | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether every reply has been read."""
-        return self._answered == len(self._steps)
-
-    @property
-    def wants_to_send(self) -> bool:
-        """Whether a request waits and the window has room for it."""
-        return len(self._unsent) > 0 or (self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS)
-
-    def send(self) -> None:
-        """Send until the kernel takes no more or the window is full."""
-        while self.wants_to_send:
-            if not len(self._unsent):
-                self._unsent = self._steps[self._sent].request
-                self._sent += 1
-            count = self.link.send(self._unsent)
-            self._unsent = self._unsent[count:]
+    def go_on(self) -> None:
+        """Send until the kernel takes no more or the window is full; then choose for how much this process is to be woken."""
+        while not self.done and (len(self._unsent) or (self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS)):
+            data = self._unsent if len(self._unsent) else self._next_request()
+            self._unsent = data[self.link.send(data) :]
             if len(self._unsent):
-                return
+                break
+        writes = self.link.wants_write or (len(self._unsent) and not self.link.waits_to_read)
+        self.events = select.POLLIN | select.POLLOUT if writes else select.POLLIN
+        self._choose_low_water()
+
+    def _next_request(self) -> memoryview:
+        """The next step's request, and those behind it that are small and need not be built: one call, and the server is woken once."""
+        source = self._steps[self._sent].source
+        request = source() if callable(source) else source
+        self._sent += 1
+        while self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS:
+            source = self._steps[self._sent].source
+            if not isinstance(source, memoryview) or len(request) + len(source) > JOINED_BYTES:
+                break
+            request = memoryview(b"".join((request, source)))
+            self._sent += 1
+        return request
 
     def receive(self) -> None:
         """Read what has arrived and hand it to the replies it belongs to."""
         self._heard_s, self._sure = time.monotonic(), True
         if self.link.receive():
             self._answer()
-        while self.link.pending and not self.done and self.link.receive():  # a poll would not tell of these
+        while not self.done and self.link.pending and self.link.receive():  # a poll would not tell of these
             self._answer()
 
     def _answer(self) -> None:
+        data, position = self.link.received, 0
         while not self.done:
-            reply = self._steps[self._answered].reply
-            taken_bytes = reply.feed(self.link.received)
-            self.link.consume(taken_bytes)
+            step = self._steps[self._answered]
+            taken_bytes = step.reply.feed(data[position:] if position else data)
+            position += taken_bytes
             self._taken_bytes += taken_bytes
-            if not reply.done:
-                return
-            self._was_full = 2 * self._taken_bytes > self._steps[self._answered].reply_bytes
+            if not step.reply.done:
+                break
+            self._was_full = 2 * self._taken_bytes > step.reply_bytes
             self._taken_bytes = 0
             self._answered += 1
-        if len(self.link.received):
-            raise ProtocolError(f"node {self.link.address}: sent more than was asked for: {self.link.received[:40].tobytes()!r}")
+            self.done = self._answered == len(self._steps)
+        self.link.consume(position)
+        if self.done and position < len(data):
+            raise ProtocolError(f"node {self.link.address}: sent more than was asked for: {data[position : position + 40].tobytes()!r}")
 
-    def wait_for_more(self) -> None:
+    def _choose_low_water(self) -> None:
         """Choose how much must lie ready before this process is woken: a larger piece while at least two of them are on their way.
 
-        Of small replies, all that are certain to come before there is something to do.
+        Of small replies, all that are certain to come before there is something to do: half of the window free, or everything answered.
         """
-        on_way_bytes = sum(step.reply_bytes for step in self._steps[self._answered + 1 : self._sent])
+        on_way_bytes = sum([step.reply_bytes for step in self._steps[self._answered + 1 : self._sent]])
         piece_bytes = min(LOW_WATER_BYTES, on_way_bytes // 2)
-        if self._was_full and piece_bytes >= LEAST_WATER_BYTES:
-            self._quiet_s = QUIET_S
-            self._set_low_water(piece_bytes)
-        else:
-            self._quiet_s = LONG_QUIET_S
-            self._set_low_water(max(1, self._certain_bytes()) if self._sure else 1)
-
-    def _certain_bytes(self) -> int:
-        """How many bytes must come before half of the window is free, or everything is answered."""
-        until = self._sent if self._sent == len(self._steps) else self._sent - WINDOW_STEPS // 2
-        fewest_bytes = sum(step.reply.fewest_bytes for step in self._steps[self._answered : until])
-        return fewest_bytes - self._taken_bytes - len(self.link.received)
-
-    @property
-    def quiet_s(self) -> float | None:
-        """How long to wait for what the kernel holds back; None where it holds nothing back."""
-        return self._quiet_s if self._low_water_bytes > 1 else None
+        quiet_s = QUIET_S if self._was_full and piece_bytes >= LEAST_WATER_BYTES else LONG_QUIET_S
+        n_bytes = piece_bytes
+        if quiet_s == LONG_QUIET_S:
+            until = self._sent if self._sent == len(self._steps) else self._sent - WINDOW_STEPS // 2
+            fewest_bytes = sum([step.reply.fewest_bytes for step in self._steps[self._answered : until]]) if self._sure else 0
+            n_bytes = fewest_bytes - self._taken_bytes - len(self.link.received) if fewest_bytes else 1
+        self._set_low_water(n_bytes, quiet_s)
 
     def time_out(self) -> None:
         """Look at what there is when a larger piece is long in coming, and wait for none until a full reply has come."""
-        if self._low_water_bytes > 1 and time.monotonic() - self._heard_s > self._quiet_s:
+        if self.quiet_s is not None and time.monotonic() - self._heard_s > self.quiet_s:
             self._was_full = self._sure = False
-            self._set_low_water(1)  # the next poll reports what there is
+            self._set_low_water(1, LONG_QUIET_S)  # the next poll reports what there is
 
-    def _set_low_water(self, n_bytes: int) -> None:
+    def _set_low_water(self, n_bytes: int, quiet_s: float) -> None:
         n_bytes = max(1, n_bytes - self.link.HIDDEN_BYTES)  # these may have been read already, and come into sight with the rest
         if n_bytes != self._low_water_bytes:
             self.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, n_bytes)
             self._low_water_bytes = n_bytes
+        self.quiet_s = quiet_s if n_bytes > 1 else None
 
 
 def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
@@ -136,24 +142,20 @@ def run(conversations: Sequence[Conversation], deadline: Deadline) -> None:
     poll = select.poll()
     active = {conversation.link.sock.fileno(): conversation for conversation in conversations if not conversation.done}
     for fd, conversation in active.items():
-        conversation.send()
-        conversation.wait_for_more()
-        poll.register(fd, _interest(conversation))
+        conversation.go_on()
+        poll.register(fd, conversation.events)
     while active:
-        wait_s = min([deadline.remaining_s(), *(each.quiet_s for each in active.values() if each.quiet_s is not None)])
-        events = poll.poll(wait_s * 1000)
-        for fd, event in events:
+        wait_s = min([deadline.remaining_s(), *[each.quiet_s for each in active.values() if each.quiet_s is not None]])
+        for fd, event in poll.poll(wait_s * 1000):
             conversation = active[fd]
             if event & ~select.POLLOUT or conversation.link.wants_write:
                 conversation.receive()
-            if not conversation.done:
-                conversation.send()
-            conversation.wait_for_more()
+            conversation.go_on()
             if conversation.done:
                 poll.unregister(fd)
                 del active[fd]
-                continue
-            poll.modify(fd, _interest(conversation))
+            else:
+                poll.modify(fd, conversation.events)
         for conversation in active.values():
             conversation.time_out()
         if active and deadline.expired:  # also of a node that sends a little now and then
@@ -178,9 +180,3 @@ def round_trip(link: Link, request: bytes, replies: Sequence[ReplyReader], deadl
         text = str(error)
         where = "" if text.startswith("node ") else f"node {link.address}: "
         raise ProtocolError(f"{where}{text}; is this a server of the kind that storage.kind says?") from error
-
-
-def _interest(conversation: Conversation) -> int:
-    link = conversation.link
-    writes = link.wants_write or (conversation.wants_to_send and not link.waits_to_read)
-    return select.POLLIN | (select.POLLOUT if writes else 0)

@@ -71,7 +71,8 @@ class Link:
         Raises:
             NodeUnavailableError: the node closed or reset the connection.
         """
-        self._make_room()
+        if self._end == len(self._buffer):
+            self._make_room()
         try:
             count = self._recv_into(self._buffer.data[self._end :])
         except OSError as error:
@@ -120,8 +121,6 @@ class Link:
         self.sock.close()
 
     def _make_room(self) -> None:
-        if self._end < len(self._buffer):
-            return
         if self._start:
             left = self._end - self._start
             self._buffer[:left] = self._buffer[self._start : self._end].copy()

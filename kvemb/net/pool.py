@@ -21,15 +21,11 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}  # by address, of those that have any
 
     def add(self, address: str) -> None:
         """A link to this address was given up."""
-        self._counts[address] = self.count(address) + 1  # two threads at once: it rises by one or two, and only a change matters
-
-    def count(self, address: str) -> int:
-        """How many so far."""
-        return self._counts.get(address, 0)
+        self.counts[address] = self.counts.get(address, 0) + 1  # two threads at once: it rises by one or two, and only a change matters
 
 
 class LinkPool:
@@ -107,7 +103,7 @@ class LinkPool:
             self._close_idle()
 
     def _usable(self, links: dict[str, Link], address: str, deadline: Deadline) -> Link:
-        n_doubts = self._doubts.count(address)
+        n_doubts = self._doubts.counts.get(address, 0)
         if address in links and (links[address].stale or links[address].n_doubts != n_doubts):
             links.pop(address).close()
         if address not in links:

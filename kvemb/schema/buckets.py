@@ -105,7 +105,7 @@ class BucketKeys(RowKeys):
 
     def coalesced(self, keys: Sequence[RowKeys], ids: NDArray[np.uint64], tables: RowTags) -> "BucketKeys":
         buckets = [one.buckets for one in keys if isinstance(one, BucketKeys)]
-        return self._with(BucketKeys(b"", ids, self.n_buckets, tables=tables, compact=self.compact), np.concatenate(buckets))
+        return self.with_buckets(BucketKeys(b"", ids, self.n_buckets, tables=tables, compact=self.compact), np.concatenate(buckets))
 
     @cached_property
     def buckets(self) -> NDArray[np.int64]:
@@ -141,8 +141,10 @@ class BucketKeys(RowKeys):
 
     def locality(self) -> NDArray[np.uint16] | None:
         # A bucket's rows must come one after another: a command asks for rows of one bucket.
+        if len(self.ids) < 2:
+            return None
         table_bits = 0 if self.tables is None else min((len(self.tables.tags) - 1).bit_length(), _MOST_TABLE_BITS)
-        excess = max(0, self._bits + table_bits - 16)
+        excess = max(0, self.n_buckets.bit_length() - 1 + table_bits - 16)
         number = (self.buckets >> excess).astype(np.uint16)
         if self.tables is not None:
             number |= self.tables.which << np.uint16(16 - table_bits)
@@ -150,11 +152,12 @@ class BucketKeys(RowKeys):
 
     def runs(self) -> NDArray[np.intp]:
         """Return where runs of neighbouring rows of one bucket begin: intp [k], the first of them 0."""
-        begins = np.ones(len(self.ids), dtype=bool)
+        begins = np.empty(len(self.ids), dtype=bool)
+        begins[:1] = True
         np.not_equal(self.buckets[1:], self.buckets[:-1], out=begins[1:])
         if self.tables is not None:
             begins[1:] |= self.tables.which[1:] != self.tables.which[:-1]
-        return np.flatnonzero(begins)
+        return begins.nonzero()[0]
 
     def containers(self) -> Containers:
         """Return the rows' buckets; the keys are those of one row of each."""
@@ -176,11 +179,11 @@ class BucketKeys(RowKeys):
     def _some(self, rows: slice | NDArray[np.intp]) -> "BucketKeys":
         tables = self.tables and self.tables[rows]
         some = BucketKeys(self.tag, self.ids[rows], self.n_buckets, tables=tables, name=self.name, compact=self.compact)
-        return self._with(some, self.buckets[rows])
+        return self.with_buckets(some, self.buckets[rows])
 
     @staticmethod
-    def _with(keys: "BucketKeys", buckets: NDArray[np.int64]) -> "BucketKeys":
-        """Hand on what has been computed: rows are cut and put in order several times."""
+    def with_buckets(keys: "BucketKeys", buckets: NDArray[np.int64]) -> "BucketKeys":
+        """Return the keys with what has been computed (int64 [n]): rows are cut and put in order several times."""
         keys.__dict__["buckets"] = buckets
         return keys
 

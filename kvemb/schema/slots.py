@@ -43,7 +43,7 @@ class Placement:
         if self.n_groups == 1:
             return np.zeros(len(ids), dtype=np.int64)
         words = mix64(ids if self.ids_per_group == 1 else ids // np.uint64(self.ids_per_group))
-        words >>= np.uint64(_ID_BITS - self._bits)
+        words >>= np.uint64(_ID_BITS + 1 - self.n_groups.bit_length())
         return words.view(np.int64)
 
     def slots(self, ids: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -192,7 +192,8 @@ class TableDef:
             return RowKeys(self.tag, ids, name=self.name, placement=self.placement)
         if self.pages is None:
             assert self.n_buckets is not None
-            return BucketKeys(self.tag, ids, self.n_buckets, name=self.name, compact=self.layout == "compact")
+            keys = BucketKeys(self.tag, ids, self.n_buckets, name=self.name, compact=self.layout == "compact")
+            return BucketKeys.with_buckets(keys, self.placement.groups(ids))
         return paged_keys(self.tag, ids, self.pages, new, name=self.name)
 
     def goes_whole(self, *, pages: bool) -> bool:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.schema.keys import RowKeys, coalesce_keys
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 

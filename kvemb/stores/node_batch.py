@@ -66,11 +66,12 @@ def group_by_node(keys: RowKeys, nodes: NDArray[np.integer[Any]] | None, kinds: 
         kinds: int8 [n], none negative; within a node, rows come in their order (`Codec.read_kinds`).
     """
     locality = keys.locality()
+    n = len(keys.ids)
     if nodes is None and locality is None and (kinds is None or (len(kinds) and (kinds == kinds[0]).all())):
-        return Grouped(keys, None, [(0, slice(0, len(keys)))] if len(keys) else [])
+        return Grouped(keys, None, [(0, slice(0, n))] if n else [])
     if nodes is None and kinds is None and locality is not None:
-        order = np.argsort(locality, kind="stable")
-        return Grouped(keys.take(order), order, [(0, slice(0, len(keys)))])
+        order = locality.argsort(kind="stable")
+        return Grouped(keys.take(order), order, [(0, slice(0, n))])
     nodes = np.zeros(len(keys), dtype=np.int64) if nodes is None else nodes
     wide = nodes if kinds is None else nodes.astype(np.int64) * (int(kinds.max(initial=0)) + 1) + kinds
     rank: NDArray[np.signedinteger[Any]] = wide.astype(np.int16 if wide.max(initial=0) < 1 << 15 else np.int64)
@@ -107,7 +108,8 @@ class NodeSteps:
 def raise_row_errors(parts: list[NodeSteps]) -> None:
     """Raise the first error line that a node sent in place of a row's reply, as a typed error."""
     for part in parts:
-        for row, line in part.row_errors():
+        if any([step.reply.errors for step in part.steps]):
+            row, line = next(part.row_errors())
             raise server_error(part.address, line, part.keys, row)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.schema.keys import RowKeys
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.schema.keys import RowKeys
 from kvemb.wire.replies import BlobReply, CodeReply, RowsStep, Step
 

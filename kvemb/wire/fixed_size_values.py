@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError

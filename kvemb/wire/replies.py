@@ -202,12 +202,12 @@ class BlobReply(ReplyReader):
         if line is None:
             return 0
         after, self.line = len(line) + len(EOL), line
-        if line == self.miss or is_error(line):
+        size = None if line == self.miss else value_size(line)
+        if size is None and (line == self.miss or is_error(line)):
             self.value = FOREIGN if line.startswith(WRONG_TYPE) else None
             self.error = line if is_error(line) and self.value is None else None
             self.done = True
             return after
-        size = value_size(line)
         if size is None or size > _MOST_BYTES:
             raise ProtocolError(f"reply {line[:40]!r}, expected a value")
         if size > MAX_BLOB_BYTES:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import KvembError, LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.protocol.message_format import ChangedRowsBlock

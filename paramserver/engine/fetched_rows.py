@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.cached_property import cached_property
 from kvemb.index.record_cache import RecordCache
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.errors import LostRowError
 from kvemb.schema.record import MAX_K, split_version
 

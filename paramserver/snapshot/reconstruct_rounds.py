@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.arrays.rounding import round_nearest, round_stochastic, to_float32
-from kvemb.arrays.unique import as_items, as_rows
 
 from ..model.tables import TableState
 from ..model.transition import first_values

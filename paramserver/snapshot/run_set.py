@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.atomic_file import sync_folder
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items, as_rows
+from kvemb.arrays.ids import as_items, as_rows
 from kvemb.errors import JournalDamagedError
 
 Ids = NDArray[np.uint64]

@@ -167,6 +167,6 @@ def test_a_batch_that_was_begun_before_nodes_moved_is_not_answered_by_others(
 
             monkeypatch.setattr(store._rows, "_run", moving)
             with pytest.raises((NodeSuspectError, WrongNodeError)):
-                store._read([ReadPart(row_keys(100), SIZE, SIZE)], within(), None)
+                store._rows.read([ReadPart(row_keys(100), SIZE, SIZE)], within(), None)
     finally:
         nodes.close()

@@ -301,7 +301,7 @@ def test_unique_inputs_are_not_searched_for_duplicates(monkeypatch: pytest.Monke
     cluster = CreatingCluster()
     expected = DenseFeatures([column], cluster)({"c": ids.reshape(-1, 2)})
     promised = DenseFeatures([column], cluster, emb_unique=True)
-    monkeypatch.setattr("kvemb.arrays.unique._owners", lambda *_: pytest.fail("searched for duplicates"))
+    monkeypatch.setattr("kvemb.arrays.ids._owners", lambda *_: pytest.fail("searched for duplicates"))
     assert torch.equal(promised({"c": ids.reshape(-1, 2)}), expected)
     with pytest.raises(pytest.fail.Exception):
         DenseFeatures([column], cluster)({"c": ids.reshape(-1, 2)})

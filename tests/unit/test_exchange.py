@@ -325,7 +325,7 @@ class Holding(Link):
         with suppress(BlockingIOError):
             self._held += self.sock.recv(1 << 20)
         piece, self._held = self._held[:3], self._held[3:]
-        self._make_room()
+        assert self._end + len(piece) <= len(self._buffer)
         self._buffer[self._end : self._end + len(piece)] = np.frombuffer(piece, np.uint8)
         self._end += len(piece)
         return len(piece)

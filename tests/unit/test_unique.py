@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import kvemb.arrays.unique
-from kvemb.arrays.unique import unique
+import kvemb.arrays.ids
+from kvemb.arrays.ids import unique
 
 
 def require_unique(ids: NDArray[np.uint64]) -> None:
@@ -36,12 +36,12 @@ def test_many_ids_are_hashed(n: int, n_ids: int) -> None:
 def test_hashing_is_right_for_small_batches_too(data: st.DataObject) -> None:
     ids = np.array(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=60)), np.uint64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvemb.arrays.unique, "_HASH_FROM", 1)
+        patch.setattr(kvemb.arrays.ids, "_HASH_FROM", 1)
         require_unique(ids)
 
 
 def test_ids_that_collide_in_every_hash_are_sorted_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvemb.arrays.unique, "_FACTORS", (np.uint64(1), np.uint64(3)))  # small ids then all share a place
+    monkeypatch.setattr(kvemb.arrays.ids, "_FACTORS", (np.uint64(1), np.uint64(3)))  # small ids then all share a place
     require_unique(np.random.default_rng(0).integers(0, 3000, 5000).astype(np.uint64))
 
 

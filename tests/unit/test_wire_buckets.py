@@ -285,7 +285,7 @@ def feed_all(reply: BucketValuesReply, stream: bytes, size: int) -> None:
 )
 def test_what_no_server_sends_is_refused(stream: bytes) -> None:
     for size in (1, 3, len(stream)):
-        reply = BucketValuesReply(BucketRuns(np.array([0]), 2), 4, np.zeros((2, 4), np.uint8), np.zeros(2, dtype=bool))
+        reply = BucketValuesReply(BucketRuns.of(np.array([0]), 2), 4, np.zeros((2, 4), np.uint8), np.zeros(2, dtype=bool))
         with pytest.raises(ProtocolError):
             feed_all(reply, stream, size)
 

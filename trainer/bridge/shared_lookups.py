@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.ids import to_caller
-from kvemb.arrays.unique import Unique, unique_ascending
+from kvemb.arrays.ids import Unique, to_caller, unique_ascending
 from kvemb.fork_lock import ForkLock
 
 from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, RowsAhead, found_of, unique_of

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.ids import to_caller
+from kvemb.arrays.ids import Unique, to_caller, unique_ascending
 from kvemb.arrays.segment_sum import group_by_id
-from kvemb.arrays.unique import Unique, unique_ascending
 from kvemb.schema.table_def import TableDef
 
 Ids = NDArray[np.uint64]

@@ -65,14 +65,18 @@ class NodeRows:
         plan: Plan = []
         results, view = [], self._links.view  # one for all of the batch
         for part in parts:
-            kinds = self._codec.read_kinds(part.keys, part.prefix_bytes)
-            grouped = group_by_node(part.keys, _nodes_of(part.keys, view, lane, owners), kinds)
-            result = self._empty_result(part, grouped)
+            kinds, n = self._codec.read_kinds(part.keys, part.prefix_bytes), len(part.keys.ids)
+            nodes = None if owners is None and view.map.n_nodes == 1 else _nodes_of(part.keys, view, lane, owners)
+            grouped = group_by_node(part.keys, nodes, kinds)
+            records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
+            every_token = np.zeros(n, dtype=np.uint64) if part.tokens and self._cas else None
+            every_foreign = np.zeros(n, dtype=bool) if part.foreign else None
+            result = ReadResult(records, np.zeros(n, dtype=bool), grouped.order, every_token, every_foreign)
             results.append(result)
             for node, rows in grouped.shares:
-                tokens = None if result.tokens is None else result.tokens[rows]
-                foreign = None if result.foreign is None else result.foreign[rows]
-                keys = grouped.keys[rows]
+                tokens = None if every_token is None else every_token[rows]
+                foreign = None if every_foreign is None else every_foreign[rows]
+                keys = grouped.keys if len(grouped.shares) == 1 else grouped.keys[rows]
                 steps = self._codec.read_steps(keys, part.record_bytes, result.records[rows], result.found[rows], tokens, foreign)
                 plan.append((node, NodeSteps(view.places[node], keys, steps)))
         self._run(view, plan, deadline, lane)
@@ -117,12 +121,6 @@ class NodeRows:
                 plan.append((node, NodeSteps(view.places[node], grouped.keys[rows], steps)))
         self._run(view, plan, deadline, lane)
         return [_ungroup(grouped, out < _CONFLICT) for grouped, out in outs]
-
-    def _empty_result(self, part: ReadPart, grouped: Grouped) -> ReadResult:
-        n = len(part.keys)
-        tokens = np.zeros(n, dtype=np.uint64) if part.tokens and self._cas else None
-        records = np.empty((n, part.prefix_bytes), np.uint8) if part.into is None else part.into
-        return ReadResult(records, np.zeros(n, dtype=bool), grouped.order, tokens, np.zeros(n, dtype=bool) if part.foreign else None)
 
     def _run(self, view: NodesView, plan: Plan, deadline: Deadline, lane: RepairLane | None) -> None:
         """Run a batch's steps at its nodes, the marker last on each connection."""

@@ -11,8 +11,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
-from kvemb.cached_property import cached_property
+from kvemb.arrays.ids import as_items
 from kvemb.errors import ProtocolError
 from kvemb.wire.buffer_scan import EOL, WRONG_TYPE, Bytes, find, is_error, matches_at, pieces, prefix_size, take_line, value_size
 from kvemb.wire.replies import RowsReader, UnexpectedValueError
@@ -27,28 +26,23 @@ class BucketRuns:
     """Neighbouring rows that are asked for by one command each.
 
     Args:
-        firsts: intp [k], the first row of each run, ascending from 0; a run has at most MOST_ROWS.
-        n_rows: of all runs.
+        firsts: intp [k], the first row of each run, ascending from 0.
+        sizes: intp [k], rows of each, at most MOST_ROWS.
     """
 
     firsts: NDArray[np.intp]
-    n_rows: int
+    sizes: NDArray[np.intp]
 
-    def __len__(self) -> int:
-        return len(self.firsts)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.intp]:
-        """Rows of each run: intp [k]."""
-        return run_sizes(self.firsts, self.n_rows)
-
-
-def run_sizes(firsts: NDArray[np.intp], n_rows: int) -> NDArray[np.intp]:
-    """Return the rows of each run, given the first row of each and how many there are in all: intp [k]."""
-    sizes = np.empty_like(firsts)
-    np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
-    sizes[-1:] = n_rows - firsts[-1:]
-    return sizes
+    @staticmethod
+    def of(firsts: NDArray[np.intp], n_rows: int, most: int = MOST_ROWS) -> "BucketRuns":
+        """Return the runs that begin at these rows, of n_rows in all, cut where longer than `most`: a server does not stop in a command."""
+        ends = np.append(firsts[1:], n_rows)
+        sizes = ends - firsts
+        if n_rows <= most or int(sizes.max(initial=0)) <= most:
+            return BucketRuns(firsts, sizes)
+        n_cuts = (sizes - 1) // most
+        place = np.arange(len(firsts) + int(n_cuts.sum())) - np.repeat(np.cumsum(n_cuts + 1) - n_cuts - 1, n_cuts + 1)
+        return BucketRuns.of(np.repeat(firsts, n_cuts + 1) + most * place, n_rows, most)
 
 
 @dataclass(eq=False)
@@ -74,19 +68,22 @@ class BucketValuesReply(RowsReader):
     _at: int = 0
     _announced: int = 0  # runs whose announcement has come
     _skip: int = 0  # bytes still to come of a value that is passed over
+    _misses: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))  # where each row would begin if all were missing
 
     def __post_init__(self) -> None:
         self._head = b"$%d\r\n" % self.size_bytes
         self._stride = len(self._head) + self.size_bytes + len(EOL)
         self._values = as_items(self.out)
-        sizes = self.runs.sizes
-        self._before = announcement_texts().lengths.take(sizes)
+        self._before = announcement_texts().lengths.take(self.runs.sizes)
         if self.asked:
             self._before += len(self.asked)
-        # Where each row's value would begin if none were missing: everything before it has a known length.
-        before = np.repeat(np.cumsum(self._before), sizes)
-        self._places = np.arange(self.n_rows) * self._stride + before
-        self._misses = np.arange(self.n_rows) * len(MISS) + before  # and if all were
+        self._places = self._places_of(self._stride)  # where each row's value would begin if none were missing
+
+    def _places_of(self, row_bytes: int) -> NDArray[np.intp]:
+        """Where each row would begin if all were of this size, as everything before it has a known length: intp [n]."""
+        places = np.arange(0, row_bytes * len(self.found), row_bytes)
+        places += self._before[0] if len(self._before) == 1 else self._before.cumsum().repeat(self.runs.sizes)
+        return places
 
     @property
     def n_rows(self) -> int:
@@ -106,58 +103,47 @@ class BucketValuesReply(RowsReader):
             taken = min(self._skip, len(data))
             self._skip -= taken
             return taken
-        return self._take_misses(data) or self._take_values(data) or self._take_odd(data)
+        # An announcement may come next: its length, 0 where a row comes.
+        run_waits = self._announced < len(self._before) and int(self.runs.firsts[self._announced]) == self._at
+        waiting_bytes = int(self._before[self._announced]) if run_waits else 0
+        if data[waiting_bytes : waiting_bytes + len(MISS)].tobytes() == MISS and (taken := self._take_misses(data, waiting_bytes)):
+            return taken
+        if taken := self._take_values(data, waiting_bytes):
+            return taken
+        # No row is whole and in order here: an announcement, an error, a value of another size, or too few bytes yet.
+        return self._take_announcement(data) if run_waits else self._take_odd_value(data)
 
-    def _take_misses(self, data: Bytes) -> int:
+    def _take_misses(self, data: Bytes, waiting_bytes: int) -> int:
         """Take what has arrived where all of it are misses, as of rows that are seen for the first time; else nothing."""
-        base = int(self._misses[self._at]) - self._waiting_bytes
+        if not len(self._misses):
+            self._misses = self._places_of(len(MISS))
+        base = int(self._misses[self._at]) - waiting_bytes
         most = len(data) // len(MISS) + 1
         places = self._misses[self._at : self._at + most] - base
         n_whole = int(np.searchsorted(places, len(data) - len(MISS), side="right"))
         if not n_whole or any(data[at : at + len(MISS)].tobytes() != MISS for at in (int(places[0]), int(places[n_whole - 1]))):
             return 0
         places = places[:n_whole]
-        good = matches_at(data, places, MISS, len(MISS))
-        self._check_announcements(data, places, good)
-        if not good.all():
+        if not (matches_at(data, places, MISS, len(MISS)).all() and self._announced_right(data, places)[1].all()):
             return 0
         self._keep(data, places, np.ones(n_whole, dtype=bool))
         return int(places[-1]) + len(MISS)
 
-    def _take_values(self, data: Bytes) -> int:
+    def _take_values(self, data: Bytes, waiting_bytes: int) -> int:
         """Take values and misses, and what announces their runs, as far as they have arrived and are in order."""
-        if self._value_is_cut(data):
-            return 0
+        if len(data) < self._stride + waiting_bytes:  # the next value's beginning is all that is there: the most frequent end of a feed
+            begin = self.asked + b"*%d\r\n" % self.runs.sizes[self._announced] + self._head if waiting_bytes else self._head
+            if data[: len(begin)].tobytes() == begin[: len(data)]:
+                return 0
         most = len(data) // len(MISS) + 1  # rows that can have come, so that small pieces of a large reply cost little each
         places = self._places[self._at : self._at + most]
-        if base := self._base:
+        if base := int(places[0]) - waiting_bytes:  # where the bytes that come next would begin if nothing had been missing
             places = places - base
         n_whole = int(places.searchsorted(len(data) - self._stride, side="right"))
         if n_whole and self._all_in_order(data, places[:n_whole]):
             self._keep(data, places[:n_whole], None)
             return int(places[n_whole - 1]) + self._stride
         return self._take_mixed(data, places)
-
-    def _value_is_cut(self, data: Bytes) -> bool:
-        """Whether nothing or the next value's beginning is all that is there: by far the most frequent end of a feed."""
-        if len(data) >= self._stride + (int(self._before[self._announced]) if self._run_waits() else 0):
-            return False
-        begin = self.asked + b"*%d\r\n" % self.runs.sizes[self._announced] + self._head if self._run_waits() else self._head
-        return data[: len(begin)].tobytes() == begin[: len(data)]
-
-    @property
-    def _base(self) -> int:
-        """Where the bytes that come next would begin if nothing had been missing before them."""
-        return int(self._places[self._at]) - self._waiting_bytes
-
-    @property
-    def _waiting_bytes(self) -> int:
-        """How long the announcement is that comes next, 0 where a row comes."""
-        return int(self._before[self._announced]) if self._run_waits() else 0
-
-    def _run_waits(self) -> bool:
-        """Whether the next row is the first of a run whose announcement has not come."""
-        return self._announced < len(self.runs) and int(self.runs.firsts[self._announced]) == self._at
 
     def _all_in_order(self, data: Bytes, places: NDArray[np.intp]) -> bool:
         """Whether a value lies at each of these places, and the announcement of its run before it where it is the first."""
@@ -166,25 +152,24 @@ class BucketValuesReply(RowsReader):
         if data[first : first + len(self._head)].tobytes() != self._head or data[end : end + len(EOL)].tobytes() != EOL:
             return False
         # Before every other value's head a line ends, the last value's or that of an announcement: both in few machine words.
-        if not matches_at(data, places[1:] - len(EOL), EOL + self._head, self._stride + len(EOL)).all():
+        if len(places) > 1 and not matches_at(data, places[1:] - len(EOL), EOL + self._head, self._stride + len(EOL)).all():
             return False
-        good = np.ones(len(places), dtype=bool)
-        self._check_announcements(data, places, good)
-        return bool(good.all())
+        return bool(self._announced_right(data, places)[1].all())
 
-    def _check_announcements(self, data: Bytes, places: NDArray[np.intp], good: NDArray[np.bool_]) -> None:
+    def _announced_right(self, data: Bytes, places: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Which of these rows begin a run, intp [k], and whether its announcement lies before each of them: bool [k]."""
         last = int(self.runs.firsts.searchsorted(self._at + len(places)))
         rows = self.runs.firsts[self._announced : last] - self._at
         if not len(rows):
-            return
+            return rows, np.empty(0, dtype=bool)
         sizes = self.runs.sizes[self._announced : last]
         starts = places[rows] - self._before[self._announced : last]
         texts = announcement_texts()
         words = pieces(data[len(self.asked) :], WORD_BYTES, "<u8")[starts]  # a value or a miss follows, so there are as many bytes
-        right = (words & texts.masks[sizes]) == texts.words[sizes]
+        right = (words & texts.masks.take(sizes)) == texts.words.take(sizes)
         if self.asked:
             right &= matches_at(data, starts, self.asked, WORD_BYTES + len(self.asked))
-        good[rows] &= right
+        return rows, right
 
     def _keep(self, data: Bytes, places: NDArray[np.intp], missing: NDArray[np.bool_] | None) -> None:
         """Copy the values of the next rows, which begin at these places."""
@@ -199,7 +184,7 @@ class BucketValuesReply(RowsReader):
                 self._values[self._at + hits] = pieces(data[len(self._head) :], size)[places[hits]]
             self.found[rows] = ~missing
         self._at = rows.stop
-        self._announced = int(self.runs.firsts.searchsorted(self._at))
+        self._announced = len(self._before) if self._at == len(self.found) else int(self.runs.firsts.searchsorted(self._at))
 
     def _take_mixed(self, data: Bytes, places: NDArray[np.intp]) -> int:
         """Values and misses in any order: the misses are searched, and everything between them must be in order."""
@@ -217,16 +202,13 @@ class BucketValuesReply(RowsReader):
         if len(hits):
             good[hits] = matches_at(data, places[hits], self._head, self._stride)
             good[hits] &= matches_at(data[self._stride - len(EOL) :], places[hits], EOL, len(EOL))
-        self._check_announcements(data, places, good)
+        firsts, right = self._announced_right(data, places)
+        good[firsts] &= right
         n_good = n_whole if good.all() else int(np.argmin(good))
         if not n_good:
             return 0
         self._keep(data, places[:n_good], missing[:n_good])
         return int(ends[n_good - 1])
-
-    def _take_odd(self, data: Bytes) -> int:
-        """No row is whole and in order here: an announcement, an error, a value of another size, or too few bytes yet."""
-        return self._take_announcement(data) if self._run_waits() else self._take_odd_value(data)
 
     def _take_announcement(self, data: Bytes) -> int:
         skipped = prefix_size(data, self.asked)

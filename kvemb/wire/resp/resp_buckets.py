@@ -11,13 +11,13 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_items
+from kvemb.arrays.ids import as_items
 from kvemb.schema.buckets import FIELD_BYTES, FILLER, BucketKeys, WholeBuckets, needs_filler
 from kvemb.wire.buffer_scan import EOL, pieces
 from kvemb.wire.codec import RecordsToWrite
 from kvemb.wire.replies import CodeReply, RowsReader, RowsStep
 from kvemb.wire.request_arrays import Bytes, chunks, columns
-from kvemb.wire.resp.bucket_values import MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts, run_sizes
+from kvemb.wire.resp.bucket_values import MOST_ROWS, WORD_BYTES, BucketRuns, BucketValuesReply, announcement_texts
 from kvemb.wire.resp.integer_replies import IntegerReplies
 
 _STEP_BYTES = 1 << 20  # of a step, at most MOST_ROWS: what is made at once costs less per row
@@ -86,11 +86,12 @@ class BucketRequests:
         """Cut rows into steps: the first of many is small, because the server has nothing to do until it is sent."""
         most = max(self._rows_per_step, min(MOST_ROWS, _STEP_BYTES // bytes_per_row))
         in_command = max(1, min(self._rows_per_step, _COMMAND_BYTES // bytes_per_row))
-        start, first = 0, most if len(keys) <= most else self._rows_per_step
-        while start < len(keys):
-            rows = slice(start, min(start + (most if start else first), len(keys)))
-            some = keys[rows]
-            yield rows, some, BucketRuns(_cut(some.runs(), len(some), in_command), len(some))
+        n = len(keys.ids)
+        start, first = 0, most if n <= most else self._rows_per_step
+        while start < n:
+            rows = slice(start, min(start + (most if start else first), n))
+            some = keys if n <= most else keys[rows]
+            yield rows, some, BucketRuns.of(some.runs(), rows.stop - start, in_command)
             start = rows.stop
 
     def _get_request(self, keys: BucketKeys, runs: BucketRuns) -> memoryview:
@@ -113,11 +114,11 @@ class BucketRequests:
         announced = texts.lengths.take(n_words)
         head_bytes = announced + (len(self._ask) + heads.itemsize)
         body_bytes = width * runs.sizes
-        ends = np.cumsum(head_bytes + body_bytes)
+        ends = (head_bytes + body_bytes).cumsum()
         starts = ends - head_bytes - body_bytes
         out = np.empty(int(ends[-1]) + len(_NEXT), dtype=np.uint8)
         places = np.arange(0, width * len(rows), width)
-        places += np.repeat(np.cumsum(head_bytes), runs.sizes)
+        places += head_bytes.cumsum().repeat(runs.sizes)
         pieces(out, rows.shape[1])[places] = as_items(rows)
         # Whatever was too much in front of a head is written over: a row's last bytes here, an announcement's below.
         if self._ask:
@@ -130,7 +131,7 @@ class BucketRequests:
 
 def _fields(keys: BucketKeys) -> Bytes:
     """`$8`, the field, and how the next row begins: uint8 [n, 16]. Items of 16 bytes are put in place in two thirds of the time of 14."""
-    words = np.empty((len(keys), 2), dtype="<u8")
+    words = np.empty((len(keys.ids), 2), dtype="<u8")
     np.left_shift(keys.ids, _HALF, out=words[:, 0])
     np.right_shift(keys.ids, _HALF, out=words[:, 1])
     words |= _FIELD_FRAME
@@ -159,17 +160,6 @@ def _head_table(tags: tuple[bytes, ...], n_buckets: int, begin: bytes, end: byte
     return as_items(texts)
 
 
-def _cut(firsts: NDArray[np.intp], n_rows: int, most: int) -> NDArray[np.intp]:
-    """Cut runs that are longer than a command should be, which a server does not interrupt."""
-    sizes = run_sizes(firsts, n_rows)
-    if int(sizes.max(initial=0)) <= most:
-        return firsts
-    n_cuts = (sizes - 1) // most
-    place = np.arange(len(firsts) + int(n_cuts.sum())) - np.repeat(np.cumsum(n_cuts + 1) - n_cuts - 1, n_cuts + 1)
-    cut: NDArray[np.intp] = np.repeat(firsts, n_cuts + 1) + most * place
-    return cut
-
-
 @dataclass(eq=False)
 class RunsDone(RowsReader):
     """The replies to commands that wrote or deleted runs of rows: an integer each.
@@ -188,7 +178,9 @@ class RunsDone(RowsReader):
 
     def __post_init__(self) -> None:
         lines = b"+:" if self.asked else b":"
-        self._integers = IntegerReplies(lines, int(self.runs.sizes.max(initial=0)) + 1, np.zeros(len(self.runs), dtype=np.uint8), usual=0)
+        self._integers = IntegerReplies(
+            lines, int(self.runs.sizes.max(initial=0)) + 1, np.zeros(len(self.runs.firsts), dtype=np.uint8), usual=0
+        )
 
     @property
     def n_rows(self) -> int:

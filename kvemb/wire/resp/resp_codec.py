@@ -1,5 +1,7 @@
 """The Redis protocol (RESP2) for batches of rows. Specification: https://redis.io/docs/latest/develop/reference/protocol-spec/"""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,8 @@ class RespCodec:
         """See `Codec.read_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
             return self._pages.read_steps(keys, record_bytes, out, found, foreign)
-        return self._buckets.read_steps(_in_buckets(keys), record_bytes, out, found, foreign)
+        assert isinstance(keys, BucketKeys), type(keys)  # servers of this protocol hold no row under a key of its own
+        return self._buckets.read_steps(keys, record_bytes, out, found, foreign)
 
     def write_steps(
         self, keys: RowKeys, records: RecordsToWrite, tokens: NDArray[np.uint64] | None, out: NDArray[np.uint8]
@@ -48,13 +51,15 @@ class RespCodec:
         """See `Codec.write_steps`; writes never conflict."""
         if isinstance(keys, PagedKeys):
             return self._pages.write_steps(keys, records, out)
-        return self._buckets.write_steps(_in_buckets(keys), records, out)
+        assert isinstance(keys, BucketKeys), type(keys)
+        return self._buckets.write_steps(keys, records, out)
 
     def erase_steps(self, keys: RowKeys, out: NDArray[np.uint8], tokens: NDArray[np.uint64] | None = None) -> list[RowsStep]:
         """See `Codec.erase_steps`; Redis has no tokens, so `tokens` is left alone."""
         if isinstance(keys, PagedKeys):
             return self._pages.erase_steps(keys, out)
-        return self._buckets.erase_steps(_in_buckets(keys), out)
+        assert isinstance(keys, BucketKeys), type(keys)
+        return self._buckets.erase_steps(keys, out)
 
     def read_kinds(self, keys: RowKeys, prefix_bytes: int) -> NDArray[np.int8] | None:
         """See `Codec.read_kinds`."""
@@ -67,7 +72,7 @@ class RespCodec:
     def get_step(self, key: bytes) -> tuple[Step, BlobReply]:
         """See `Codec.get_step`."""
         reply = BlobReply(miss=_MISS[:-2])
-        return Step(memoryview(command(b"GET", key)), reply), reply
+        return Step(_get_request(key), reply), reply
 
     def put_step(self, key: bytes, value: bytes) -> tuple[Step, CodeReply]:
         """See `Codec.put_step`."""
@@ -75,10 +80,9 @@ class RespCodec:
         return Step(memoryview(command(b"SET", key, value)), reply), reply
 
 
-def _in_buckets(keys: RowKeys) -> BucketKeys:
-    """The same keys; servers of this protocol hold no row under a key of its own."""
-    assert isinstance(keys, BucketKeys), type(keys)
-    return keys
+@lru_cache(maxsize=64)  # every batch reads a marker
+def _get_request(key: bytes) -> memoryview:
+    return memoryview(command(b"GET", key))
 
 
 def command(*words: bytes) -> bytes:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.unique import as_rows
+from kvemb.arrays.ids import as_rows
 from kvemb.schema.pages import PAGE_KEY_SIZE, PagedKeys, PageLayout
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.wire.codec import RecordsToWrite
