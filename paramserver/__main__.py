@@ -24,10 +24,9 @@ from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts import StopFlag
 
 from .disk.disk_errors import named
-from .lifecycle.join_cluster import kept_place
+from .lifecycle.join_cluster import StoppedError, kept_place
 from .lifecycle.shard import Shard
 from .lifecycle.start import start
-from .lifecycle.storage_wait import StoppedError
 from .log_lines import LEVELS, LogLines
 from .rpc.access_control import AccessControl
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from kvemb.client.ack import DEFAULT_TIMEOUT_S, Ack, PartAck, copied, waits_s
 from kvemb.client.all_shards import AllShards
-from kvemb.client.moved_pushes import put_together
-from kvemb.client.outbox import Sent
+from kvemb.client.outbox import Sent, put_together
 from kvemb.client.push_sender import PushSender, ShardLeftError
 from kvemb.datapath.prefetched_rows import PrefetchedRows, route_prefetched
 from kvemb.errors import FencedError, KvembError, PushRejectedError, ShardFailedError, ShardUnavailableError, StorageError

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import grpc
 
 from kvemb import interrupts
-from kvemb.client.shard_credentials import open_channel
 from kvemb.errors import (
     AccessDeniedError,
     ConfigError,
@@ -29,9 +28,36 @@ from kvemb.errors import (
 from kvemb.net.backoff import pauses
 from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import Stamp, TlsFiles
-from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, why_refused
+from kvemb.net.tls_probe import FOREIGN, HANGS_UP, NOBODY, SILENT, SPEAKS_TLS, look_at_port, own_uris, why_refused
 from kvemb.protocol.message_format import MAX_MESSAGE_BYTES, Message
 from kvemb.protocol.messages import MAX_REQUEST_BYTES, SERVICE, Reply
+
+_Options = tuple[tuple[str, object], ...]
+
+
+def open_channel(address: str, tls: TlsFiles | None, options: _Options) -> grpc.Channel:
+    """Open a channel; gRPC connects it when it is first used.
+
+    Args:
+        address: "host:port".
+        tls: the files as they are now; None: without encryption.
+        options: of gRPC.
+
+    Raises:
+        ConfigError: a file cannot be read; a client lacks certificate and token, or its certificate is not good.
+    """
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    if tls.config.has_token:
+        credentials = grpc.composite_channel_credentials(
+            grpc.ssl_channel_credentials(tls.read("ca")), grpc.access_token_call_credentials(tls.tokens()[0])
+        )
+    else:
+        tls.require_own("a client that has no token (token_env, token_file)")
+        own_uris(tls.config, tls.at)  # what shards would refuse is said here, at once
+        credentials = grpc.ssl_channel_credentials(tls.read("ca"), tls.read("key"), tls.read("cert"))
+    return grpc.secure_channel(address, credentials, options=options)
+
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),

@@ -26,7 +26,7 @@ from kvemb.errors import (
 )
 from kvemb.net.deadline import Deadline
 
-from ..engine.repair_port import NO_BATCH, Pause
+from ..engine.storage_retry import NO_BATCH, Pause
 from ..journal import Position
 from ..model.tables import TableState
 from ..moves.plan_work import PlanWork

@@ -21,8 +21,8 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
+from ..engine.batch_records import PreparedRows
 from ..model.batch import CheckedRows
-from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
 
 Ids = NDArray[np.uint64]

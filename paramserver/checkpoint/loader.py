@@ -35,12 +35,11 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
 from ..disk.data_dir import DataDir
-from ..engine.repair_port import Pause
+from ..engine.storage_retry import Pause
 from ..model.table_registry import Registry
 from ..recovery.claim_shard import save
-from ..recovery.shard_parts import ShardParts
+from ..recovery.shard_parts import ShardParts, image
 from ..recovery.state_file import TableImage
-from ..recovery.state_image import image
 from ..snapshot.run_set import Runs
 from ..snapshot.sorted_run import ROWS
 from . import unconditional_writer

@@ -28,7 +28,7 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
 from kvemb.stores.store import Store
 
-from ..disk.private_files import replace_privately
+from ..disk.data_dir import replace_privately
 from ..engine.storage_retry import PASSING
 from ..owned_thread import OwnedThread
 from .copy_on_write import CopyOnWriteRecords

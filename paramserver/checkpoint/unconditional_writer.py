@@ -10,9 +10,8 @@ from kvemb.errors import StorageError
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.store import Store
 
-from ..engine.repair_port import Pause, RepairPort
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import until_stored
+from ..engine.storage_retry import Pause, RepairPort, until_stored
 
 BLOCK_BYTES = 8 << 20
 log = logging.getLogger("paramserver")

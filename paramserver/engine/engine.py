@@ -2,29 +2,74 @@
 
 A batch is idempotent row by row: a row that already has the batch's version was written by an earlier try and is left alone. So every
 retryable storage error is answered by the same rows again, and a batch that was written by half is completed. A large batch is stored piece
-by piece (`paramserver.engine.batch_pieces`). The index learns of each piece when all of it is stored: that is not tried again. The batch
+by piece (`paramserver.engine.storage_retry`). The index learns of each piece when all of it is stored: that is not tried again. The batch
 counts, as one step of its tables, when its last piece is stored. Replay after a crash is the same code with the batches' old versions and
 the rules of `transition.Replay`.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvemb.errors import ForeignPageError, StorageError
+from kvemb.errors import DeadlineExceededError, ForeignPageError, StorageError
+from kvemb.net.deadline import Deadline
 from kvemb.schema.record import split_version
 from kvemb.stores.store import Store
 
 from ..model.batch import APPLY, ERASE, Batch, CheckedRows
-from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
-from ..model.timeline import Timeline
-from ..model.transition import Replay
-from .batch_boundary import BatchBoundary
-from .batch_pieces import Pace, cut, size_bytes
-from .engine_ports import EnginePorts
-from .piece_writer import Change, Computed, PieceWriter
-from .repair_port import Pause
-from .storage_retry import PASSING, until_stored
+from ..model.transition import Replay, Timeline
+from .batch_records import PreparedRows
+from .piece_writer import Change, Computed, EnginePorts, PieceWriter
+from .storage_retry import PASSING, Pace, Pause, cut, size_bytes, until_stored
+
+
+class BatchBoundary:
+    """The moment between two batches of one shard. The apply thread passes it; whoever needs rows and index at rest steps in there."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._busy = False
+        self._n_waiting = 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold the gate for one batch; those who wait for a moment between batches go first."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy and not self._n_waiting)
+            self._busy = True
+        try:
+            yield
+        finally:
+            self._free()
+
+    @contextmanager
+    def between(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the gate while no batch is under way.
+
+        Raises:
+            DeadlineExceededError: the batch under way did not end in time (storage does not answer, most likely).
+        """
+        with self._changed:
+            self._n_waiting += 1
+            try:
+                free = self._changed.wait_for(lambda: not self._busy, deadline.remaining_s())
+            finally:
+                self._n_waiting -= 1
+                self._changed.notify_all()
+            if not free:
+                raise DeadlineExceededError(f"the batch under way did not end within {deadline.timeout_s:g} s; is a storage node down?")
+            self._busy = True
+        try:
+            yield
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, eq=False)

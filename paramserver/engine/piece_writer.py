@@ -7,6 +7,7 @@ which rows make a piece, what is done when storage does not take it, and when th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,39 @@ from kvemb.stores.row_io import WritePart, WriteResult
 from kvemb.stores.store import Store
 
 from ..model.batch import ERASE, CheckedRows
-from ..model.prepared_rows import PreparedRows
 from ..model.tables import Tables
-from ..model.timeline import Timeline
-from ..model.transition import Replay, new_records, records_to_write, rows_to_erase
-from .arena import RecordArena
-from .engine_ports import WriteObserver
-from .fetched_rows import Fetched, FetchedRecords
-from .repair_port import AheadOfIndex
+from ..model.transition import Replay, Timeline, new_records, records_to_write, rows_to_erase
+from .batch_records import Fetched, FetchedRecords, PreparedRows, RecordArena
 from .row_access import RowAccess, until_none_is_left
-from .storage_retry import CHANGED_BY_ANOTHER_WRITER
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, AheadOfIndex, RepairPort
+
+
+class WriteObserver(Protocol):
+    """Who hears of rows before they change (a save that is under way; `paramserver.checkpoint.saver`), on the apply thread."""
+
+    @property
+    def wants_erased(self) -> bool:
+        """Whether the records of rows about to be erased are wanted too; they must be read for it."""
+
+    def overwriting(self, definition: TableDef, ids: NDArray[np.uint64], versions: NDArray[np.uint64], records: NDArray[np.uint8]) -> None:
+        """Rows that exist are about to be written over or erased: their versions and whole records, good during this call only."""
+
+    def erased(self, definition: TableDef, ids: NDArray[np.uint64], version: int) -> None:
+        """Rows were erased by the batch of this version."""
+
+
+@dataclass(frozen=True)
+class EnginePorts:
+    """What an engine works with beside storage and tables: repair, and whoever observes writes.
+
+    Args:
+        repair: brings back what storage has lost.
+        observer: hears of rows before they change.
+    """
+
+    repair: RepairPort
+    observer: WriteObserver
+
 
 # Rows are computed in blocks of so many weights: what one step leaves is still in the processor's cache for the next. The optimizers take
 # blocks of the same size (measured there).

@@ -23,9 +23,8 @@ from kvemb.stores.coalesce import read_coalesced
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import OtherNodes, Store
 
-from .batch_pieces import Pace
-from .fetched_rows import FetchedRecords
-from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS
+from .batch_records import FetchedRecords
+from .storage_retry import CHANGED_BY_ANOTHER_WRITER, MAX_CONFLICT_ROUNDS, Pace
 
 Ids = NDArray[np.uint64]
 Mask = NDArray[np.bool_]

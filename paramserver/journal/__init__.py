@@ -1,7 +1,7 @@
 """A shard's journal: what it has promised to apply, on local disk, before it says so."""
 
 from .entry import BatchEntry, Entry, SessionEntry, Watermark, decode_entry, encode_entry
-from .log_end import last_batch
+from .log_reader import last_batch
 from .segment import START, Position
 from .write_ahead_log import Journal
 

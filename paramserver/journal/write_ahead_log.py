@@ -18,8 +18,8 @@ from pathlib import Path
 from kvemb.atomic_file import sync_folder
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalFullError, ParameterServerError
 
+from ..disk.data_dir import make_folder
 from ..disk.disk_errors import mend
-from ..disk.private_files import make_folder
 from . import segment_files
 from .log_reader import Segment, read_entries, recover
 from .segment import ENTRY_HEADER_SIZE, HEADER_SIZE, START, Position, SegmentHeader, damaged, frame

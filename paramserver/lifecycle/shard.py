@@ -30,7 +30,7 @@ from ..checkpoint.loader import note_carried_out
 from ..checkpoint.saver import SaveObserver, Saver
 from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
-from ..engine.repair_port import Pause
+from ..engine.storage_retry import Pause
 from ..figures.shard_metrics import ShardMetrics
 from ..handover.given_rows import GivenRows
 from ..handover.giver_questions import GiverQuestions
@@ -49,9 +49,8 @@ from ..moves.plan_work import PlanWork
 from ..moves.slot_mover import SlotMover
 from ..recovery.claim_shard import note_change, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
-from ..recovery.shard_parts import ShardParts
+from ..recovery.shard_parts import ShardParts, image
 from ..recovery.state_changes import slots_gone
-from ..recovery.state_image import image
 from ..repair.node_watch import NodeWatch
 from ..repair.scrub import Scrub
 from ..rpc.checkpoint_handlers import CheckpointHandlers

@@ -22,8 +22,8 @@ from ..checkpoint.saver import SaveObserver
 from ..disk.data_dir import DataDir, folder_of
 from ..disk.disk_errors import mend, named
 from ..engine.engine import Engine
-from ..engine.engine_ports import EnginePorts
-from ..engine.repair_port import Pause
+from ..engine.piece_writer import EnginePorts
+from ..engine.storage_retry import Pause
 from ..handover.other_shards import OtherShards
 from ..ingest.admission import MapGate
 from ..ingest.ingest import Ingest
@@ -34,23 +34,21 @@ from ..journal.fenced_log import FencedLog
 from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState
-from ..model.timeline import Timeline
+from ..model.transition import Timeline
 from ..moves.left_sessions import sessions_in
 from ..recovery.claim_shard import CLUSTER_NAME, STATE, Claim, claim_shard, save
 from ..recovery.high_water_mark import require_reached
 from ..recovery.replay import Recovery
-from ..recovery.shard_parts import ShardParts
+from ..recovery.shard_parts import ShardParts, image
 from ..recovery.start_report import CLAIMING, JOINING, LOADING, READING, REPLAYING, StartReport
 from ..recovery.state_changes import with_changes
 from ..recovery.state_file import ShardState, TableImage
-from ..recovery.state_image import image
 from ..repair.repairer import Repairer
 from ..snapshot import Reconstructor, Runs
 from ..snapshot.snapshot_schedule import reaches_back
 from .front import Front
-from .join_cluster import join_cluster, keep_identity
+from .join_cluster import StoppedError, StorageWait, join_cluster, keep_identity
 from .shard import RecoveredShard, Shard
-from .storage_wait import StoppedError, StorageWait
 
 JOURNAL, SNAPSHOT = "journal", "snapshot"  # folders in the data folder
 _LARGEST_SEGMENT = 256 << 20

@@ -6,7 +6,7 @@ gone, or the folder is an older copy. That is found before anything is changed: 
 gets another segment.
 
 The note is no promise: the nodes' newest copy counts, and one that is lost, old or damaged only proves less. Then rows tell
-(`paramserver.model.timeline`).
+(`paramserver.model.transition`).
 """
 
 import time
@@ -20,7 +20,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.stores.store import Store
 
 from ..journal import Position, last_batch
-from ..model.timeline import ORDERS
+from ..model.transition import ORDERS
 from .state_file import ShardState
 
 _AGAIN_S = 10.0  # a shard without work says that it lives

@@ -28,14 +28,12 @@ from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
 from kvemb.stores.store import Store
 
-from ..engine.repair_port import NO_BATCH, AheadOfIndex, Pause
 from ..engine.row_access import RowAccess
-from ..engine.storage_retry import PASSING
+from ..engine.storage_retry import NO_BATCH, PASSING, AheadOfIndex, Pause
 from ..model.batch import Batch
 from ..model.bucket_settings import settle_limits
 from ..model.tables import Tables, TableState
-from ..model.timeline import Timeline
-from ..model.transition import refuse_later_epoch
+from ..model.transition import Timeline, refuse_later_epoch
 from ..snapshot import WantedVersions
 
 Ids = NDArray[np.uint64]

@@ -44,8 +44,7 @@ from ..recovery.shard_parts import ShardParts
 from .drop_handlers import DropHandlers
 from .inspection_handlers import InspectionHandlers
 from .move_handlers import MoveHandlers
-from .push_parts import PushReceiver
-from .stream_limits import BytesInHand
+from .push_parts import BytesInHand, PushReceiver
 
 MAX_IDS = 4 << 20
 MAX_COMPARED = 1 << 12

@@ -1,12 +1,19 @@
-"""One trainer's push stream: a thread that reads its parts, and the replies that go back, in the order in which things happen.
+"""One trainer's push stream: a thread that reads its parts, the replies that go back in the order in which things happen, and how many
+streams a shard serves.
 
 The reader stops reading while ingest has no room or the trainer does not take its replies; gRPC's flow control does the rest. The apply
-thread only ever appends to the outbox. A part that is refused gets a "failed" reply and the stream goes on; a malformed one ends it.
+thread only ever appends to the queue of answers. A part that is refused gets a "failed" reply and the stream goes on; a malformed one ends
+it. Each stream holds two threads. One that nothing goes through is ended after a while, and soon where its place is wanted: its trainer
+opens another one with its next push and hardly notices.
 """
 
 import logging
+import resource
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvemb.errors import (
     AccessDeniedError,
@@ -17,12 +24,208 @@ from kvemb.errors import (
     ShardUnavailableError,
     to_wire,
 )
+from kvemb.protocol.message_format import MAX_MESSAGE_BYTES
 from kvemb.protocol.messages import PushPart, PushReply
 
 from ..ingest.ingest import Ingest
 from ..model.batch import CheckedRows
-from .answer_queue import AnswerQueue
-from .stream_limits import BytesInHand
+
+_MAX_UNSENT = 1024
+# Of changed rows in replies that the trainer does not take; further replies leave them out. One reply with as many is still a message.
+_MAX_ROW_BYTES = MAX_MESSAGE_BYTES - (4 << 20)
+_LONGEST_IDLE_S = 60.0  # then a stream is ended: it holds two threads
+_FINAL = ("applied", "failed")
+
+
+class AnswerQueue:
+    """Replies on their way back. Bounded: the reader waits while it is full, and only parts that were taken add to it besides."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._replies: deque[PushReply] = deque()
+        self._row_bytes = 0
+        self._n_open = 0  # parts whose outcome is still to come
+        self._input_over = False
+        self._quiet_since_s = time.monotonic()
+        self.closed = self.ended_idle = False
+
+    def expect(self) -> None:
+        """One more part is being taken; its outcome comes through `put`, or `refuse` says that it was not taken."""
+        with self._changed:
+            self._n_open += 1
+            self._quiet_since_s = time.monotonic()
+
+    def put(self, reply: PushReply) -> None:
+        """Append a reply about a part. Never blocks."""
+        with self._changed:
+            self._n_open -= reply.state in _FINAL
+            self._quiet_since_s = time.monotonic()
+            if self._row_bytes + _row_bytes(reply) > _MAX_ROW_BYTES:
+                reply = replace(reply, changed_rows=[])
+            self._row_bytes += _row_bytes(reply)
+            self._replies.append(reply)
+            self._changed.notify_all()
+
+    def refuse(self, reply: PushReply | None) -> None:
+        """Append the reply to a part that was not taken, if it gets one."""
+        with self._changed:
+            self._n_open -= 1
+            if reply is not None:
+                self._replies.append(reply)
+            self._changed.notify_all()
+
+    def wait_for_room(self) -> bool:
+        """Wait while too many replies are unsent; return whether the stream is still there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._replies) < _MAX_UNSENT)
+            return not self.closed
+
+    def end_input(self) -> None:
+        """Nothing more comes in: the stream ends after the last outcome."""
+        with self._changed:
+            self._input_over = True
+            self._changed.notify_all()
+
+    def idle_s(self) -> float:
+        """Seconds since something last went through; 0 while outcomes or replies are on their way."""
+        with self._changed:
+            return self._idle_s()
+
+    def end_if_idle(self, after_s: float = 0.0) -> None:
+        """Close the stream, unless something goes through it, or has in so many seconds."""
+        with self._changed:
+            if self._idle_s() > after_s and not self.closed:
+                self.closed = self.ended_idle = True
+                self._changed.notify_all()
+
+    def _idle_s(self) -> float:
+        return 0.0 if self._n_open or self._replies else time.monotonic() - self._quiet_since_s
+
+    def close(self) -> None:
+        """The stream is gone."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[PushReply]:
+        while True:
+            with self._changed:
+                while not self._changed.wait_for(self._has_news, max(0.0, _LONGEST_IDLE_S - self._idle_s())):
+                    self.end_if_idle(_LONGEST_IDLE_S)
+                if self.closed or not self._replies:
+                    return
+                reply = self._replies.popleft()
+                self._row_bytes -= _row_bytes(reply)
+                self._changed.notify_all()
+            yield reply
+
+    def _has_news(self) -> bool:
+        return bool(self.closed or self._replies or (self._input_over and not self._n_open))
+
+
+def _row_bytes(reply: PushReply) -> int:
+    return sum(rows.size_bytes for rows in reply.changed_rows)
+
+
+MAX_STREAMS = 256
+MAX_STREAMS_OF_PEER = 64  # of a connection: a trainer opens one, a proxy may bring many trainers over one
+MAX_CONNECTIONS = 4096
+HANDSHAKE_S = 10
+IDLE_CONNECTION_S = 600  # trainers open theirs anew with the next call
+MAX_BYTES_IN_HAND = 256 << 20
+_SEND_AGAIN_AFTER_S = 5.0  # where there is no room before
+_MAY_LEAVE_AFTER_S = 1.0
+
+
+def connection_options() -> tuple[tuple[str, int], ...]:
+    """gRPC's options that bound what strangers cost: connections of which a shard keeps only so many, and time to say who they are.
+
+    Connections take file descriptors, which the journal and storage need too: at most half of those that this process may have.
+    """
+    of_process = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    half = MAX_CONNECTIONS if of_process == resource.RLIM_INFINITY else of_process // 2
+    return (
+        ("grpc.max_allowed_incoming_connections", min(MAX_CONNECTIONS, half)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+        ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+    )
+
+
+class Streams:
+    """Which push streams a shard serves at the moment; the one that is idle for longest makes room. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[AnswerQueue, str] = {}
+
+    def enter(self, stream: AnswerQueue, peer: str) -> None:
+        """Let a stream in; where there is no place left, the one that has been idle for longest goes.
+
+        Args:
+            stream: that wants in, by its answers.
+            peer: the connection that it comes over.
+
+        Raises:
+            ShardUnavailableError: none is idle; to be tried again later.
+        """
+        with self._lock:
+            of_peer = [other for other, its_peer in self._open.items() if its_peer == peer]
+            if len(of_peer) >= MAX_STREAMS_OF_PEER:
+                self._take_place(of_peer, f"this shard serves {MAX_STREAMS_OF_PEER} push streams of this connection, the most of one,")
+            elif len(self._open) >= MAX_STREAMS:
+                self._take_place(list(self._open), f"this shard serves {MAX_STREAMS} push streams, the most it may,")
+            self._open[stream] = peer
+
+    def _take_place(self, streams: list[AnswerQueue], why: str) -> None:
+        idle_s, longest = max(((stream.idle_s(), stream) for stream in streams), key=lambda pair: pair[0])
+        if idle_s < _MAY_LEAVE_AFTER_S:
+            raise ShardUnavailableError(f"{why} and none of them is idle; try again")
+        del self._open[longest]
+        longest.end_if_idle()  # a part that comes at this moment is not answered here: its trainer sends it again on another stream
+
+    def leave(self, stream: AnswerQueue) -> None:
+        """A stream is over."""
+        with self._lock:
+            self._open.pop(stream, None)
+
+    def end_idle(self) -> None:
+        """End every stream that nothing goes through: the shard stops."""
+        with self._lock:
+            for stream in self._open:
+                stream.end_if_idle()
+
+
+class BytesInHand:
+    """Bytes of messages that were received and wait for room. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_bytes = 0
+
+    def take(self, n_bytes: int) -> bool:
+        """Count a message; return False where there are too many already: it is to be dropped, and sent again later."""
+        with self._changed:
+            if self._n_bytes and self._n_bytes + n_bytes > MAX_BYTES_IN_HAND:
+                return False
+            self._n_bytes += n_bytes
+            return True
+
+    def give_back(self, n_bytes: int) -> None:
+        """The message was taken or refused."""
+        with self._changed:
+            self._n_bytes -= n_bytes
+            self._changed.notify_all()
+
+    def wait_for_room(self, n_bytes: int) -> str:
+        """Wait, for a while, until a message that was dropped could be taken; return what to tell the trainer, who sends it again."""
+        with self._changed:
+            text = (
+                f"parts of {self._n_bytes} bytes wait for room in this shard, at most {MAX_BYTES_IN_HAND} may; nothing of this one was "
+                "taken, it is sent again by itself"
+            )
+            self._changed.wait_for(lambda: self._n_bytes + n_bytes <= MAX_BYTES_IN_HAND, _SEND_AGAIN_AFTER_S)
+        return text
+
 
 _JOIN_S = 5.0
 log = logging.getLogger("paramserver")

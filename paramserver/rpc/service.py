@@ -52,8 +52,7 @@ from ..recovery.start_report import StartReport
 from .access_control import AccessControl
 from .checkpoint_handlers import CheckpointHandlers
 from .handlers import Handlers
-from .push_parts import PushReceiver
-from .stream_limits import MAX_STREAMS, Streams, connection_options
+from .push_parts import MAX_STREAMS, PushReceiver, Streams, connection_options
 
 MAX_WAITING_CALLS = 48
 LIVE = "live"

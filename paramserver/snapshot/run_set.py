@@ -21,7 +21,7 @@ from kvemb.atomic_file import sync_folder
 from kvemb.errors import JournalDamagedError, ParameterServerError
 from kvemb.schema.table_def import TableDef
 
-from ..disk.private_files import make_folder, replace_privately, sweep
+from ..disk.data_dir import make_folder, replace_privately, sweep
 from ..journal import segment_files
 from .run_manifest import RunEntry, SnapshotManifest, decode_snapshot_manifest, encode_snapshot_manifest
 from .run_merge import erased_versions, merge_from, merged

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from kvemb.schema.record import split_version
 from kvemb.schema.table_def import TableDef
 
-from ..engine.repair_port import Pause
+from ..engine.storage_retry import Pause
 from ..journal import START, BatchEntry, Journal, Position, decode_entry
 from ..journal.fenced_log import FencedLog
 from ..model.tables import TableState

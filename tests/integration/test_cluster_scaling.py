@@ -28,7 +28,7 @@ from kvemb.stores.redis_cluster.scaling.node_scaling import NodeScaling
 from kvemb.stores.store import Store
 from kvemb.testing.real_servers import ServerNodes, redis_client
 from kvemb.testing.store_contract import CLUSTER, GENERATION, TAG, records_of, require_rows, within, write
-from paramserver.figures.node_metrics import add_nodes
+from paramserver.figures.shard_metrics import add_nodes
 from paramserver.repair.node_watch import NodeWatch
 from tests.integration.tls_storage import TlsNodes, TlsServer
 

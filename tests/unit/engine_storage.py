@@ -17,7 +17,7 @@ from kvemb.stores.row_io import ReadPart, WritePart, WriteResult
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import Batch, CheckedRows
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from tests.unit.lonely_engine import ALONE
 from tests.unit.memory_nodes import unused_nodes
 

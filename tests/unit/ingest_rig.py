@@ -33,7 +33,7 @@ from paramserver.journal import START
 from paramserver.journal.fenced_log import FencedLog
 from paramserver.model.batch import ERASE, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from tests.unit.forgetful_journal import ForgetfulJournal
 from tests.unit.idle_background import IdleBackground
 from tests.unit.lonely_engine import ALONE

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvemb.errors import NodeLostError
 from kvemb.schema.table_def import TableDef
-from paramserver.engine.engine_ports import EnginePorts
-from paramserver.engine.repair_port import AheadOfIndex, Pause
+from paramserver.engine.piece_writer import EnginePorts
+from paramserver.engine.storage_retry import AheadOfIndex, Pause
 from paramserver.model.batch import Batch
 
 

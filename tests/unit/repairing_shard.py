@@ -18,7 +18,7 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.engine.engine import Engine
 from paramserver.model.batch import APPLY, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from paramserver.repair.repairer import Repairer
 from paramserver.snapshot import WantedVersions
 from tests.owners import shard_of

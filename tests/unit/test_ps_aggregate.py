@@ -8,7 +8,7 @@ import kvemb.optim
 from kvemb.errors import PushRejectedError
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
-from paramserver.apply.staleness import staleness
+from paramserver.apply.applier import staleness
 from paramserver.ingest.work_queue import MAX_MERGED_BYTES, hyper_by_table, merge_pushes, n_mergeable
 from paramserver.model.batch import CheckedRows, PartTicket, Push, ReceivedPart
 from paramserver.optim.update_rule import GRAD_LIMIT

@@ -16,12 +16,12 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, WritePart
-from paramserver.engine import arena as scratch_module
+from paramserver.engine import batch_records as scratch_module
 from paramserver.engine import piece_writer
 from paramserver.engine.engine import Applied, Engine, Pause
 from paramserver.model.batch import APPLY, ASSIGN, Batch, CheckedRows
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from tests.unit.lonely_engine import ALONE
 
 _NUMBERS = count()

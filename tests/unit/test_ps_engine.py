@@ -15,11 +15,11 @@ from kvemb.schema.keys import RowKeys
 from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart, WriteResult
+from paramserver.engine.batch_records import PreparedRows
 from paramserver.engine.engine import Engine
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch
-from paramserver.model.prepared_rows import PreparedRows
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from tests.unit.engine_storage import ADAM, HALF, SGD, Storage, engine_on, make_store, never, node_of, read, rows, run
 from tests.unit.lonely_engine import ALONE
 from tests.unit.memory_nodes import unused_nodes

@@ -29,8 +29,7 @@ from kvemb.net.deadline import Deadline
 from kvemb.schema.keys import table_tag
 from kvemb.schema.table_def import TableDef
 from paramserver.disk.data_dir import DataDir
-from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, join_cluster, keep_identity
-from paramserver.lifecycle.storage_wait import StorageWait
+from paramserver.lifecycle.join_cluster import CLUSTER, INTENT, StorageWait, join_cluster, keep_identity
 from paramserver.model.table_registry import Registry
 from paramserver.recovery.start_report import StartReport
 

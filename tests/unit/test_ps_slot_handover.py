@@ -31,7 +31,7 @@ from paramserver.handover.slot_taker import SlotTaker
 from paramserver.journal import BatchEntry, Journal, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from paramserver.recovery.claim_shard import EPOCH, STATE, note_change, save
 from paramserver.recovery.state_changes import MOST, changes, slots_gone, with_changes
 from paramserver.recovery.state_file import ShardState, TableImage, decode_state, encode_state

@@ -18,8 +18,8 @@ from kvemb.schema.record import make_version, split_version
 from kvemb.schema.table_def import TableDef
 from paramserver.apply.background import BackgroundWork
 from paramserver.engine.engine import Engine
-from paramserver.engine.engine_ports import EnginePorts
-from paramserver.engine.repair_port import NO_BATCH
+from paramserver.engine.piece_writer import EnginePorts
+from paramserver.engine.storage_retry import NO_BATCH
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
@@ -27,7 +27,7 @@ from paramserver.journal.fenced_log import FencedLog
 from paramserver.journal.segment import HEADER_SIZE
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from paramserver.recovery.replay import Recovery
 from paramserver.repair.repairer import Repairer
 from paramserver.repair.scrub import Scrub

@@ -16,8 +16,7 @@ from kvemb.errors import (
     UnsafeNodeError,
 )
 from kvemb.stores.node_batch import server_error
-from paramserver.engine.repair_port import NO_BATCH, AheadOfIndex, Pause
-from paramserver.engine.storage_retry import until_stored
+from paramserver.engine.storage_retry import NO_BATCH, AheadOfIndex, Pause, until_stored
 from tests.unit.lonely_engine import NoRepair
 
 AWAY, FULL, LOST, ROW = NodeUnavailableError("x: away"), NodeFullError("x: full"), NodeLostError("x: flushed"), LostRowError("row 7")

@@ -8,7 +8,7 @@ import pytest
 from kvemb.errors import StorageError
 from kvemb.index.row_index import Places, RowIndex
 from kvemb.schema.record import make_version
-from paramserver.apply.staleness import part_staleness
+from paramserver.apply.applier import part_staleness
 from paramserver.engine.engine import Engine
 from paramserver.ingest.work_queue import merge_pushes
 from paramserver.model.batch import APPLY, Batch, CheckedRows, PartTicket, Push, ReceivedPart

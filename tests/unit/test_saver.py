@@ -31,10 +31,10 @@ from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
 from paramserver.checkpoint.save_job import SaveFigures, SaveOrder
 from paramserver.checkpoint.saver import ErasedLog, SaveObserver, Saver
 from paramserver.engine.engine import Engine
-from paramserver.engine.engine_ports import EnginePorts
+from paramserver.engine.piece_writer import EnginePorts
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from tests.unit.lonely_engine import NO_REPAIR
 
 USER = TableDef("user", 3, optim.adam(lr=0.1), uniform())

@@ -23,7 +23,7 @@ from paramserver.engine.engine import Engine
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows
 from paramserver.model.tables import Tables, TableState
-from paramserver.model.timeline import Timeline
+from paramserver.model.transition import Timeline
 from paramserver.optim import Optimizer
 from paramserver.snapshot import Reconstructor, Runs, Snapshotter, WantedVersions, reconstruct, reconstruct_rounds, snapshotter, sorted_run
 from paramserver.snapshot.reconstruct_rounds import Rounds

@@ -1,7 +1,8 @@
-"""The records of a batch before it is applied, wherever they came from, block by block. Pure.
+"""The records of a batch: as they were found, wherever they came from, and as they are to be written. Pure.
 
 Rows from the cache are gathered only when their block is asked for. What a block needs stays in the processor's cache, and a batch needs no
-second copy of all its records.
+second copy of all its records. New records lie in memory that one batch after the other uses: the system clears fresh memory first, at half
+the price of using it.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,39 @@ from numpy.typing import NDArray
 from kvemb.arrays.ids import as_items, as_rows
 from kvemb.cached_property import cached_property
 from kvemb.index.record_cache import RecordCache
+from kvemb.stores.row_io import WritePart
+
+from ..model.batch import CheckedRows
+
+_KEPT_BYTES = 128 << 20
+
+
+class RecordArena:
+    """Hands out arrays that are good until the next `reset`. One thread.
+
+    Example:
+        >>> scratch = RecordArena()
+        >>> scratch.take(2, 3).shape
+        (2, 3)
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._n_used = 0
+
+    def reset(self) -> None:
+        """Take back everything that was handed out."""
+        self._n_used = 0
+
+    def take(self, n: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Return uint8 [n, size_bytes], contiguous, holding anything."""
+        start, stop = self._n_used, self._n_used + n * size_bytes
+        if stop > _KEPT_BYTES:
+            return np.empty((n, size_bytes), np.uint8)
+        if stop > len(self._memory):
+            self._memory = np.empty(stop, np.uint8)  # arrays handed out before go on using the old one
+        self._n_used = stop
+        return self._memory[start:stop].reshape(n, size_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +109,18 @@ class Fetched:
     def _n_read(self) -> NDArray[np.int64]:
         """How many of the rows before each one, and of all, were read: int64 [n + 1]."""
         return np.concatenate([[0], np.cumsum(self.at < 0)])
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRows:
+    """Rows to write, and what to write.
+
+    Args:
+        rows: n rows of a batch.
+        part: their new records, and the tokens under which they may be written.
+        at: int64 [n], their places in the cache as they were when they were fetched; -1 for those that were read.
+    """
+
+    rows: CheckedRows
+    part: WritePart
+    at: NDArray[np.int64]
