@@ -28,7 +28,7 @@ def further_node(local: LocalCluster) -> Iterator[StorageServer]:
 
 
 class MovingLoad:
-    """Pushes ones to random rows of a table with SGD at rate 1, and counts; another connection pulls all the while.
+    """Pushes ones to random rows of a table with SGD at rate 1, and counts; another connection pulls all the while; a context manager.
 
     Args:
         local: the cluster.
@@ -74,7 +74,10 @@ class MovingLoad:
             rows = table.pull(ids, timeout_s=PATIENCE_S)
             assert (-rows[:, 0] >= least[ids]).all(), "a row is older than what was confirmed before it was asked for"
 
-    def stop(self) -> None:
+    def __enter__(self) -> "MovingLoad":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         """End both, and compare every row."""
         self._end.set()
         for thread in self._threads:

@@ -30,9 +30,8 @@ def kind(request: pytest.FixtureRequest, require_server: Callable[[str], str]) -
 @pytest.mark.parametrize("pages", [False, True])
 def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: str, pages: bool) -> None:
     with LocalCluster(kind, 2, shards=2, memory_mb=64) as local, further_node(local) as third:
-        load = MovingLoad(local, pages=pages)
         phases: list[str] = []
-        try:
+        with MovingLoad(local, pages=pages) as load:
             nodes = load.cluster.nodes
             plan = nodes.add(third.address)
             assert 0.3 < plan.n_rows / N_IDS < 0.36
@@ -47,8 +46,6 @@ def test_a_node_joins_and_another_leaves_while_rows_are_pushed_and_pulled(kind: 
             assert first not in state.nodes.values()
             assert load.n_steps > steps
             local.servers[0].process.kill()  # nobody needs it any more
-        finally:
-            load.stop()
         with kvemb.connect(local.url, read_only=True) as late:  # kvemb.yaml still names the two first nodes
             np.testing.assert_array_equal(-late.table("t").pull(IDS)[:, 0], load.counts)
 

@@ -33,22 +33,21 @@ def local(request: pytest.FixtureRequest, require_server: Callable[[str], str]) 
 
 @pytest.mark.timeout(600)
 def test_the_slots_of_a_shard_go_to_the_others_and_come_back_while_rows_are_pushed(local: LocalCluster) -> None:
-    load = MovingLoad(local)
-    hasty = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
-    moves = ShardMoves(local.url)
-    try:
-        thirds = equal_runs(3)
-        for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), thirds, np.full(N_SLOTS, 1), thirds):
-            before = load.n_steps
-            serial = moves.begin(owners).serial
-            now = moves.wait()
-            assert (now.slot_shards == owners).all()
-            assert now.serial == serial + 1
-            assert load.n_steps >= before
-    finally:
-        moves.close()
-        counts = [trainer.stop() for trainer in hasty]
-        load.stop()
+    with MovingLoad(local) as load:
+        hasty = [HastyTrainer(local.url, "h", seed) for seed in (1, 2)]
+        moves = ShardMoves(local.url)
+        try:
+            thirds = equal_runs(3)
+            for owners in (np.where(thirds == 2, equal_runs(32) % 2, thirds), thirds, np.full(N_SLOTS, 1), thirds):
+                before = load.n_steps
+                serial = moves.begin(owners).serial
+                now = moves.wait()
+                assert (now.slot_shards == owners).all()
+                assert now.serial == serial + 1
+                assert load.n_steps >= before
+        finally:
+            moves.close()
+            counts = [trainer.stop() for trainer in hasty]
     with kvemb.connect(local.url, read_only=True) as reader:
         np.testing.assert_array_equal(-reader.table("h").pull(IDS, timeout_s=PATIENCE_S)[:, 0], sum(counts))
 
@@ -102,8 +101,8 @@ def test_a_trainer_of_a_sync_job_starts_anew_while_a_shard_has_no_slots(require_
 @pytest.mark.parametrize("kind", one_of("redis", "redis-cluster"))
 def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(kind: str, require_server: Callable[[str], str]) -> None:
     require_server("redis-server")
-    with LocalCluster(kind, NODES[kind], shards=3, memory_mb=64) as local:
-        load, moves, thirds = MovingLoad(local), ShardMoves(local.url), equal_runs(3)
+    with LocalCluster(kind, NODES[kind], shards=3, memory_mb=64) as local, MovingLoad(local) as load:
+        moves, thirds = ShardMoves(local.url), equal_runs(3)
         try:
             for number, owners in enumerate((np.where(thirds == 2, 1, thirds), thirds, np.where(thirds == 2, 1, thirds))):
                 moves.begin(owners)
@@ -120,7 +119,6 @@ def test_a_node_that_loses_its_rows_while_slots_change_their_shard_is_repaired(k
                 eventually(lambda least=steps: load.n_steps > least + 1)
         finally:
             moves.close()
-            load.stop()
 
 
 def test_shards_ask_each_other_under_tls_by_their_certificates(require_server: Callable[[str], str]) -> None:

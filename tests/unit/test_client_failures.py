@@ -16,18 +16,6 @@ from kvemb.protocol.messages import DescribeReply, Empty, PushPart, PushReply, R
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, refuse_once, rows_of, silent, soon
 
 
-@pytest.fixture
-def shards() -> list[FakeShard]:
-    return [FakeShard(), FakeShard()]
-
-
-@pytest.fixture
-def connect(shards: list[FakeShard]) -> Iterator[Connections]:
-    connections = Connections(shards)
-    yield connections
-    connections.close()
-
-
 def test_that_a_shard_is_away_is_said_once_and_that_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
     channel = ShardChannel(3, "127.0.0.1:1")
     channel.away("shard 3: a hiccup")

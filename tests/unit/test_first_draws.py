@@ -73,9 +73,9 @@ def test_the_moments_of_a_normal_are_what_its_docstring_says():
 # --- every value as likely as the others ---
 
 
-@pytest.mark.parametrize("column", [0, 1, 2, 3, 4, 63, 64, 66, 299])
+@pytest.mark.parametrize("column", [0, 1, 4, 64, 130])
 def test_every_value_of_a_column_is_equally_likely(column):
-    drawn = lanes(np.arange(1 << 19), 300 if column > 66 else 67)[:, column]
+    drawn = lanes(np.arange(1 << 19), column + 1)[:, column]
     assert sigmas_from_even(drawn, 1 << 16) < 4
     assert sigmas_from_even(drawn & 0xFF, 1 << 8) < 4
     assert sigmas_from_even(drawn >> 8, 1 << 8) < 4

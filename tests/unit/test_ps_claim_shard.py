@@ -28,20 +28,6 @@ TABLE = TableDef("user", 4, kvemb.optim.adam(), kvemb.init.normal())
 IDS = np.arange(3, dtype=np.uint64)
 
 
-@pytest.fixture
-def folder() -> Iterator[Folder]:
-    """Opens data folders and closes them after the test."""
-    opened: list[DataDir] = []
-
-    def open_folder(root: Path, shard: int) -> DataDir:
-        opened.append(DataDir(root, shard))
-        return opened[-1]
-
-    yield open_folder
-    for data in opened:
-        data.close()
-
-
 def addresses() -> tuple[str, ...]:
     number = next(_NUMBERS)
     return f"claim-{number}-a:1", f"claim-{number}-b:1"

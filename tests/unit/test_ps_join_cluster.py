@@ -1,6 +1,6 @@
 """Start-up: who may provision, who owns a shard, and when a start is refused. And the registry of tables in storage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -36,20 +36,6 @@ from paramserver.recovery.start_report import StartReport
 _NUMBERS = count()
 Folder = Callable[[Path, int], DataDir]
 TABLE = TableDef("user", 4, kvemb.optim.adam(), kvemb.init.normal())
-
-
-@pytest.fixture
-def folder() -> Iterator[Folder]:
-    """Opens data folders and closes them after the test."""
-    opened: list[DataDir] = []
-
-    def open_folder(root: Path, shard: int) -> DataDir:
-        opened.append(DataDir(root, shard))
-        return opened[-1]
-
-    yield open_folder
-    for data in opened:
-        data.close()
 
 
 def addresses() -> tuple[str, ...]:

@@ -14,18 +14,6 @@ from kvemb.protocol.messages import PushPart, PushReply, digest_tables
 from tests.unit.fake_shard import WAIT_S, Connections, FakeShard, accept, apply, owned, rows_of, soon
 
 
-@pytest.fixture
-def shards() -> list[FakeShard]:
-    return [FakeShard(), FakeShard()]
-
-
-@pytest.fixture
-def connect(shards: list[FakeShard]) -> Iterator[Connections]:
-    connections = Connections(shards)
-    yield connections
-    connections.close()
-
-
 def test_nobody_is_spoken_to_before_the_first_push(shards: list[FakeShard], connect: Connections) -> None:
     session = connect(2)
     assert [shard.hellos for shard in shards] == [[], []]
