@@ -29,7 +29,7 @@ from kvemb.net.deadline import Deadline
 from ..engine.storage_retry import NO_BATCH, Pause
 from ..journal import Position
 from ..model.tables import TableState
-from ..moves.plan_work import PlanWork
+from ..moves.phase_runner import PhaseRunner
 from ..repair.repairer import Repairer
 from ..repair.scrub import Scrub
 from ..snapshot.snapshot_schedule import LocalSnapshots
@@ -106,7 +106,7 @@ class BackgroundWork:
         scrub: Scrub,
         wake: Callable[[], None],
         *,
-        mover: PlanWork | None = None,
+        mover: PhaseRunner | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         self._mover = mover

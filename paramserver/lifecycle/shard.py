@@ -45,8 +45,8 @@ from ..moves.left_sessions import LeftSessions
 from ..moves.map_follower import MapFollower
 from ..moves.move_carrier import MoveCarrier
 from ..moves.move_planner import MovePlanner
-from ..moves.plan_work import PlanWork
-from ..moves.slot_mover import SlotMover
+from ..moves.phase_runner import PhaseRunner
+from ..moves.slot_mover import MoveFigures, SlotMover
 from ..recovery.claim_shard import note_change, save
 from ..recovery.high_water_mark import HighWaterMarkReporter
 from ..recovery.shard_parts import ShardParts, image
@@ -107,6 +107,7 @@ class Shard:
         look = threading.Event()  # at map and reports: set where they have changed
         rows = GivenRows(parts.tables, lambda: make_version(engine.epoch, engine.k))
         offers = SlotOffers(store, rows, parts.shard, lambda: engine.epoch, parts.ingest.attendance.members)
+        self._moved = MoveFigures()
         self._mover = self._make_mover(offers, rows, observer, look.set)
         self._background = self._make_background(handover.wake, observer)
         self._applier = Applier(
@@ -203,7 +204,7 @@ class Shard:
             self._saver.figures,
             saving=lambda: observer.running,
             nodes=lambda: self._watch.seen,
-            moves=self._mover.figures,
+            moves=self._moved,
         )
 
     def _make_saver(self, observer: SaveObserver, committer: Committer) -> Saver:
@@ -221,10 +222,10 @@ class Shard:
             timeout_s=parts.config.storage.timeout_s,
         )
 
-    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver, done: Callable[[], None]) -> PlanWork:
+    def _make_mover(self, offers: SlotOffers, rows: GivenRows, observer: SaveObserver, done: Callable[[], None]) -> PhaseRunner:
         parts, store, engine = self._parts, self._store, self._parts.engine
         timeout_s = parts.config.storage.timeout_s
-        nodes = SlotMover(store, parts.tables, engine, parts.repairer, timeout_s=timeout_s)
+        nodes = SlotMover(store, parts.tables, parts.repairer, self._moved, timeout_s=timeout_s)
         applied = lambda: make_version(engine.epoch, engine.k)  # noqa: E731
         giver = SlotGiver(parts.tables, parts.runs, rows, lambda slots: self._note_change(gone=slots), applied)
         taker = SlotTaker(
@@ -246,7 +247,7 @@ class Shard:
         )
         questions = GiverQuestions(parts.shard, OtherShards(store, parts.config.servers))
         shards = HandoverWork(store, parts.shard, giver, taker, offers=offers, questions=questions, ports=ports)
-        return PlanWork(store, nodes, shards, done)
+        return PhaseRunner(store, nodes, shards, done)
 
     def _joins(self) -> None:
         """Begin to take rows, as one whose rows are those of the newest load."""

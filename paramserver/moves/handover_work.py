@@ -4,13 +4,12 @@ Each phase is done over again after an error, and after a restart: what was done
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvemb.errors import JournalFullError, LostRowError, StorageError
+from kvemb.errors import LostRowError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
@@ -21,13 +20,12 @@ from ..handover.slot_giver import SlotGiver
 from ..handover.slot_offers import SlotOffers
 from ..handover.slot_taker import SlotTaker
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
-from .slot_mover import MoveProgress
+from .phase_runner import PhaseCount, PhaseWork
 
-_POLL_S, _RETRY_S, _TROUBLE_S = 0.01, 0.2, 3.0
+_POLL_S, _RETRY_S = 0.01, 0.2
 _STARTED_ANEW = "the shard was restarted while all stopped at one step of a sync job, and does not know which one it had come to"
 _LEFT_BEFORE = "this process has had slots and has left: start it again, then add it"  # what it knows of trainers and steps is of then
 _JOB_ENDED = "the trainers of a sync job have gone while its shards came to one step"
-_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that
 _READS_AHEAD, _FEW_ROWS, _LESS = 5, 4096, 0.8  # rows change while they are read ahead, and are read again
 _LOOK_TIMEOUT_S = 20.0  # a Redis Cluster has thousands of markers; nothing else is to be done meanwhile
 log = logging.getLogger("paramserver")
@@ -56,7 +54,7 @@ class HandoverPorts:
     leaves: Callable[[], None] = lambda: None
 
 
-class HandoverWork:
+class HandoverWork(PhaseWork):
     """One shard's part in plans that move slots between shards.
 
     Args:
@@ -66,7 +64,6 @@ class HandoverWork:
         offers: what takers are answered.
         questions: to givers.
         ports: the rest of the shard.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -79,67 +76,32 @@ class HandoverWork:
         offers: SlotOffers,
         questions: GiverQuestions,
         ports: HandoverPorts,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._shard, self._giver, self._taker = store, shard, giver, taker
-        self._offers, self._questions, self._ports, self._clock = offers, questions, ports, clock
-        self._map: ClusterMap | None = None  # whose phase is worked at
-        self._steps: Iterator[float] = iter(())
-        self._rows = self._n_rows = 0
-        self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
-        self._never, self._last_step = "", 0
+        self._offers, self._questions, self._ports = offers, questions, ports
+        self._never = ""
         self._had_slots = self._has_left = False  # this process
-        self.progress = MoveProgress(0, True, 0, 0)
 
     @property
     def trouble(self) -> str:
-        """Why this shard does not come further, if it has not for seconds; any thread."""
-        since_s = self._failing_since_s
-        if self._never:
-            return self._never
-        return self._why if since_s and self._clock() - since_s >= _TROUBLE_S else self._questions.trouble
+        return self._never or self._questions.trouble
 
     @property
     def changes_runs(self) -> bool:
-        """Whether index and local snapshot may change by other things than batches: no snapshot may be in the middle meanwhile."""
         now = self._store.cluster_map
         plan = now.plan
         if plan is None or plan.kind != SHARDS or plan.phase not in (DRAINING, FLIPPED, ABORTING):
             return False
         return bool((now.gives(self._shard) | now.takes(self._shard)).any())
 
-    def due_in_s(self) -> float | None:
-        """When there is something to do; None while there is not."""
-        if self.progress.done and self._map is self._store.cluster_map:
-            return None
-        return max(0.0, self._not_before_s - self._clock())
+    def held_up(self, error: Exception) -> str:
+        if isinstance(error, LostRowError):
+            return "rows that move are not in storage as their shard knows them: a node is to be repaired first"
+        return f"{type(error).__name__}: {error}"
 
-    def step(self, *, loaded: bool = False) -> bool:
-        """Do a bit of what the map in force asks for; return whether there is more at once. See `SlotMover.step`."""
-        cluster_map = self._store.cluster_map
-        if cluster_map is not self._map:
-            self._begin(cluster_map)
-        if self.progress.done or self._clock() < self._not_before_s:
-            return False
-        begun_s = self._clock()
-        try:
-            wait_s = next(self._steps, None)
-        except LostRowError:
-            self._fail(cluster_map, "rows that move are not in storage as their shard knows them: a node is to be repaired first")
-            return False
-        except (StorageError, JournalFullError, OSError) as error:
-            self._fail(cluster_map, f"{type(error).__name__}: {error}")
-            return False
-        self._failing_since_s = 0.0
-        took_s = self._clock() - begun_s
-        pause_s = min(_LEFT_TO_BATCHES * took_s, _LONGEST_PAUSE_S) if loaded and wait_s is not None else 0.0
-        self._not_before_s = self._clock() + max(wait_s or 0.0, pause_s)
-        self.progress = MoveProgress(cluster_map.version, wait_s is None, self._rows, self._n_rows, self._last_step)
-        return wait_s is not None and self._clock() >= self._not_before_s
-
-    def _begin(self, cluster_map: ClusterMap) -> None:
-        self._map, plan = cluster_map, cluster_map.plan
-        self._rows = self._n_rows = self._last_step = 0
+    def follow(self, cluster_map: ClusterMap) -> None:
+        plan = cluster_map.plan
+        phase = "" if plan is None or plan.kind != SHARDS else plan.phase
         self._never = ""
         self._had_slots |= self._shard in cluster_map.writing_shards
         if self._shard in _gone(cluster_map):
@@ -149,10 +111,13 @@ class HandoverWork:
             self._ports.steps()
         self._questions.give_up()
         self._offers.clear()
-        if plan is None or plan.kind != SHARDS or plan.phase in (MOVING, ABORTING):
+        if phase in ("", MOVING, ABORTING):
             self._giver.forget()
-        if plan is None or plan.kind != SHARDS or plan.phase not in (MOVING, HOLDING, DRAINING):
+        if phase not in (MOVING, HOLDING, DRAINING):
             self._taker.give_up()
+
+    def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+        assert cluster_map.plan is not None
         phases = {
             MOVING: self._read_ahead,
             HOLDING: self._hold,
@@ -160,20 +125,12 @@ class HandoverWork:
             FLIPPED: self._give,
             ABORTING: self._give_back,
         }
-        none = plan is None or plan.kind != SHARDS or plan.phase not in phases
-        self._steps = iter(()) if none or plan is None else phases[plan.phase](cluster_map)
-        self.progress = MoveProgress(cluster_map.version, False, 0, 0)
-
-    def _fail(self, cluster_map: ClusterMap, why: str) -> None:
-        if not self._failing_since_s:
-            log.warning("a move of slots is held up: %s", why)
-        self._failing_since_s, self._why = self._failing_since_s or self._clock(), why
-        self._begin(cluster_map)
-        self._not_before_s = self._clock() + _RETRY_S
+        work = phases.get(cluster_map.plan.phase)
+        return iter(()) if work is None else work(cluster_map, count)
 
     # --- the phases: each yields how long to wait before it goes on ------------------------------------------------------------------
 
-    def _read_ahead(self, cluster_map: ClusterMap) -> Iterator[float]:
+    def _read_ahead(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         while self._ports.saving():  # its cut would be of one shard, and its rows of another
             yield _RETRY_S
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase == UNKNOWN:  # until this process has handed one out
@@ -194,18 +151,18 @@ class HandoverWork:
             n_behind = sum(len(one.ids) for one in behind)
             if not n_behind or (n_before and not _FEW_ROWS < n_behind < _LESS * n_before):
                 return  # trainers wait for the rest, which is little, or would not become less
-            self._n_rows, n_before = self._n_rows + n_behind, n_behind
+            count.n_rows, n_before = count.n_rows + n_behind, n_behind
             for n_rows in self._taker.read_ahead(behind):
-                self._rows += n_rows
+                count.rows += n_rows
                 yield 0.0
 
-    def _hold(self, cluster_map: ClusterMap) -> Iterator[float]:
+    def _hold(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         steps = self._steps_of(cluster_map)
         if steps is not None:
             while steps.phase == UNKNOWN:
                 self._never = _STARTED_ANEW
                 yield _RETRY_S
-            self._last_step = steps.last
+            count.step = steps.last
 
     def _come_to_last_step(self, cluster_map: ClusterMap) -> Iterator[float]:
         while (steps := self._steps_of(cluster_map)) is not None and steps.phase != AT_LAST:
@@ -217,7 +174,7 @@ class HandoverWork:
         writes = self._shard in cluster_map.writing_shards
         return self._ports.steps() if self._ports.steps is not None and writes else None
 
-    def _drain(self, cluster_map: ClusterMap) -> Iterator[float]:
+    def _drain(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         assert cluster_map.plan is not None
         yield from self._come_to_last_step(cluster_map)
         if self._ports.steps is not None or cluster_map.gives(self._shard).any() or self._shard in cluster_map.plan.leaving:
@@ -235,7 +192,7 @@ class HandoverWork:
             if self._shard not in cluster_map.writing_shards:
                 self._ports.joins()
 
-    def _give(self, cluster_map: ClusterMap) -> Iterator[float]:
+    def _give(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         slots = cluster_map.gives(self._shard)
         if not slots.any():
             return
@@ -247,7 +204,7 @@ class HandoverWork:
         n_rows = self._giver.drop(slots)
         log.info("%d rows have gone to other shards", n_rows)
 
-    def _give_back(self, cluster_map: ClusterMap) -> Iterator[float]:
+    def _give_back(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
         slots = cluster_map.takes(self._shard)
         if slots.any():
             self._giver.drop(slots)

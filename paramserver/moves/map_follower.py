@@ -17,7 +17,7 @@ from kvemb.stores.store import Store
 
 from ..handover.other_shards import MoveNews
 from ..owned_thread import OwnedThread
-from .plan_work import PlanWork
+from .phase_runner import PhaseRunner
 
 _LOOK_S = 0.25
 _TELL_S = 1.0  # between two reports that only tell of progress
@@ -32,7 +32,7 @@ class MapFollower:
         store: open.
         shard: number.
         epoch: returns that of the shard's process.
-        mover: does the shard's part.
+        runner: does the shard's part.
         keep: keeps a map in the data folder.
         wake: makes the apply thread look at the map.
         look: set where something has changed: the thread looks at once.
@@ -46,7 +46,7 @@ class MapFollower:
         store: Store,
         shard: int,
         epoch: Callable[[], int],
-        mover: PlanWork,
+        runner: PhaseRunner,
         *,
         keep: Callable[[ClusterMap], None],
         wake: Callable[[], None],
@@ -55,7 +55,7 @@ class MapFollower:
         carry: Callable[[], None] | None,
         timeout_s: float,
     ) -> None:
-        self._store, self._shard, self._epoch, self._mover = store, shard, epoch, mover
+        self._store, self._shard, self._epoch, self._runner = store, shard, epoch, runner
         self._keep, self._wake, self._due, self._news = keep, wake, look, news
         self._carry, self._timeout_s = carry, timeout_s
         self._kept: ClusterMap | None = None
@@ -99,10 +99,10 @@ class MapFollower:
 
     def _report(self, cluster_map: ClusterMap) -> None:
         """Tell the nodes how far this shard is, at once when that is news for whoever carries the plan, else now and then."""
-        now = self._mover.progress
+        now = self._runner.progress
         done = now.done and now.version == cluster_map.version
         rows, n_rows = (now.rows, now.n_rows) if now.version == cluster_map.version else (0, 0)
-        step, trouble = now.step if done else 0, self._mover.trouble[:MAX_TROUBLE]
+        step, trouble = now.step if done else 0, self._runner.trouble[:MAX_TROUBLE]
         report, told = MoveReport(self._epoch(), cluster_map.version, done, rows, n_rows, trouble, step), self._told
         news = told is None or (told.version, told.done, bool(told.trouble)) != (report.version, report.done, bool(report.trouble))
         if news or time.monotonic() - self._told_s >= _TELL_S:

@@ -1,5 +1,7 @@
 """Shard 0's part in a plan: it begins one, carries it from phase to phase, and ends it. docs/adr/0060 says why it may be one process.
 
+Which phase follows is `move_phases`'; this asks the shards, keeps the map, gives it to the nodes.
+
 What decides is the map in this shard's data folder: a phase is written there first, then followed, then given to the nodes. So a phase that
 anybody has seen outlives the death of any process and any node. The next process of shard 0 goes on with the newest map that its folder and
 the nodes have.
@@ -8,42 +10,23 @@ the nodes have.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kvemb.coordination.move_report import MoveReport, newest_report, report_name
 from kvemb.coordination.shard_owners import newest_owner, owner_name
 from kvemb.errors import MoveRefusedError
 from kvemb.net.deadline import Deadline
-from kvemb.schema.cluster_map import GONE, ClusterMap, NodePlace
-from kvemb.schema.move_plan import (
-    ABORTING,
-    CLEANING,
-    DRAINING,
-    FLIPPED,
-    HOLDING,
-    MAX_WHY,
-    MOVING,
-    NODES,
-    SERVING,
-    SHARDS,
-    MovePlan,
-)
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import SHARDS, MovePlan
 from kvemb.stores.store import Store
 
 from .left_sessions import LeftSessions
+from .move_phases import KEEP_SESSIONS, RENEW_MARKERS, Transition, on_abort, on_reports
 from .move_planner import MovePlanner, WantedMove
 
 _LOOK_TIMEOUT_S = 2.0  # of what is asked again soon
 _GIVE_AGAIN_S = 1.0  # to nodes that have lost it since
-_AFTER = {
-    NODES: {MOVING: FLIPPED, FLIPPED: CLEANING},
-    SHARDS: {MOVING: DRAINING, HOLDING: DRAINING, DRAINING: FLIPPED, FLIPPED: SERVING},
-}
-"""Of each phase the next one; of the others the end of the plan. In sync jobs shards hold before they drain."""
-_BEFORE_THE_FLIP = (MOVING, HOLDING, DRAINING)
-_MAX_STEPS_APART = 64  # of shards: trainers have less than that on their way to any of them
 log = logging.getLogger("paramserver")
 
 
@@ -119,16 +102,9 @@ class MoveCarrier:
             MoveRefusedError: there is none, or it is past the point from which it can only go on.
         """
         with self._lock:
-            now = self._store.cluster_map
-            if now.plan is None:
-                raise MoveRefusedError("no move is under way")
-            if now.plan.phase in _BEFORE_THE_FLIP:
-                self._abort(now, now.plan, why)
-            elif now.plan.phase != ABORTING:
-                raise MoveRefusedError(
-                    "the slots have new nodes already: the move can only be brought to its end, which it does by itself. Move them back "
-                    "then, if need be."
-                )
+            transition = on_abort(self._store.cluster_map, why)
+            if transition is not None:
+                self._take(transition)
             return self._store.cluster_map
 
     def replace_address(self, number: int, address: str, version: int, deadline: Deadline) -> ClusterMap:
@@ -176,64 +152,27 @@ class MoveCarrier:
                 self._publish(now)
             reports = self._reports(now)
             self._heard = now.version, reports
-            troubles = [f"shard {shard}: {one.trouble}" for shard, one in enumerate(reports) if one is not None and one.trouble]
-            if now.plan.phase in _BEFORE_THE_FLIP and troubles:
-                self._abort(now, now.plan, troubles[0])
-            elif all((one := reports[shard]) is not None and one.done for shard in _who_reports(now, now.plan, sync=self._sync)):
-                if now.plan.phase == HOLDING:
-                    self._let_drain(now, now.plan, [one.step for shard, one in enumerate(reports) if one and shard in now.writing_shards])
-                else:
-                    self._next(now, now.plan)
+            transition = on_reports(now, reports, sync=self._sync)
+            if transition is not None and all(self._can(what, now, now.plan) for what in transition.first):
+                self._take(transition)
 
-    def _let_drain(self, now: ClusterMap, plan: MovePlan, steps: Sequence[int]) -> None:
-        """All hold: those behind are to come to the step of the furthest."""
-        least, last = min(steps), max(steps)
-        if last - least > _MAX_STEPS_APART:
-            self._abort(now, plan, f"shards count the steps of the sync job otherwise ({least} and {last}): restart its trainers")
-        else:
-            self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=DRAINING, last_step=last)))
-
-    def _next(self, now: ClusterMap, plan: MovePlan) -> None:
-        """Everybody whose report the phase takes has done his part."""
-        after = _AFTER[plan.kind].get(plan.phase)
-        if self._sync and plan.kind == SHARDS and plan.phase == MOVING:
-            after = HOLDING
-        renews = plan.renews_markers and after != SERVING  # no shard writes a marker of before the flip any more
-        if renews and (missed := self._store.renew_markers(Deadline.after(self._timeout_s))):
+    def _can(self, what: str, now: ClusterMap, plan: MovePlan) -> bool:
+        """Do what comes before a transition; return whether it is done."""
+        if what == KEEP_SESSIONS:
+            return self._left.keep(plan.leaving, now.version, self._deadline())
+        assert what == RENEW_MARKERS
+        if missed := self._store.renew_markers(Deadline.after(self._timeout_s)):
             self._say(f"a move waits until every node's marker names the new map: {'; '.join(missed)}")
-            return
-        if plan.phase == DRAINING and not self._left.keep(plan.leaving, now.version, self._deadline()):
-            return
-        if after is None:
-            self._end(now, plan)
-        elif after == FLIPPED:
-            self._flip(now, plan)
-        else:
-            self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=after)))
+        return not missed
 
-    def _flip(self, now: ClusterMap, plan: MovePlan) -> None:
-        n_moves = now.n_node_moves + 1 if plan.kind == NODES else 0
-        flipped = replace(now, version=now.version + 1, serial=now.serial + 1, n_node_moves=n_moves)
-        if plan.kind == NODES:
-            self._follow(replace(flipped, slot_nodes=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_nodes)))
-        else:
-            self._follow(replace(flipped, slot_shards=plan.slot_owners, plan=replace(plan, phase=FLIPPED, slot_owners=now.slot_shards)))
-
-    def _end(self, now: ClusterMap, plan: MovePlan) -> None:
-        version, done = now.version + 1, plan.phase not in (MOVING, HOLDING, ABORTING)
-        gone = plan.leaving if done else plan.joining
-        places = _without(now.places, gone if plan.kind == NODES else ())
-        shards = _without(now.shards, gone if plan.kind == SHARDS else ())
-        self._follow(replace(now, version=version, places=places, shards=shards, plan=None))
-        log.info("the move is %s (map version %d)", "done" if done else "taken back", version)
-
-    def _abort(self, now: ClusterMap, plan: MovePlan, why: str) -> None:
-        log.warning("the move is taken back: %s", why)
-        self._taken_back = why
-        if plan.kind == SHARDS and plan.phase in (MOVING, HOLDING):  # nothing was taken over yet
-            self._end(now, plan)
-            return
-        self._follow(replace(now, version=now.version + 1, plan=replace(plan, phase=ABORTING, why=why[:MAX_WHY])))
+    def _take(self, transition: Transition) -> None:
+        if transition.taken_back:
+            log.warning("the move is taken back: %s", transition.taken_back)
+            self._taken_back = transition.taken_back
+        flipped = (plan := self._store.cluster_map.plan) is not None and plan.flipped
+        self._follow(transition.map)
+        if transition.map.plan is None:
+            log.info("the move is %s (map version %d)", "done" if flipped else "taken back", transition.map.version)
 
     def _follow(self, cluster_map: ClusterMap) -> None:
         self._keep(cluster_map)
@@ -268,16 +207,3 @@ class MoveCarrier:
 
     def _deadline(self) -> Deadline:
         return Deadline.after(min(self._timeout_s, _LOOK_TIMEOUT_S))
-
-
-def _without(places: Sequence[NodePlace], gone: Sequence[int]) -> tuple[NodePlace, ...]:
-    return tuple(NodePlace("", GONE) if at in gone else place for at, place in enumerate(places))
-
-
-def _who_reports(now: ClusterMap, plan: MovePlan, *, sync: bool) -> list[int]:
-    """The shards that must have done their part of the phase before it may end."""
-    shards = now.shard_numbers
-    if plan.kind == NODES or plan.phase in (MOVING, HOLDING, SERVING) or (sync and plan.phase == DRAINING):
-        return list(shards)
-    judge = now.gives if plan.phase == FLIPPED else now.takes
-    return [shard for shard in shards if judge(shard).any()]

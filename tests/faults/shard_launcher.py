@@ -24,6 +24,7 @@ from paramserver.handover.slot_taker import SlotTaker
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
 from paramserver.journal.fenced_log import FencedLog
+from paramserver.moves import move_phases
 from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier
 from paramserver.snapshot import Runs
@@ -165,8 +166,8 @@ def install(shard: str) -> None:
     _patch(SlotGiver, "drop", after("after slots are dropped"))
     _patch(SyncSteps, "hold_behind", after("after steps are held"))
     _patch(HandoverWork, "_come_to_last_step", before("before all come to one step"))
-    _patch(MoveCarrier, "_let_drain", before("before the last step is told"))
-    _patch(MoveCarrier, "_flip", before("before a flip"))
+    _patch(move_phases, "_let_drain", before("before the last step is told"))
+    _patch(move_phases, "_flipped", before("before a flip"))
     _patch(MoveCarrier, "_follow", before("before a phase is kept"))
     _patch(MoveCarrier, "_publish", before("before a phase is on the nodes"))
 

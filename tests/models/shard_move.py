@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-NONE, MOVING, DRAINING, FLIPPED, SERVING, DONE, ABORTING, ABORTED = (
-    "none", "moving", "draining", "flipped", "serving", "done", "aborting", "aborted"
-)  # fmt: skip
-OVER = (DONE, ABORTED)
+from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, MOVING, SERVING, SHARDS
+from tests.models.carried import ABORTED, DONE, NONE, OVER, Plan, carried, maps_of, taken_back
+
+PLAN = Plan(SHARDS, 2)
 OLD, NEW = 1, 2  # serials of the map: who writes row A
 GIVER, TAKER = 0, 1
 A, B = "A", "B"
@@ -61,7 +61,7 @@ class Shard(NamedTuple):
     @property
     def serial(self) -> int:
         """Of the map that it has seen."""
-        return NEW if self.saw in (FLIPPED, SERVING, DONE) else OLD
+        return maps_of(PLAN)[self.saw].serial
 
 
 @dataclass(frozen=True)
@@ -148,24 +148,18 @@ def may_write(shard: Shard, row: str) -> bool:
 
 
 def carrier_steps(state: State) -> Iterator[tuple[str, State]]:
-    """What shard 0's process does. It may die between any two of them: what it decided is in its folder, the reports are on the nodes."""
-    told = state.reports
+    """What shard 0's process does, by the product's own transitions. It may die between any two of them: what it decided is in its folder,
+    the reports are on the nodes."""
     if state.phase == NONE:
         yield "plan", replace(state, phase=MOVING)
-    if state.phase == MOVING:
-        yield "abort", replace(state, phase=ABORTED)
-        if (TAKER, MOVING) in told:
-            yield "drain", replace(state, phase=DRAINING)
-    if state.phase == DRAINING:
-        yield "abort", replace(state, phase=ABORTING)
-        if (TAKER, DRAINING) in told:
-            yield "flip", replace(state, phase=FLIPPED)
-    if state.phase == FLIPPED and (GIVER, FLIPPED) in told:
-        yield "let the taker serve", replace(state, phase=SERVING)
-    if state.phase == SERVING and (TAKER, SERVING) in told:
-        yield "done", replace(state, phase=DONE)
-    if state.phase == ABORTING and (TAKER, ABORTING) in told:
-        yield "aborted", replace(state, phase=ABORTED)
+    if back := taken_back(PLAN, state.phase):
+        yield "abort", replace(state, phase=back)
+    told = {shard for shard, phase in state.reports if phase == state.phase}
+    if state.phase in (MOVING, SERVING):  # the giver has nothing to do then: that it is waited for only takes states away
+        told.add(GIVER)
+    following = carried(PLAN, state.phase, frozenset(told))
+    if following is not None:
+        yield following.phase, replace(state, phase=following.phase)
 
 
 # --- the shards ----------------------------------------------------------------------------------------------------------------

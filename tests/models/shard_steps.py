@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from kvemb.schema.move_plan import DRAINING, FLIPPED, HOLDING, SHARDS
 from paramserver.ingest.sync_steps import AT_LAST, UNKNOWN, Membership, SyncSteps
 from paramserver.model.batch import PartTicket, Push, ReceivedPart
+from tests.models.carried import ABORTED, NONE, Plan, carried, taken_back
 
-NONE, HOLDING, DRAINING, FLIPPED, ABORTED = "none", "holding", "draining", "flipped", "aborted"
+PLAN = Plan(SHARDS, 3, sync=True)
 OVER = (FLIPPED, ABORTED)
 GIVER, OTHER, TAKER = 0, 1, 2
 THERE = (GIVER, OTHER)
@@ -185,20 +187,17 @@ def require_sound(state: State) -> None:
 
 
 def carrier_steps(state: State) -> Iterator[tuple[str, State]]:
-    """What shard 0's process does. A shard that cannot say its step makes it abort; so may an operator."""
+    """What shard 0's process does, by the product's own transitions. A shard that cannot say its step has it abort, or an operator."""
     if state.phase == NONE:
         yield "hold", state._replace(phase=HOLDING)
-    if state.phase in (HOLDING, DRAINING):
+    if state.phase not in (HOLDING, DRAINING):
+        return
+    if taken_back(PLAN, state.phase):
         yield "abort", state._replace(phase=ABORTED)
-    if all_reported(state, HOLDING) and state.phase == HOLDING:
-        yield "drain", state._replace(phase=DRAINING, last=max(step for _, phase, step in state.reports if phase == HOLDING))
-    if all_reported(state, DRAINING) and state.phase == DRAINING:
-        yield "flip", state._replace(phase=FLIPPED)
-
-
-def all_reported(state: State, phase: str) -> bool:
-    """Whether every shard that is there has done its part of a phase."""
-    return {number for number, of, _ in state.reports if of == phase} == set(THERE)
+    told = {number: step for number, phase, step in state.reports if phase == state.phase}
+    following = carried(PLAN, state.phase, frozenset([*told, TAKER]), tuple(told.get(number, 0) for number in (*THERE, TAKER)))
+    if following is not None:
+        yield following.phase, state._replace(phase=following.phase, last=following.last_step or state.last)
 
 
 # --- the shards ----------------------------------------------------------------------------------------------------------------

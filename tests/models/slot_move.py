@@ -1,5 +1,7 @@
 """The move of a slot from one node to another as a state machine, for an exhaustive search. The protocol is docs/adr/0058.
 
+Which phase follows, what comes before it, and where rows are written in it, the product's own transitions and maps say (`carried`).
+
 One slot, two nodes, two shards with a row of that slot each, and a trainer that reads the first shard's row. Every step below is one that
 some process takes alone; between any two of them anybody else may go on, a shard may die and start again, and a node may lose all it has.
 What the stores and journals promise already (one writer, writes in doubt cannot land behind a restart, a batch is replayed) is assumed.
@@ -7,11 +9,15 @@ What the stores and journals promise already (one writer, writes in doubt cannot
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
+from kvemb.schema.move_plan import ABORTING, CLEANING, FLIPPED, MOVING, NODES
+from paramserver.moves.move_phases import RENEW_MARKERS
+from tests.models.carried import NONE, OVER, Plan, carried, maps_of, taken_back
+
 OLD, NEW = 0, 1  # the nodes: where the slot was, where it goes to
-NONE, MOVING, FLIPPED, CLEANING, ABORTING, DONE, ABORTED = "none", "moving", "flipped", "cleaning", "aborting", "done", "aborted"
-OVER = (DONE, ABORTED)
+PLAN = Plan(NODES, 2)
 
 
 class Shard(NamedTuple):
@@ -77,7 +83,13 @@ class State:
     @property
     def home(self) -> int:
         """The node that the map in force names."""
-        return NEW if self.phase in (FLIPPED, CLEANING, DONE) else OLD
+        return home_of(self.phase)
+
+
+@cache
+def home_of(phase: str) -> int:
+    """The node that the map of a phase names."""
+    return int(maps_of(PLAN)[phase].slot_nodes[0])
 
 
 class WrongReadError(AssertionError):
@@ -107,24 +119,20 @@ def require_sound(state: State) -> None:
 
 
 def _plan_steps(state: State) -> Iterator[tuple[str, State]]:
-    """What whoever carries the plan does: the command, or a shard in its place."""
-    reports = {shard.reported for shard in state.shards}
+    """What shard 0's process does, by the product's own transitions."""
     if state.phase == NONE:
         yield "plan", replace(state, phase=MOVING)
-    if state.phase == MOVING:
-        yield "abort", replace(state, phase=ABORTING)
-        if reports == {MOVING}:
-            yield "flip", replace(state, phase=FLIPPED)
-    if state.phase == FLIPPED and reports == {FLIPPED}:  # no shard writes a marker of before the flip any more
+    if back := taken_back(PLAN, state.phase):
+        yield "abort", replace(state, phase=back)
+    following = carried(PLAN, state.phase, frozenset(number for number, shard in enumerate(state.shards) if shard.reported == state.phase))
+    if following is None:
+        return
+    if RENEW_MARKERS in following.first:
         for node in (OLD, NEW):
             if state.markers[node] == OLD:
                 yield f"renew marker of node {node}", replace(state, markers=_put(state.markers, node, NEW))
-        if state.markers == (NEW, NEW):
-            yield "clean", replace(state, phase=CLEANING)
-    if state.phase == CLEANING and reports == {CLEANING}:
-        yield "done", replace(state, phase=DONE)
-    if state.phase == ABORTING and reports == {ABORTING}:
-        yield "aborted", replace(state, phase=ABORTED)
+    if RENEW_MARKERS not in following.first or state.markers == (NEW, NEW):
+        yield following.phase, replace(state, phase=following.phase)
 
 
 def _shard_steps(state: State, number: int) -> Iterator[tuple[str, State]]:
@@ -204,7 +212,7 @@ def _node_steps(state: State) -> Iterator[tuple[str, State]]:
             if all(node in shard.restored for shard in state.shards if node in shard.targets):
                 shards = tuple(shard._replace(restored=shard.restored - {node}) for shard in state.shards)
                 repairs = tuple(n + (node == at) for at, n in enumerate(state.repairs))
-                for names in {NEW if shard.seen in (FLIPPED, CLEANING, DONE) else OLD for shard in state.shards}:  # any shard may end it
+                for names in {home_of(shard.seen) for shard in state.shards}:  # any shard may end it
                     markers = _put(state.markers, node, names)
                     yield f"repair of node {node} ends", replace(state, markers=markers, repairs=repairs, shards=shards)
         elif state.losses:
@@ -214,11 +222,12 @@ def _node_steps(state: State) -> Iterator[tuple[str, State]]:
             yield f"node {node} loses everything", lost
 
 
+@cache
 def _targets(phase: str) -> tuple[int, ...]:
-    """Where a shard writes that knows the phase."""
-    if phase in (MOVING, FLIPPED):
-        return (OLD, NEW)
-    return (NEW,) if phase in (CLEANING, DONE) else (OLD,)
+    """Where a shard writes that knows the phase, by the product's map of it."""
+    now = maps_of(PLAN)[phase]
+    both = {int(owners[0]) for owners in (now.slot_nodes, now.second_nodes) if owners is not None}
+    return tuple(sorted(both))
 
 
 def _with(state: State, number: int, shard: Shard) -> State:

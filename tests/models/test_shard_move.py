@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvemb.schema.move_plan import DRAINING, FLIPPED, SERVING
 from tests.models import shard_move
+from tests.models.carried import ABORTED, DONE
 from tests.models.search import reachable, stuck
 from tests.models.shard_move import (
-    ABORTED,
-    DONE,
-    DRAINING,
-    FLIPPED,
     GIVER,
-    SERVING,
     TAKER,
     Shard,
     State,

@@ -77,7 +77,7 @@ def last_of_the_giver(state: State) -> Iterator[tuple[str, State]]:
     """The giver's step is the last one of the old map, not the largest of all."""
     for name, after in steps(state):
         told = [step for number, phase, step in state.reports if (number, phase) == (GIVER, HOLDING)]
-        yield name, after._replace(last=told[0]) if name == "drain" else after
+        yield name, after._replace(last=told[0]) if name == "draining" else after
 
 
 def flip_for_the_giver(state: State) -> Iterator[tuple[str, State]]:

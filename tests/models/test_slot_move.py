@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvemb.schema.move_plan import CLEANING, FLIPPED, MOVING
+from tests.models.carried import ABORTED, DONE
 from tests.models.search import reachable, stuck
 from tests.models.slot_move import (
-    ABORTED,
-    CLEANING,
-    DONE,
-    FLIPPED,
-    MOVING,
     Shard,
     State,
     WrongReadError,

@@ -1,0 +1,165 @@
+"""A shard's part in plans, phase by phase, whichever kind: between two batches, a slice at a time. Apply thread only, but for what it says.
+
+What a slice does is `slot_mover`'s for slots that move between nodes, `handover_work`'s between shards. A phase is begun over again after
+an error, and after a restart: what was done is found done.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvemb.errors import JournalFullError, StorageError
+from kvemb.schema.cluster_map import ClusterMap
+from kvemb.schema.move_plan import SHARDS
+from kvemb.stores.store import Store
+
+_RETRY_S, _TROUBLE_S = 0.2, 3.0
+_LEFT_TO_BATCHES, _LONGEST_PAUSE_S = 6.0, 1.0  # times what a slice took; a disk that was slow once holds up no more than that
+log = logging.getLogger("paramserver")
+
+
+@dataclass
+class PhaseCount:
+    """How much of a phase is done.
+
+    Args:
+        rows, n_rows: gone through, and in all.
+        step: of a sync job, while all hold: the last one handed out.
+    """
+
+    rows: int = 0
+    n_rows: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class MoveProgress:
+    """How far the shard is in the phase of one version of the map; fields as of `PhaseCount`."""
+
+    version: int
+    done: bool
+    rows: int
+    n_rows: int
+    step: int = 0
+
+
+class PhaseWork(ABC):
+    """What a shard does in the phases of one kind of plan."""
+
+    @abstractmethod
+    def phase(self, cluster_map: ClusterMap, count: PhaseCount) -> Iterator[float]:
+        """Do this map's phase: a slice for every value asked for, which says for how many seconds there is nothing to do then."""
+
+    def follow(self, cluster_map: ClusterMap) -> None:  # noqa: B027  # most work keeps nothing of an older map
+        """Forget what was of an older map, or of a try of this one that failed; told of maps of every kind."""
+
+    @property
+    def changes_runs(self) -> bool:
+        """Whether index and local snapshot may change by other things than batches: no snapshot may be in the middle meanwhile."""
+        return False
+
+    @abstractmethod
+    def held_up(self, error: Exception) -> str:
+        """Return why the phase has to be begun over again; raises an error that ends the shard."""
+
+    @property
+    @abstractmethod
+    def trouble(self) -> str:
+        """Why the shard does not come further, errors apart; any thread."""
+
+
+class PhaseRunner:
+    """Works at the phase of the map in force. `step` is for the apply thread, the rest for any thread.
+
+    Args:
+        store: open; says which map is in force.
+        nodes, shards: the work of plans of either kind.
+        done: told when the shard has done its part of a phase.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        nodes: PhaseWork,
+        shards: PhaseWork,
+        done: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._nodes, self._shards, self._done, self._clock = store, nodes, shards, done, clock
+        self._map: ClusterMap | None = None  # whose phase is worked at
+        self._slices: Iterator[float] = iter(())
+        self._count = PhaseCount()
+        self._not_before_s, self._failing_since_s, self._why = 0.0, 0.0, ""
+        self.progress = MoveProgress(0, True, 0, 0)
+
+    @property
+    def trouble(self) -> str:
+        """Why this shard does not come further, if it has not for seconds."""
+        since_s = self._failing_since_s
+        failing = since_s and self._clock() - since_s >= _TROUBLE_S
+        return self._work(self._store.cluster_map).trouble or (self._why if failing else "")
+
+    @property
+    def changes_runs(self) -> bool:
+        """See `PhaseWork`."""
+        return self._shards.changes_runs
+
+    def due_in_s(self) -> float | None:
+        """When there is something to do; None while there is not."""
+        if self.progress.done and self._map is self._store.cluster_map:
+            return None
+        return max(0.0, self._not_before_s - self._clock())
+
+    def step(self, *, loaded: bool = False) -> bool:
+        """Do a slice of what the map in force asks for; return whether there is more at once.
+
+        Args:
+            loaded: whether batches came since the last slice: most of the time is theirs then.
+
+        Raises:
+            LostRowError: a row that is to be copied cannot be restored: the shard must stop.
+        """
+        cluster_map = self._store.cluster_map
+        if cluster_map is not self._map:
+            self._begin(cluster_map)
+        if self.progress.done or self._clock() < self._not_before_s:
+            return False
+        begun_s = self._clock()
+        try:
+            wait_s = next(self._slices, None)
+        except (StorageError, JournalFullError, OSError) as error:
+            self._fail(cluster_map, self._work(cluster_map).held_up(error))
+            return False
+        self._failing_since_s = 0.0
+        self._tell(done=wait_s is None)
+        if wait_s is None:
+            self._done()
+            return False
+        pause_s = min(_LEFT_TO_BATCHES * (self._clock() - begun_s), _LONGEST_PAUSE_S) if loaded else 0.0
+        self._not_before_s = self._clock() + max(wait_s, pause_s)
+        return self._clock() >= self._not_before_s
+
+    def _begin(self, cluster_map: ClusterMap) -> None:
+        self._map, self._not_before_s, self._count = cluster_map, 0.0, PhaseCount()
+        self._shards.follow(cluster_map)
+        self._slices = iter(()) if cluster_map.plan is None else self._work(cluster_map).phase(cluster_map, self._count)
+        self._tell(done=False)
+
+    def _tell(self, *, done: bool) -> None:
+        assert self._map is not None
+        self.progress = MoveProgress(self._map.version, done, self._count.rows, self._count.n_rows, self._count.step)
+
+    def _fail(self, cluster_map: ClusterMap, why: str) -> None:
+        if not self._failing_since_s:
+            log.warning("a move of slots is held up: %s", why)
+        self._failing_since_s, self._why = self._failing_since_s or self._clock(), why
+        self._begin(cluster_map)  # from the first row: what is done is found done
+        self._not_before_s = self._clock() + _RETRY_S
+
+    def _work(self, cluster_map: ClusterMap) -> PhaseWork:
+        plan = cluster_map.plan
+        return self._shards if plan is not None and plan.kind == SHARDS else self._nodes
