@@ -1,7 +1,13 @@
-"""The other shards of the cluster, as a shard calls them: where they are by the map in force, and how the connections are encrypted."""
+"""The other shards of the cluster, as a shard calls them: where they are by the map in force, what they are asked, and told."""
 
-from collections.abc import Iterable
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvemb.client.shard_channel import ShardChannel
 from kvemb.config import ServersConfig
@@ -10,8 +16,11 @@ from kvemb.net.deadline import Deadline
 from kvemb.net.tls_files import TlsFiles
 from kvemb.protocol.message_format import Message
 from kvemb.protocol.messages import Empty
-from kvemb.protocol.move_messages import LeftSessionsRequest, WatermarksReply, WatermarksRequest
+from kvemb.protocol.move_messages import LeftSessionsRequest, SlotEntriesReply, SlotEntriesRequest, WatermarksReply, WatermarksRequest
 from kvemb.protocol.shard_routing import MapSource
+from kvemb.schema.table_def import TableDef
+
+from .slot_entries import SlotEntries, put_together
 
 _NEWS_TIMEOUT_S = 1.0
 
@@ -80,3 +89,116 @@ class MoveNews:
         for shard in shards or tuple(self._channels):
             if (channel := self._channels.pop(shard, None)) is not None:
                 channel.close()
+
+
+_CALL_S, _NOT_READY_S, _AWAY_S = 10.0, 0.01, 0.2
+_TROUBLE_S = 60.0  # a giver that is started anew may take so long
+log = logging.getLogger("paramserver")
+
+
+@dataclass(frozen=True, eq=False)
+class GivenEntries:
+    """What all givers of a plan have said, an entry per table.
+
+    Args:
+        epoch: the highest of theirs.
+        entries: of all of them.
+        members: (trainer, incarnation) of those of a sync job.
+    """
+
+    epoch: int
+    entries: list[SlotEntries]
+    members: list[tuple[str, int]] = field(default_factory=list)
+
+
+class GiverQuestions:
+    """What a taker asks givers, of one version of the map at a time; on a thread of its own, since its batches go on.
+
+    Args:
+        shard: who asks.
+        others: makes channels to them.
+    """
+
+    def __init__(self, shard: int, others: OtherShards) -> None:
+        self._shard, self._others = shard, others
+        self._given_up = threading.Event()
+        self.answer: GivenEntries | None = None
+        self._failing_since_s, self._why = 0.0, ""
+
+    @property
+    def trouble(self) -> str:
+        """Why a giver does not answer, once that is no new start of its process; any thread."""
+        since_s = self._failing_since_s
+        return self._why if since_s and time.monotonic() - since_s >= _TROUBLE_S else ""
+
+    def ask(self, version: int, givers: Sequence[int]) -> None:
+        """Begin to ask; `answer` has it in the end."""
+        self.give_up()
+        self.answer, self._failing_since_s, self._given_up = None, 0.0, threading.Event()
+        arguments = (version, givers, self._given_up)
+        threading.Thread(target=self._run, args=arguments, name="kvemb-handover", daemon=True).start()
+
+    def give_up(self) -> None:
+        """Ask no more."""
+        self._given_up.set()
+
+    def _run(self, version: int, givers: Sequence[int], given_up: threading.Event) -> None:
+        said: list[GivenEntries] = []
+        for giver in givers:
+            one = self._ask_one(version, giver, given_up)
+            if one is None:
+                return
+            said.append(one)
+        entries = put_together([one for given in said for one in given.entries])
+        answer = GivenEntries(max(given.epoch for given in said), entries, said[-1].members)
+        if not given_up.is_set():
+            self.answer = answer
+
+    def _ask_one(self, version: int, giver: int, given_up: threading.Event) -> GivenEntries | None:
+        channel: ShardChannel | None = None
+        try:
+            while not given_up.is_set():
+                try:
+                    if channel is None or channel.address != self._others.address_of(giver):
+                        if channel is not None:
+                            channel.close()
+                        channel = self._others.channel(giver)
+                    found = self._pages(channel, version)
+                    self._failing_since_s = 0.0
+                    if found is not None:
+                        return found
+                    given_up.wait(_NOT_READY_S)
+                except KvembError as error:
+                    said = f"shard {giver} does not say what it hands over: {type(error).__name__}: {error}"
+                    if not self._failing_since_s:
+                        log.warning("%s", said)
+                    self._failing_since_s, self._why = self._failing_since_s or time.monotonic(), said
+                    given_up.wait(_AWAY_S)
+            return None
+        finally:
+            if channel is not None:
+                channel.close()
+
+    def _pages(self, channel: ShardChannel, version: int) -> GivenEntries | None:
+        """All that one giver says; None while it is not ready, and where it was another process in between."""
+        pages: list[SlotEntriesReply] = []
+        n_had, n_rows = 0, 1
+        while n_had < n_rows or not pages:
+            request = SlotEntriesRequest(version, self._shard, n_had)
+            page = channel.call("SlotEntries", request, SlotEntriesReply, Deadline.after(_CALL_S))
+            if not page.ready or (pages and (page.epoch, page.tables) != (pages[0].epoch, pages[0].tables)):
+                return None
+            pages.append(page)
+            n_had, n_rows = n_had + len(page.ids) // 8, sum(int(table["rows"]) for table in page.tables)
+            if not page.ids:
+                break
+        if n_had != n_rows:
+            return None
+        ids, versions = (
+            np.frombuffer(b"".join(getattr(page, name) for page in pages), "<u8").astype(np.uint64) for name in ("ids", "versions")
+        )
+        entries, start = [], 0
+        for table in pages[0].tables:
+            rows = slice(start, start := start + int(table["rows"]))
+            entries.append(SlotEntries(TableDef.from_dict(table["definition"]), int(table["step"]), ids[rows], versions[rows]))
+        return GivenEntries(pages[0].epoch, entries, list(zip(pages[-1].trainers, pages[-1].incarnations, strict=False)))

@@ -32,12 +32,9 @@ from ..disk.data_dir import DataDir
 from ..disk.disk_errors import mend
 from ..engine.storage_retry import Pause
 from ..figures.shard_metrics import ShardMetrics
-from ..handover.given_rows import GivenRows
-from ..handover.giver_questions import GiverQuestions
-from ..handover.other_shards import MoveNews, OtherShards
-from ..handover.slot_entries import SlotEntries
-from ..handover.slot_giver import SlotGiver
-from ..handover.slot_offers import SlotOffers
+from ..handover.other_shards import GiverQuestions, MoveNews, OtherShards
+from ..handover.slot_entries import GivenRows, SlotEntries
+from ..handover.slot_giver import SlotGiver, SlotOffers
 from ..handover.slot_taker import SlotTaker
 from ..journal import Position
 from ..moves.handover_work import HandoverPorts, HandoverWork

@@ -15,9 +15,8 @@ from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.move_plan import ABORTING, DRAINING, FLIPPED, HOLDING, MOVING, SHARDS
 from kvemb.stores.store import Store
 
-from ..handover.giver_questions import GiverQuestions
-from ..handover.slot_giver import SlotGiver
-from ..handover.slot_offers import SlotOffers
+from ..handover.other_shards import GiverQuestions
+from ..handover.slot_giver import SlotGiver, SlotOffers
 from ..handover.slot_taker import SlotTaker
 from ..ingest.sync_steps import AT_LAST, ENDED, UNKNOWN, HeldSteps
 from .phase_runner import PhaseCount, PhaseWork

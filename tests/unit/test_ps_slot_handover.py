@@ -24,8 +24,7 @@ from kvemb.stores.row_io import ReadPart
 from paramserver.disk.data_dir import DataDir
 from paramserver.engine.engine import Engine
 from paramserver.handover import slot_taker
-from paramserver.handover.given_rows import GivenRows
-from paramserver.handover.slot_entries import SlotEntries
+from paramserver.handover.slot_entries import GivenRows, SlotEntries
 from paramserver.handover.slot_giver import SlotGiver
 from paramserver.handover.slot_taker import SlotTaker
 from paramserver.journal import BatchEntry, Journal, encode_entry
