@@ -7,7 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import apply, checkpoint, deepfm, dlrm, durability, elastic, frameworks, memory, new_rows, pull, recovery, scale, train
+from benchmarks import (
+    apply,
+    checkpoint,
+    deepfm,
+    dlrm,
+    durability,
+    elastic,
+    frameworks,
+    latency,
+    memory,
+    new_rows,
+    pull,
+    recovery,
+    scale,
+    train,
+)
 from benchmarks.report import Report, as_text, this_command, write_json
 from kvemb.errors import KvembError
 
@@ -22,6 +37,7 @@ class Benchmark:
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "pull": Benchmark(pull.pull, pull.add_arguments),
+    "latency": Benchmark(latency.latency, latency.add_arguments),
     "apply": Benchmark(apply.apply, apply.add_arguments),
     "train": Benchmark(train.train, train.add_arguments),
     "new_rows": Benchmark(new_rows.new_rows, new_rows.add_arguments),

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.full
 _ONCE = ("--repeats", "1")
 TINY: dict[str, Sequence[str]] = {
     "pull": ("--store", "redis", "--rows", "5000", "--seconds", "0.02", *_ONCE),
+    "latency": ("--rows", "1000", "--sizes", "3", "--calls", "10", *_ONCE),
     "apply": ("--rows", "4000", "--batch", "400", "--optimizer", "adam", *_ONCE),
     "train": ("--rows", "5000", "--dim", "16", "--seconds", "0.05", "--durability", "os", *_ONCE),
     "new_rows": ("--rows", "20000", "--dim", "16", "--steps", "1", "--seconds", "0.02", *_ONCE),

@@ -168,7 +168,7 @@ class _OneLayout:
         expected = each[0] if len(each) == 1 else np.concatenate(each)
         words = result.records[:, :4].view("<u4")[:, 0]  # [k]: the first word of each record, in order of arrival
         wrong = words != (expected if result.order is None else expected.take(result.order))
-        if not (wrong & result.found).any():
+        if not wrong.any() or not (wrong & result.found).any():
             return
         for one, rows in zip(self._wanted, self._bounds, strict=True):  # the first table that has one says which
             at = rows if self._at is None else self._at[rows]

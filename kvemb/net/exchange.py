@@ -56,7 +56,11 @@ class Conversation:
 
     def go_on(self) -> None:
         """Send until the kernel takes no more or the window is full; then choose for how much this process is to be woken."""
-        while not self.done and (len(self._unsent) or (self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS)):
+        if self.done:
+            if self._low_water_bytes > 1:
+                self._set_low_water(1, LONG_QUIET_S)
+            return
+        while len(self._unsent) or (self._sent < len(self._steps) and self._sent - self._answered < WINDOW_STEPS):
             data = self._unsent if len(self._unsent) else self._next_request()
             self._unsent = data[self.link.send(data) :]
             if len(self._unsent):
@@ -114,7 +118,9 @@ class Conversation:
         n_bytes = piece_bytes
         if quiet_s == LONG_QUIET_S:
             until = self._sent if self._sent == len(self._steps) else self._sent - WINDOW_STEPS // 2
-            fewest_bytes = sum([step.reply.fewest_bytes for step in self._steps[self._answered : until]]) if self._sure else 0
+            fewest_bytes = (
+                sum([step.reply.fewest_bytes for step in self._steps[self._answered : until]]) if self._sure and not on_way_bytes else 0
+            )
             n_bytes = fewest_bytes - self._taken_bytes - len(self.link.received) if fewest_bytes else 1
         self._set_low_water(n_bytes, quiet_s)
 

@@ -28,6 +28,20 @@ class Doubts:
         self.counts[address] = self.counts.get(address, 0) + 1  # two threads at once: it rises by one or two, and only a change matters
 
 
+class _Forks:
+    """Counts how often this process and those before it were forked: known without a system call."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.n += 1
+
+
+_forks = _Forks()
+
+
 class LinkPool:
     """Lends checked connections to nodes, each to one batch at a time. Thread-safe.
 
@@ -42,7 +56,7 @@ class LinkPool:
         self._on_drop = on_drop
         self._doubts = doubts or Doubts()
         self._idle: list[dict[str, Link]] = []
-        self._pid = os.getpid()
+        self._forks_seen = _forks.n
         self._closed = False
 
     @contextmanager
@@ -86,16 +100,16 @@ class LinkPool:
         """Return idle links. A list's `pop` and `append` are atomic: there is no lock, which a fork could leave held."""
         if self._closed:
             self.require_open()
-        if self._pid != os.getpid():
+        if self._forks_seen != _forks.n:
             self._close_idle()
-            self._pid = os.getpid()  # last: until then each thread of the child forgets what it inherited
+            self._forks_seen = _forks.n  # last: until then each thread of the child forgets what it inherited
         try:
             return self._idle.pop()
         except IndexError:
             return {}
 
     def _put_back(self, links: dict[str, Link]) -> None:
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._forks_seen != _forks.n:
             self._drop(links)
             return
         self._idle.append(links)

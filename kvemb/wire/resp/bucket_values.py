@@ -36,8 +36,9 @@ class BucketRuns:
     @staticmethod
     def of(firsts: NDArray[np.intp], n_rows: int, most: int = MOST_ROWS) -> "BucketRuns":
         """Return the runs that begin at these rows, of n_rows in all, cut where longer than `most`: a server does not stop in a command."""
-        ends = np.append(firsts[1:], n_rows)
-        sizes = ends - firsts
+        sizes = np.empty_like(firsts)
+        np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
+        sizes[-1:] = n_rows - firsts[-1:]
         if n_rows <= most or int(sizes.max(initial=0)) <= most:
             return BucketRuns(firsts, sizes)
         n_cuts = (sizes - 1) // most
