@@ -163,8 +163,8 @@ class Seen:
 @pytest.mark.parametrize(
     ("step", "phase", "words"),
     [
-        ("paramserver.model.table_registry.Registry.load", "claiming", "what the last process of the shard has left"),
-        ("paramserver.recovery.replay.Recovery.run", "replaying", "what is in its journal"),
+        ("paramserver.model.table_registry.Registry.load", "claiming", "the files of the shard's last process"),
+        ("paramserver.recovery.replay.Recovery.run", "replaying", "its journal"),
     ],
 )
 @pytest.mark.parametrize("nodes", ["memcached"], indirect=True)
