@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from kvemb.arrays.hashing import hash_ids
     from kvemb.cluster import Cluster, connect, nodes
     from kvemb.errors import KvembError
-    from kvemb.json_logs import json_log_formatter
     from kvemb.local_cluster import local
+    from kvemb.process import json_log_formatter
     from kvemb.table import Table
 
 __all__ = [
@@ -98,7 +98,7 @@ _HOMES = {
     "Table": "kvemb.table",
     "connect": "kvemb.cluster",
     "hash_ids": "kvemb.arrays.hashing",
-    "json_log_formatter": "kvemb.json_logs",
+    "json_log_formatter": "kvemb.process",
     "local": "kvemb.local_cluster",
     "nodes": "kvemb.cluster",
 }

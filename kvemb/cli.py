@@ -240,7 +240,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.config and (args.store or args.nodes or args.shards):
         args.refuse("--store, --nodes and --shards describe a cluster to start; --config names one that is running")
     from kvemb.demo.job import DemoOptions, run_demo
-    from kvemb.progress_line import ProgressLine
+    from kvemb.process import ProgressLine
 
     store = args.store or DEFAULT_KIND
     nodes = args.nodes or max(2, KINDS[store].least_nodes)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvemb.atomic_file import replace_atomically
 from kvemb.commands.verb_options import example_text, takes_config
 from kvemb.config import Config, load
 from kvemb.connection.plaintext import require_encrypted
 from kvemb.errors import ConfigError, KvembError, ParameterServerError
 from kvemb.interrupts import StopFlag
+from kvemb.process import replace_atomically
 
 from .disk.disk_errors import named
 from .lifecycle.join_cluster import StoppedError, kept_place

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from kvemb.json_logs import formatter_of
+from kvemb.process import formatter_of
 from kvemb.schema.cluster_map import ClusterMap
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -39,13 +39,10 @@ FACADES = {
 ROOMS = {
     "kvemb": (
         {
-            "kvemb.atomic_file",
+            "kvemb.process",
             "kvemb.cached_property",
             "kvemb.errors",
-            "kvemb.fork_lock",
-            "kvemb.json_logs",
             "kvemb.own",
-            "kvemb.progress_line",
         },
         {"kvemb.metrics"},
         {

@@ -119,7 +119,7 @@ SHOWN_BY = {
         "max_unapplied": f"{KERAS}/test_keras_options.py:test_options_reach_the_tables",
         "quiet": f"{KERAS}/test_keras_options.py:test_small_embeddings_stay_and_it_says_so",
     },
-    "trainer/keras/distributing/plain_copy.py:materialize": {
+    "trainer/keras/distributing/distribute_keras.py:materialize": {
         "model": f"{KERAS}/test_keras_uses.py:test_a_copy_of_plain_layers_predicts_the_same_without_a_cluster",
         "max_bytes": f"{KERAS}/test_keras_uses.py:test_a_copy_beyond_max_bytes_is_refused",
     },

@@ -17,9 +17,8 @@ from kvemb.checkpoint.chain import Checkpoint, open_checkpoint
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, SAVING, BaseCheckpoint, CheckpointManifest, check_name, fragment_path
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest, read_hex
-from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.format.strict_json import MAX_DOCUMENT_BYTES, Fields, decode, encode
-from kvemb.checkpoint.writer import read_fragment
+from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.client.all_shards import AllShards
 from kvemb.errors import CheckpointError, InvalidInputError, ShardUnavailableError
 from kvemb.net.backoff import pauses

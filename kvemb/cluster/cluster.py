@@ -20,11 +20,11 @@ from kvemb.cluster.trainer_metrics import TrainerMetrics
 from kvemb.config import Config
 from kvemb.connection.access import Access
 from kvemb.errors import ConfigError, InvalidInputError, KvembError
-from kvemb.fork_lock import ForkLock
 from kvemb.init import Initializer
 from kvemb.metrics import MetricsCollector, MetricsEndpoint
 from kvemb.net.deadline import Deadline
 from kvemb.optim import OptimizerSpec
+from kvemb.process import ForkLock
 from kvemb.schema.table_def import TableDef, check_table_name
 from kvemb.status.cluster_status import ClusterStatus, read_status
 from kvemb.stores.store import Store

@@ -10,8 +10,8 @@ from kvemb.connection.access import Access
 from kvemb.connection.open_cluster import OpenCluster
 from kvemb.coordination.registry_format import META_NAME, newest_registry
 from kvemb.errors import InvalidInputError, UnknownTableError
-from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
+from kvemb.process import ForkLock
 from kvemb.schema.table_def import TableDef
 from kvemb.table import Table
 

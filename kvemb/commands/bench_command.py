@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvemb.capacity import measured_costs as costs
+from kvemb import capacity as costs
 from kvemb.cluster import Cluster, connect
 from kvemb.commands.progress_meter import text_table
 from kvemb.errors import InvalidInputError

@@ -5,9 +5,9 @@ import dataclasses
 import json
 from typing import Any
 
+from kvemb import capacity as costs
 from kvemb import init, optim
-from kvemb.capacity import measured_costs as costs
-from kvemb.capacity.capacity_plan import (
+from kvemb.capacity import (
     BUSY,
     FULL,
     Counted,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from kvemb.progress_line import ProgressLine
+from kvemb.process import ProgressLine
 
 
 class ProgressMeter:

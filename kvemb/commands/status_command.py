@@ -14,7 +14,7 @@ from typing import Any
 from kvemb.config import Config, load
 from kvemb.doctor.examination import examine
 from kvemb.doctor.findings import ERROR
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from kvemb.status.cluster_status import ClusterStatus, healthy, render, survey
 
 _CLEAR = "\x1b[H\x1b[2J"

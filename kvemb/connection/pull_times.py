@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from kvemb.datapath.pull import PullRequest
-from kvemb.fork_lock import ForkLock
 from kvemb.metrics import SECONDS, BucketCounts
+from kvemb.process import ForkLock
 
 
 class PullTimes:

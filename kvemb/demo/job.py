@@ -16,7 +16,7 @@ from kvemb.demo.corpus import WORD_IN, ClusterRows, Corpus, LocalRows, Rows, loa
 from kvemb.demo.skipgram import PassText, TrainingProgress, held_out_loss, train_pass
 from kvemb.demo.trainer_process import Trainers
 from kvemb.local_cluster.launcher import LocalCluster
-from kvemb.progress_line import ProgressLine
+from kvemb.process import ProgressLine
 
 N_PASSES = 3
 # Asynchronous trainers learn from rows that are a little old; more than this would be a fault and not staleness.

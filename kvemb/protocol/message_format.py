@@ -1,8 +1,10 @@
 """How messages travel: msgpack with a fixed schema, and the arrays of rows in them. Pure.
 
 Every message travels as [magic, version, type name, field, field, ...]; arrays are raw little-endian bytes, so that a part of any size
-costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and
-anything off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
+costs one copy. Decoding trusts nothing: small limits on every container, every field's type and every array's length checked, and anything
+off raises MessageError before a value is used. What must not live here: which messages there are (`kvemb.protocol.messages`).
+
+Which kvemb this process runs: shards and clients compare it.
 """
 
 from collections.abc import Callable
@@ -271,3 +273,13 @@ def _of_type(at: str, value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise MessageError(f"malformed message: {at}: got {type(value).__name__}, expected {kind.__name__}")
     return value
+
+
+def installed_version() -> str:
+    """Return the installed version, "" in a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and only those who ask need it
+
+    try:
+        return version("kvemb")
+    except PackageNotFoundError:
+        return ""

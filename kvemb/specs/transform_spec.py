@@ -1,7 +1,7 @@
 """Gradient transforms as a specification, and the ranges that values given by people are checked against.
 
 Trainers and parameter servers share what is said here: which transforms a table has, in which order, and with which
-run-time values. The maths is in `paramserver.optim.gradient_transforms`; no NumPy and no I/O here. People reach these names
+run-time values. The maths is in `paramserver.optim.update_rule`; no NumPy and no I/O here. People reach these names
 through `kvemb.optim`.
 """
 

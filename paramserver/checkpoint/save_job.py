@@ -3,9 +3,16 @@
 Copy on write: rows are read from storage in the order of their ids. A row that a later batch writes over or erases before its turn is
 handed to `CopyOnWriteRecords` first, and taken from there. The engine does that: it has the old record anyway. So the checkpoint is exact:
 it holds every batch up to the cut and none after it, and needs no journal to be loaded.
+
+Records as they were at a cut, of rows that have been written over since. Kept in a file that has no name, found by id.
+
+The page cache holds the file as long as there is memory, and the disk when there is not. So a long save of a busy table cannot eat the
+shard's memory. Per row 23 bytes or so stay in memory, for its place. Thread-safe.
 """
 
 import logging
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +26,10 @@ from numpy.typing import NDArray
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, Cut
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
-from kvemb.checkpoint.format.shard_fragment import Fragment
 from kvemb.checkpoint.format.strict_json import decode, encode
-from kvemb.checkpoint.writer import ShardWriter
+from kvemb.checkpoint.writer import Fragment, ShardWriter
 from kvemb.errors import CheckpointError, LostRowError, StorageError
+from kvemb.index.row_index import RowIndex
 from kvemb.net.deadline import Deadline
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart
@@ -31,9 +38,66 @@ from kvemb.stores.store import Store
 from ..disk.data_dir import replace_privately
 from ..engine.storage_retry import PASSING
 from ..owned_thread import OwnedThread
-from .copy_on_write import CopyOnWriteRecords
 
 Ids = NDArray[np.uint64]
+Bytes = NDArray[np.uint8]
+
+
+class CopyOnWriteRecords:
+    """Keeps the records of one table as they were at a save's cut.
+
+    Args:
+        folder: where the file lies.
+        record_bytes: of one record.
+    """
+
+    def __init__(self, folder: Path, record_bytes: int) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._record_bytes = record_bytes
+        self._places = RowIndex()  # id -> 1 + number of its record in the file
+        self._n = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._n
+
+    def put(self, ids: Ids, records: Bytes) -> None:
+        """Keep n records; an id that has one already keeps that one.
+
+        Args:
+            ids: uint64 [n], unique.
+            records: uint8 [n, record bytes]; copied.
+
+        Raises:
+            OSError: nothing was kept.
+        """
+        with self._lock:
+            new = self._places.get(ids) == 0
+            data = np.ascontiguousarray(records[new]).reshape(-1).data
+            at = self._n * self._record_bytes
+            while len(data):
+                written = os.pwrite(self._file.fileno(), data, at)
+                data, at = data[written:], at + written
+            n_new = int(new.sum())
+            self._places.put(ids[new], np.arange(self._n + 1, self._n + 1 + n_new, dtype=np.uint64))
+            self._n += n_new
+
+    def find(self, ids: Ids) -> tuple[NDArray[np.bool_], Bytes]:
+        """Return which ids have a record (bool [n]) and the records of those, in order (uint8 [found, record bytes])."""
+        with self._lock:
+            places = self._places.get(ids)
+            found = places != 0
+            rows = places[found].astype(np.int64) - 1
+            if not len(rows):
+                return found, np.empty((0, self._record_bytes), np.uint8)
+            kept = np.memmap(self._file, np.uint8, "r", shape=(self._n, self._record_bytes))
+            return found, np.asarray(kept[rows])
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+
+
 _SLICE_BYTES = 8 << 20
 _RETRY_S = 300.0
 _PAUSE_S = 0.5

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import Cut
 from kvemb.checkpoint.format.parquet_blocks import require_extra
-from kvemb.checkpoint.format.shard_fragment import Fragment
-from kvemb.checkpoint.writer import read_fragment
+from kvemb.checkpoint.writer import Fragment, read_fragment
 from kvemb.errors import CheckpointError, DeadlineExceededError
 from kvemb.net.deadline import Deadline
 from kvemb.schema.move_plan import SHARDS

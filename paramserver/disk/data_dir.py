@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from kvemb.atomic_file import replace_atomically, sync_folder
 from kvemb.errors import ParameterServerError
+from kvemb.process import replace_atomically, sync_folder
 
 from .disk_errors import mend
 

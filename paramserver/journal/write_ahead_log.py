@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvemb.atomic_file import sync_folder
 from kvemb.errors import ClosedError, FencedError, InvalidInputError, JournalFullError, ParameterServerError
+from kvemb.process import sync_folder
 
 from ..disk.data_dir import make_folder
 from ..disk.disk_errors import mend

@@ -12,8 +12,7 @@ import numpy as np
 from kvemb.errors import InvalidInputError
 from kvemb.optim import OptimizerSpec
 
-from .gradient_transforms import compose
-from .update_rule import Array, Factors, Kernel, Optimizer
+from .update_rule import Array, Factors, Kernel, Optimizer, compose
 
 
 def sgd_kernel(spec: OptimizerSpec) -> Kernel:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvemb.errors import InvalidInputError, ParameterServerError
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from kvemb.protocol.messages import MAX_SAMPLED_IDS, Empty, ExamineReply, IdsReply, SampleIdsRequest, ShowRowReply, ShowRowRequest
 
 from ..journal.entry import batch_head

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import as_items
-from kvemb.atomic_file import sync_folder
 from kvemb.errors import JournalDamagedError, ParameterServerError
+from kvemb.process import sync_folder
 from kvemb.schema.table_def import TableDef
 
 from ..disk.data_dir import make_folder, replace_privately, sweep

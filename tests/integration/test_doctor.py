@@ -28,7 +28,7 @@ from kvemb.doctor.findings import Finding
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import free_ports
 from kvemb.local_cluster.storage_servers import start_servers
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from tests.integration.tls_clusters import TlsCluster, running
 
 PATIENCE_S = 60.0

@@ -20,7 +20,7 @@ from kvemb.doctor.examination import examine
 from kvemb.doctor.findings import Finding
 from kvemb.local_cluster.processes import free_ports
 from kvemb.net.certificate_authority import Authority, Issued
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from kvemb.status.cluster_status import survey
 from kvemb.tls_config import TlsConfig
 from tests.integration.scraped import ports_side_by_side, value

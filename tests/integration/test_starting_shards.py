@@ -23,7 +23,7 @@ from kvemb.doctor.examination import examine
 from kvemb.errors import DeadlineExceededError, FencedError, NodeUnavailableError, ParameterServerError, ShardUnavailableError
 from kvemb.local_cluster import LocalCluster
 from kvemb.local_cluster.processes import LocalProcessError, free_ports
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from kvemb.status.cluster_status import healthy, render, survey
 from kvemb.testing.real_servers import ServerNodes
 from paramserver.lifecycle.shard import Shard

@@ -19,7 +19,7 @@ from kvemb.doctor.examination import examine
 from kvemb.errors import InvalidInputError, KvembError, WrongNodeError
 from kvemb.local_cluster.launcher import LocalCluster
 from kvemb.net.deadline import Deadline
-from kvemb.protocol.installed_version import installed_version
+from kvemb.protocol.message_format import installed_version
 from kvemb.status.cluster_status import healthy, render, survey
 from kvemb.stores.storage_kinds import open_store
 from kvemb.testing.real_servers import ServerNodes

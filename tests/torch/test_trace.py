@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from trainer.torch import Embedding, EmbeddingBag, SparseOptimizer, prepare
-from trainer.torch.loaders.expressions import without_move
+from trainer.torch.loaders.feeds import without_move
 
 N_BATCHES = 6
 

@@ -7,8 +7,7 @@ from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import ERASED, IDS, MANIFEST, BaseCheckpoint, CheckpointManifest, Cut
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
-from kvemb.checkpoint.format.shard_fragment import Fragment, SaveInfo, assemble
-from kvemb.checkpoint.writer import ShardWriter
+from kvemb.checkpoint.writer import Fragment, SaveInfo, ShardWriter, assemble
 from kvemb.init import uniform
 from kvemb.optim import adam
 from kvemb.schema.cluster_map import ClusterMap

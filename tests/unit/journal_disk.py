@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvemb import atomic_file
+from kvemb import process
 from paramserver.journal import START, Journal, Position, segment_files
 
 
@@ -44,7 +44,7 @@ class FaultyOs:
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> FaultyOs:
     faulty = FaultyOs()
-    for module in (segment_files, atomic_file):
+    for module in (segment_files, process):
         monkeypatch.setattr(module, "os", faulty)
     return faulty
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvemb import capacity as costs
 from kvemb import cli, init, optim
-from kvemb.capacity import measured_costs as costs
-from kvemb.capacity.capacity_plan import Workload, cautions, plan_shards, plan_storage
+from kvemb.capacity import Workload, cautions, plan_shards, plan_storage
 from kvemb.errors import InvalidInputError
 from kvemb.index.row_index import RowIndex
 from kvemb.schema.table_def import TableDef

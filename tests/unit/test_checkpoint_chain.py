@@ -15,10 +15,9 @@ from kvemb.checkpoint.checkpoint_storage import CheckpointStorage, absolute_url,
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest, Cut, fragment_path, part_path
 from kvemb.checkpoint.format.manifest_json import encode_manifest
 from kvemb.checkpoint.format.parquet_blocks import RowBlock
-from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.listing import list_checkpoints, prune
 from kvemb.checkpoint.verify import verify
-from kvemb.checkpoint.writer import ShardWriter, read_fragment
+from kvemb.checkpoint.writer import SaveInfo, ShardWriter, assemble, read_fragment
 from kvemb.errors import CheckpointError, ConfigError, InvalidInputError
 from kvemb.optim import sgd
 from kvemb.schema.cluster_map import ClusterMap

@@ -20,8 +20,8 @@ from kvemb.checkpoint.format.checkpoint_manifest import (
     table_folder,
 )
 from kvemb.checkpoint.format.manifest_json import check_extra, decode_manifest, encode_manifest
-from kvemb.checkpoint.format.shard_fragment import Fragment, decode_fragment, encode_fragment
 from kvemb.checkpoint.format.strict_json import encode
+from kvemb.checkpoint.writer import Fragment, decode_fragment, encode_fragment
 from kvemb.errors import CheckpointError, InvalidInputError
 from kvemb.schema.cluster_map import ClusterMap
 from tests.unit.checkpoint_files import CLUSTER_ID, USER

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import kvemb.specs.initializer
 from kvemb import init
-from kvemb.arrays import inverse_normal
 from kvemb.arrays.hashing import digest64
 from kvemb.errors import InvalidInputError
 from kvemb.init import Initializer
@@ -124,7 +123,7 @@ def test_rows_are_the_same_bits_without_the_vector_extensions_of_this_cpu():
     assert plain.stdout.strip() == here
 
 
-@pytest.mark.parametrize("module", [init, kvemb.specs.initializer, first_draws, inverse_normal], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [init, kvemb.specs.initializer, first_draws], ids=lambda m: m.__name__)
 def test_no_function_is_called_whose_bits_depend_on_the_cpu(module):
     tree = ast.parse(Path(module.__file__).read_text())
     called = {f"{n.value.id}.{n.attr}" for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
@@ -334,33 +333,33 @@ def test_the_inverse_normal_function_agrees_with_the_standard_library():
     u = np.concatenate([np.random.default_rng(0).random(50_000), 10.0 ** -np.linspace(1, 300, 2_000), EDGES])
     u = u[(u > 0) & (u < 1)]
     expected = np.array([NORMAL.inv_cdf(x) for x in u])
-    np.testing.assert_allclose(inverse_normal.inverse_normal_cdf(u), expected, rtol=2e-15, atol=0)
+    np.testing.assert_allclose(first_draws.inverse_normal_cdf(u), expected, rtol=2e-15, atol=0)
 
 
 @given(st.integers(0, 2**52 - 1))
 def test_the_inverse_normal_function_is_odd_about_one_half(k):
     u = (k + 0.5) * 2.0**-52
-    low, high = inverse_normal.inverse_normal_cdf(np.array([u, 1 - u]))
+    low, high = first_draws.inverse_normal_cdf(np.array([u, 1 - u]))
     assert low == -high
     assert abs(low) < 8.5
 
 
 @given(st.floats(min_value=sys.float_info.min, allow_infinity=False))
 def test_the_logarithm_has_a_relative_error_below_1e_15(x):
-    assert math.isclose(inverse_normal.portable_log(np.array([x]))[0], math.log(x), rel_tol=1e-15)
+    assert math.isclose(first_draws.portable_log(np.array([x]))[0], math.log(x), rel_tol=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_the_functions_keep_shape_and_argument(shape):
     u = np.full(shape, 0.01)
-    assert inverse_normal.inverse_normal_cdf(u).shape == shape
-    assert inverse_normal.portable_log(u).shape == shape
+    assert first_draws.inverse_normal_cdf(u).shape == shape
+    assert first_draws.portable_log(u).shape == shape
     assert (u == 0.01).all()
 
 
 def test_views_that_are_not_contiguous_are_taken():
     u = np.random.default_rng(0).random((40, 30))
-    for function in (inverse_normal.inverse_normal_cdf, inverse_normal.portable_log):
+    for function in (first_draws.inverse_normal_cdf, first_draws.portable_log):
         np.testing.assert_array_equal(function(u.T[::2]), function(u).T[::2])
 
 

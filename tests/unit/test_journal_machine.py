@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvemb import atomic_file
+from kvemb import process
 from kvemb.errors import JournalFullError
 from paramserver.journal import START, Journal, Position, segment_files
 from tests.unit.journal_disk import FaultyOs
@@ -23,7 +23,7 @@ class JournalMachine(RuleBasedStateMachine):
     def begin(self, durability: str) -> None:
         self.system = FaultyOs()
         self.patch = pytest.MonkeyPatch()
-        for module in (segment_files, atomic_file):
+        for module in (segment_files, process):
             self.patch.setattr(module, "os", self.system)
         self.folder = Path(tempfile.mkdtemp(prefix="kvemb-journal-"))
         self.durability = durability

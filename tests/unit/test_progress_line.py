@@ -2,7 +2,7 @@
 
 import io
 
-from kvemb.progress_line import ProgressLine
+from kvemb.process import ProgressLine
 
 
 class Clock:

@@ -15,9 +15,8 @@ from kvemb.checkpoint.chain import open_chain
 from kvemb.checkpoint.checkpoint_storage import CheckpointStorage
 from kvemb.checkpoint.format.checkpoint_manifest import MANIFEST, BaseCheckpoint, CheckpointManifest
 from kvemb.checkpoint.format.manifest_json import encode_manifest
-from kvemb.checkpoint.format.shard_fragment import SaveInfo, assemble
 from kvemb.checkpoint.verify import verify
-from kvemb.checkpoint.writer import read_fragment
+from kvemb.checkpoint.writer import SaveInfo, assemble, read_fragment
 from kvemb.config import StorageConfig
 from kvemb.errors import CheckpointError, DeadlineExceededError, LostRowError, NodeUnavailableError
 from kvemb.init import uniform
@@ -27,8 +26,7 @@ from kvemb.schema.record import make_version
 from kvemb.schema.table_def import TableDef
 from kvemb.stores.row_io import ReadPart, ReadResult, WritePart
 from paramserver.checkpoint import save_job
-from paramserver.checkpoint.copy_on_write import CopyOnWriteRecords
-from paramserver.checkpoint.save_job import SaveFigures, SaveOrder
+from paramserver.checkpoint.save_job import CopyOnWriteRecords, SaveFigures, SaveOrder
 from paramserver.checkpoint.saver import ErasedLog, SaveObserver, Saver
 from paramserver.engine.engine import Engine
 from paramserver.engine.piece_writer import EnginePorts

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvemb.arrays.ids import Unique, to_caller, unique_ascending
-from kvemb.fork_lock import ForkLock
+from kvemb.process import ForkLock
 
 from ..lookahead.rows_ahead import EarlyLookup, LookupResult, Pulled, RowsAhead, found_of, unique_of
 from ..report.step_times import counted

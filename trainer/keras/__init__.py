@@ -6,8 +6,7 @@ not live here: storage, wire formats, update rules.
 """
 
 from ..bridge.saved_rows import MixedStepsWarning
-from .distributing.distribute_keras import distribute
-from .distributing.plain_copy import materialize
+from .distributing.distribute_keras import distribute, materialize
 from .layers.distributed_embedding import DistributedEmbedding
 from .layers.feature_configs import FeatureConfig, TableConfig
 from .layers.row_embedding import RowEmbedding as Embedding

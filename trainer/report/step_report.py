@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from kvemb.errors import InvalidInputError
-from kvemb.progress_line import ProgressLine
+from kvemb.process import ProgressLine
 
 from .step_times import StepTimes, count_in, milliseconds
 

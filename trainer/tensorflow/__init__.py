@@ -19,7 +19,7 @@ from .input_layers import (
     sequence_input_from_feature_columns,
     sequence_input_layer,
 )
-from .rows_optimizer import RowsOptimizer
+from .row_lookups import RowsOptimizer
 from .step_function import StepFunction, function, prepare
 
 __all__ = [

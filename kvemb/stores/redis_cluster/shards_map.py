@@ -6,8 +6,8 @@ That copy goes where its slot goes, and is lost with its primary. Shards know th
 from kvemb.coordination.map_copies import MAP_NAME, is_behind, map_in_force, newest_map
 from kvemb.coordination.markers import Identity
 from kvemb.errors import ProtocolError, StorageError
-from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
+from kvemb.process import ForkLock
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.stores.redis_cluster.cluster_topology import ClusterTopology
 from kvemb.stores.redis_cluster.cluster_values import ClusterValues

@@ -27,8 +27,8 @@ from kvemb.errors import (
     StorageError,
     WrongNodeError,
 )
-from kvemb.fork_lock import ForkLock
 from kvemb.net.deadline import Deadline
+from kvemb.process import ForkLock
 from kvemb.schema.cluster_map import ClusterMap
 from kvemb.schema.keys import RowKeys
 from kvemb.schema.move_plan import NODES

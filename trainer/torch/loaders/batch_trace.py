@@ -1,6 +1,6 @@
 """Find out which parts of a batch feed which module, by watching one batch being used.
 
-What must not live here: evaluating what was found (`expressions`).
+What must not live here: evaluating what was found (`feeds`).
 
 Strategy: while the first batch is used, a TorchFunctionMode sees every torch function that is called, with plain tensors. Nothing is
 wrapped, so the step computes what it always does. It remembers, by weak reference, which tensors were made from the batch, and how. When a
@@ -24,8 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...bridge.shared_lookups import Asked
 from ..lookup.table_module import LookupModule, TableModule
-from .expressions import NODES, Call, Leaf, Node, Pick, Template, Values, name_of, parts_of, template_of, without_move
-from .feeds import callable_modules
+from .feeds import NODES, Call, Leaf, Node, Pick, Template, Values, callable_modules, name_of, parts_of, template_of, without_move
 
 _READ_OUT = {"numpy", "tolist", "item", "__array__", "__int__", "__index__", "__float__", "__bool__", "__contains__"}
 

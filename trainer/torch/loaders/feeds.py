@@ -1,17 +1,28 @@
 """Which parts of a batch feed which module: as the caller names them.
 
 What must not live here: finding it out (`batch_trace`), and pulling (`prepare`).
+
+Arguments of a module as expressions over the parts of a batch, to be worked out again from other batches.
+
+Pure: evaluating changes nothing, and may happen in any thread.
+
+A node is a part of the batch (`Leaf`), what a torch function made of nodes and constants (`Call`), or one of that call's results (`Pick`).
+What is moved to a device is not moved here: ids are needed where the pull happens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from kvemb.errors import InvalidInputError
 
 from ...bridge.shared_lookups import Asked
+from ..lookup.parameter_walks import attributes_of
 from ..lookup.table_module import LookupModule
 
 Part = str | int | Sequence[str | int]
@@ -139,3 +150,160 @@ def _described(value: Any) -> str:
 
 def _listed(names: Any) -> str:
     return ", ".join(repr(name) for name in names) or "none"
+
+
+_DEEPEST, _LONGEST, _MOST = 6, 256, 10_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), np.generic, torch.dtype, torch.device, torch.Size, type, nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """An expression: a part of the batch, by its path."""
+
+    path: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return "batch" + "".join(f"[{step!r}]" for step in self.path)
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Nested arguments, nodes in the place of what they will be replaced by."""
+
+    leaves: Sequence[Any]
+    spec: Any
+
+    def same_as(self, other: "Template") -> bool:
+        """Whether it has the very same nodes and constants."""
+        pairs = zip(self.leaves, other.leaves, strict=False)
+        return self.spec == other.spec and len(self.leaves) == len(other.leaves) and all(a is b for a, b in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An expression: what a torch function returns for arguments that are expressions."""
+
+    function: Callable[..., Any]
+    arguments: Template
+
+    def __str__(self) -> str:
+        made_of = ", ".join(str(leaf) for leaf in self.arguments.leaves if isinstance(leaf, NODES))
+        return f"{name_of(self.function)}({made_of})"
+
+
+@dataclass(frozen=True, eq=False)
+class Pick:
+    """An expression: one of several results of a call."""
+
+    call: Call
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.call}[{self.index}]"
+
+
+Node = Leaf | Call | Pick
+NODES = (Leaf, Call, Pick)
+
+
+class Values:
+    """What nodes are for one batch; each is worked out once."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._known: dict[int, Any] = {}
+
+    def of(self, node: Node) -> Any:
+        """Work a node out. Raises what its functions raise."""
+        if id(node) not in self._known:
+            self._known[id(node)] = self._work_out(node)
+        return self._known[id(node)]
+
+    def arguments(self, template: Template) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Fill a template in."""
+        filled = [self.of(leaf) if isinstance(leaf, NODES) else leaf for leaf in template.leaves]
+        return cast(tuple[tuple[Any, ...], Mapping[str, Any]], pytree.tree_unflatten(filled, template.spec))
+
+    def _work_out(self, node: Node) -> Any:
+        if isinstance(node, Leaf):
+            return part_of(self._batch, node.path)
+        if isinstance(node, Pick):
+            return self.of(node.call)[node.index]
+        args, kwargs = self.arguments(node.arguments)
+        return node.function(*args, **kwargs)
+
+
+def template_of(args: Sequence[Any], kwargs: Mapping[str, Any], node_of: Callable[[Any], Any]) -> Template:
+    """Take arguments apart.
+
+    Args:
+        args, kwargs: of a call; namedtuples and whatever else is registered with torch's pytree are taken apart, too.
+        node_of: returns what takes the place of a value, or None for a value that stays or is taken apart further.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda value: node_of(value) is not None)
+    nodes = [node_of(leaf) for leaf in leaves]
+    return Template([leaf if node is None else node for leaf, node in zip(leaves, nodes, strict=True)], spec)
+
+
+def without_move(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Leave out of a call what moves a tensor to a device.
+
+    Returns:
+        The arguments that are left; None for a call that does nothing else.
+
+    Example:
+        >>> ids = torch.tensor([1])
+        >>> without_move(torch.Tensor.to, (ids, "cuda"), {}) is None, without_move(torch.Tensor.to, (ids, "cuda", torch.int32), {})[0][1:]
+        (True, (torch.int32,))
+    """
+    if function in (Tensor.cuda, Tensor.cpu, Tensor.pin_memory):
+        return None
+    if function is not Tensor.to:
+        return tuple(args), dict(kwargs)
+    left = [arg.dtype if isinstance(arg, Tensor) else arg for arg in args[1:]]
+    left = [arg for arg in left if isinstance(arg, torch.dtype)]
+    other = kwargs.get("other")
+    dtype = other.dtype if isinstance(other, Tensor) else kwargs.get("dtype")
+    if not left and dtype is None:
+        return None
+    return (args[0], *(left or [dtype])), {}
+
+
+def parts_of(batch: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Walk a batch: mappings, sequences and objects with attributes, down to arrays and tensors, itself included.
+
+    Example:
+        >>> [path for path, _ in parts_of({"ids": torch.tensor([1]), "more": (torch.tensor([2]), "text")})]
+        [(), ('ids',), ('more',), ('more', 0)]
+    """
+    return _parts_of(batch, (), set())
+
+
+def _parts_of(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, _PLAIN) or len(path) > _DEEPEST or id(value) in seen or len(seen) > _MOST:
+        return
+    seen.add(id(value))  # an object may refer to half the program
+    yield path, value
+    if isinstance(value, Tensor | np.ndarray):
+        return
+    for step, inner in _inside(value):
+        yield from _parts_of(inner, (*path, step), seen)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value[:_LONGEST])
+    else:
+        yield from attributes_of(value).items()
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How a torch function is called in messages."""
+    name = getattr(function, "__name__", str(function))
+    if name == "__get__":  # of a property: its name is that of the descriptor
+        return getattr(getattr(function, "__self__", None), "__name__", name)
+    return name

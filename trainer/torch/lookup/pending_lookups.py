@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from kvemb.arrays.segment_sum import group_by_id
 from kvemb.errors import InvalidInputError
-from kvemb.fork_lock import ForkLock
+from kvemb.process import ForkLock
 
 from ...bridge.cluster_ports import TablePort
 from .parameter_walks import RankParams, n_ranks

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvemb.errors import InvalidInputError
-from kvemb.fork_lock import ForkLock
+from kvemb.process import ForkLock
 
 from ...bridge.cluster_ports import AckPort, ClusterPort
 from ...bridge.pushed_steps import MAX_UNAPPLIED, GradientPart, PushedSteps, merge_parts

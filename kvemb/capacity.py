@@ -1,4 +1,11 @@
-"""How many nodes and shards a table will need, and what each of them holds: arithmetic on measured costs. Pure.
+"""What a cluster will need and reach, reckoned from what was measured; nothing here asks a server.
+
+What rows cost, as measured: the figures of benchmarks/RESULTS.md, and nothing that was not measured. Pure data.
+
+They depend on the machine (2 cores of an AMD EPYC, shared by servers, shards and trainers, loopback, Redis 7.0, Valkey 9.1, memcached 1.6),
+and hold for tables of 300,000 to 2,000,000 rows. tests/unit/test_capacity.py holds each of them equal to the page.
+
+How many nodes and shards a table will need, and what each of them holds: arithmetic on measured costs. Pure.
 
 What is assumed and was not measured are three shares: how full memory and how busy a core may be, and how much of a shard's disk a merge of
 its snapshot takes for a while.
@@ -8,12 +15,105 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvemb.capacity import measured_costs as costs
+import numpy as np
+
 from kvemb.errors import InvalidInputError
 from kvemb.schema.buckets import LAYOUTS, MOST_COMPACT_BYTES, buckets_for
 from kvemb.schema.record import HEADER_SIZE
 from kvemb.schema.slots import N_SLOTS
 from kvemb.schema.table_def import TableDef
+
+Layout = tuple[str, str]
+"""A kind of storage and a layout of rows there."""
+
+BYTES_PER_ROW: Mapping[Layout, Mapping[int, float]] = {
+    ("redis", "fast"): {44: 110.41, 76: 142.29, 108: 174.32, 204: 286.32, 268: 382.32, 780: 958.32},
+    ("redis", "compact"): {44: 64.36, 76: 99.30, 108: 136.60, 204: 243.83, 268: 310.08, 780: 868.70},
+    ("redis", "pages"): {44: 45.72, 76: 79.24, 108: 111.07, 204: 209.45, 268: 279.49, 780: 807.31},
+    ("valkey", "fast"): {44: 87.84, 76: 119.77, 108: 151.77, 204: 256.38, 268: 320.46, 780: 832.56},
+    ("valkey", "compact"): {44: 58.11, 76: 91.18, 108: 123.19, 204: 220.26, 268: 284.25, 780: 796.18},
+    ("valkey", "pages"): {44: 44.89, 76: 77.49, 108: 109.79, 204: 207.56, 268: 273.26, 780: 787.85},
+    ("memcached", "keys"): {44: 132.82, 76: 160.78, 108: 202.72, 204: 321.56, 268: 398.46, 780: 961.19},
+}
+"""Memory by the bytes of a record (section "memory"); of memcached the memory that its -m counts, "claimed"."""
+
+PULL_ROWS_S: Mapping[Layout, Mapping[int, float]] = {
+    ("redis", "fast"): {76: 1.41e6, 204: 1.22e6, 268: 1.00e6},
+    ("redis", "pages"): {76: 1.18e6},
+    ("valkey", "fast"): {76: 1.72e6, 268: 0.92e6},
+    ("memcached", "keys"): {76: 1.16e6, 268: 0.84e6},
+}
+"""Rows a second of one node that one trainer pulls (section "pull": a million rows, uniform ids, 106,496 a pull), by bytes of a record."""
+
+PULL_SERVER_US: Mapping[Layout, float] = {
+    ("redis", "fast"): 0.63,
+    ("redis", "pages"): 0.76,
+    ("valkey", "fast"): 0.50,
+    ("memcached", "keys"): 0.84,
+}
+"""µs of the server per row of such a pull, records of 76 bytes."""
+
+TRAINED_US: Mapping[str, Mapping[int, float]] = {
+    "server": {204: 2.04, 780: 3.92},
+    "shard": {204: 1.55, 780: 4.18},
+    "trainer": {204: 0.84, 780: 2.29},
+}
+"""µs of CPU per row that is pulled, pushed and written (section "train": Redis, fast, Adam, two shards), by bytes of a record."""
+
+ONE_ROW_A_COMMAND = 0.76
+"""Share of the speed that is left where a batch has about one row of a bucket ("How much memory": `train --layout compact`)."""
+
+REPAIR_ROWS_S = 352.73e3
+"""Rows a second that one shard brings back to one node from its snapshot and journal (section "recovery", Redis, records of 204)."""
+
+SAVE_ROWS_S = 545.08e3
+"""Rows a second of a full save by one shard (section "checkpoint", records of 204)."""
+
+INDEX_BYTES_PER_ROW = 24
+"""Memory of a shard's index: 20 to 23.7 bytes (`kvemb.index.row_index`)."""
+
+PROCESS_BYTES = 250e6
+"""Memory of a shard's process beside its index and cache (section "Memory of a shard in training"): at most, with pushes of 50,000 rows."""
+
+CUT_BYTES_PER_ROW = 16
+"""What a save copies of the index at its cut, and holds until it has ended (docs/adr/0012)."""
+
+
+def bytes_per_row(layout: Layout, record_bytes: int) -> float:
+    """Return the memory of a row: what it takes beside its record is interpolated; beyond the largest measured record, that one's share.
+
+    Example:
+        >>> round(bytes_per_row(("redis", "compact"), 204), 2), round(bytes_per_row(("redis", "compact"), 140), 1)
+        (243.83, 172.3)
+    """
+    measured = BYTES_PER_ROW[layout]
+    largest = max(measured)
+    if record_bytes > largest:
+        return record_bytes * measured[largest] / largest
+    return record_bytes + interpolated({size: taken - size for size, taken in measured.items()}, record_bytes)
+
+
+def pull_rows_s(kind: str, layout: str, record_bytes: int) -> float | None:
+    """Return how many rows a second one node gave one trainer; None where that was not measured.
+
+    Example:
+        >>> pull_rows_s("redis-cluster", "fast", 76), pull_rows_s("redis", "compact", 76)
+        (1410000.0, None)
+    """
+    measured = PULL_ROWS_S.get(("redis" if kind == "redis-cluster" else kind, layout))
+    return None if measured is None else interpolated(measured, record_bytes)
+
+
+def interpolated(measured: Mapping[int, float], record_bytes: int) -> float:
+    """Return a figure for another size of record: between two measured ones on a line, outside them the nearest one's.
+
+    Example:
+        >>> interpolated({100: 1.0, 200: 2.0}, 150), interpolated({100: 1.0, 200: 2.0}, 999)
+        (1.5, 2.0)
+    """
+    sizes = sorted(measured)
+    return float(np.interp(record_bytes, sizes, [measured[size] for size in sizes]))
+
 
 FULL = 0.8
 """Of the memory of a node or a shard: alerts and `kvemb doctor` speak up at 0.9."""
@@ -116,43 +216,43 @@ class ShardPlan:
 
 def plan_storage(work: Workload, node_bytes: float) -> list[StoragePlan]:
     """Return what each kind and layout takes on nodes of so much memory; a layout that refuses such records or so many rows is left out."""
-    plans = (_storage(work, layout, node_bytes) for layout in costs.BYTES_PER_ROW)
+    plans = (_storage(work, layout, node_bytes) for layout in BYTES_PER_ROW)
     return [plan for plan in plans if plan is not None]
 
 
-def _storage(work: Workload, where: costs.Layout, node_bytes: float) -> StoragePlan | None:
+def _storage(work: Workload, where: Layout, node_bytes: float) -> StoragePlan | None:
     kind, layout = where
     record = work.table.record
     try:
         n_buckets = buckets_for(work.n_rows, record.size_bytes, layout) if layout in LAYOUTS else 0
     except InvalidInputError:
         return None
-    row_bytes = costs.bytes_per_row(where, record.size_bytes)
+    row_bytes = bytes_per_row(where, record.size_bytes)
     server_us = _server_us(work, where, n_buckets)
     nodes = Counted(_times(work.n_rows * row_bytes, FULL * node_bytes), _times(work.rows_per_s * server_us, BUSY * 1e6))
     pull_bytes = record.prefix_bytes if layout == "pages" else record.size_bytes
-    repair_s = work.n_rows / nodes.n / costs.REPAIR_ROWS_S
+    repair_s = work.n_rows / nodes.n / REPAIR_ROWS_S
     return StoragePlan(kind, layout, n_buckets, row_bytes, work.n_rows * row_bytes, nodes, server_us, pull_bytes, repair_s)
 
 
-def _server_us(work: Workload, where: costs.Layout, n_buckets: int) -> float:
+def _server_us(work: Workload, where: Layout, n_buckets: int) -> float:
     """What was measured on Redis with fast buckets, times what this kind and layout costs beside it where rows are pulled."""
-    us = costs.interpolated(costs.TRAINED_US["server"], work.table.record.size_bytes)
-    alike = where if where in costs.PULL_SERVER_US else (where[0], "fast")
-    us *= costs.PULL_SERVER_US[alike] / costs.PULL_SERVER_US["redis", "fast"]
-    return us / costs.ONE_ROW_A_COMMAND if n_buckets and work.step_rows / n_buckets < _FEW_ROWS else us
+    us = interpolated(TRAINED_US["server"], work.table.record.size_bytes)
+    alike = where if where in PULL_SERVER_US else (where[0], "fast")
+    us *= PULL_SERVER_US[alike] / PULL_SERVER_US["redis", "fast"]
+    return us / ONE_ROW_A_COMMAND if n_buckets and work.step_rows / n_buckets < _FEW_ROWS else us
 
 
 def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPlan:
     """Return what the shards take, on hosts of so much memory."""
     record, dim = work.table.record, work.table.dim
-    index_bytes, cut_bytes = float(work.n_rows * costs.INDEX_BYTES_PER_ROW), float(work.n_rows * costs.CUT_BYTES_PER_ROW)
-    room = FULL * shard_bytes - cache_bytes - costs.PROCESS_BYTES
+    index_bytes, cut_bytes = float(work.n_rows * INDEX_BYTES_PER_ROW), float(work.n_rows * CUT_BYTES_PER_ROW)
+    room = FULL * shard_bytes - cache_bytes - PROCESS_BYTES
     if room <= 0:
         raise InvalidInputError(
             f"a shard's cache of {cache_bytes:,} bytes and its process leave no room for its index in {shard_bytes:,.0f} bytes"
         )
-    shard_us, trainer_us = (costs.interpolated(costs.TRAINED_US[part], record.size_bytes) for part in ("shard", "trainer"))
+    shard_us, trainer_us = (interpolated(TRAINED_US[part], record.size_bytes) for part in ("shard", "trainer"))
     shards = Counted(_times(index_bytes + cut_bytes, room), _times(work.rows_per_s * shard_us, BUSY * 1e6))
     return ShardPlan(
         shards=shards,
@@ -164,18 +264,18 @@ def plan_shards(work: Workload, shard_bytes: float, cache_bytes: int) -> ShardPl
         snapshot_bytes=work.n_rows * (_SNAPSHOTS * (_ID_BYTES + record.size_bytes) + _IMAGES),
         journal_bytes_per_s=work.rows_per_s * (_ID_BYTES + _FLOAT_BYTES * dim),
         push_bytes=2 * _ID_BYTES + _FLOAT_BYTES * dim,
-        save_s=work.n_rows / shards.n / costs.SAVE_ROWS_S,
+        save_s=work.n_rows / shards.n / SAVE_ROWS_S,
     )
 
 
 def cautions(work: Workload, storage: list[StoragePlan], shards: ShardPlan) -> list[str]:
     """Say what of a plan lies outside of what was measured, or cannot be."""
-    sizes = sorted(next(iter(costs.BYTES_PER_ROW.values())))
+    sizes = sorted(next(iter(BYTES_PER_ROW.values())))
     size = work.table.record.size_bytes
     said = []
     if not sizes[0] <= size <= sizes[-1]:
         said.append(f"Memory was measured for records of {sizes[0]} to {sizes[-1]} bytes; these have {size}.")
-    trained = sorted(costs.TRAINED_US["server"])
+    trained = sorted(TRAINED_US["server"])
     if not trained[0] <= size <= trained[-1]:
         near = trained[0] if size < trained[0] else trained[-1]
         said.append(
