@@ -39,7 +39,7 @@ def test_every_step_in_the_life_of_a_row_names_a_function_that_is_there(path: st
 def test_the_life_of_a_row_says_where_it_becomes_exactly_once() -> None:
     rows = [line for line in read("docs/life-of-a-row.md").splitlines() if "**Here it becomes exactly-once.**" in line]
     assert len(rows) == 1
-    assert "`paramserver/journal/fenced_log.py:FencedLog.commit`" in rows[0]
+    assert "`paramserver/journal/write_ahead_log.py:FencedLog.commit`" in rows[0]
 
 
 def test_every_thread_in_the_life_of_a_row_is_started_under_that_name() -> None:

@@ -109,7 +109,7 @@ class PushSession:
             self._catch_up(deadline)
             cluster_map = self._follow_map(deadline)
             wanted = self._shares(tables, cluster_map, cluster_map.writing_shards if self.sync else ())
-            prefetched_of = route_prefetched(prefetched, cluster_map)
+            prefetched_of = route_prefetched(prefetched, cluster_map) if prefetched else []
             began_s = time.monotonic()
             for shard in wanted:
                 self._stream(shard).wait_room(deadline)
@@ -288,11 +288,11 @@ class PushSession:
     def _number(
         self, wanted: dict[int, list[TableRows]], prefetched_of: list[list[list[PrefetchedRows]]], step: int, serial: int
     ) -> list[_Numbered]:
-        """Give each shard's share of a push the next sequences there."""
+        """Give each shard's share of a push, and its share of the prefetched rows if there are any, the next sequences there."""
         numbered: list[_Numbered] = []
         for shard, tables in wanted.items():
             stream = self._stream(shard)
-            messages = _with_prefetched(split(tables), prefetched_of[shard])
+            messages = _with_prefetched(split(tables), prefetched_of[shard]) if prefetched_of else [(rows, []) for rows in split(tables)]
             first = stream.next_sequence()
             for index, (message, prefetched) in enumerate(messages):
                 more = index + 1 < len(messages)
@@ -352,7 +352,7 @@ class PushSession:
             # Of a sync job's step the others have their part: it goes to those that refused theirs, and to those that have joined since.
             missed = push.shards if push.step <= self._inherited else push.shards | (writing - self._heard.get(push.serial, frozenset()))
             wanted = self._shares(push.tables, cluster_map, writing & missed if self.sync else ())
-            prefetched_of = route_prefetched(push.prefetched, cluster_map)
+            prefetched_of = route_prefetched(push.prefetched, cluster_map) if push.prefetched else []
             numbered = self._number(wanted, prefetched_of, push.step, cluster_map.shards_serial)
             push.ack.replace_parts(push.parts, [one.part for one in numbered])
             _send(numbered, push.ack)

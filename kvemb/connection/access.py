@@ -57,7 +57,8 @@ class Access:
     def push(self, rows: Sequence[TableRows], timeout_s: float | None, prefetched: Sequence[PrefetchedRows] = ()) -> Ack:
         """Send a push, and count it."""
         shards = self.require_shards("push")
-        shards.missing.tell()
+        if shards.missing.untold:
+            shards.missing.tell()
         self.changes.begin_push()
         try:
             ack = shards.push(rows, timeout_s, prefetched)

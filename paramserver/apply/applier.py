@@ -163,7 +163,7 @@ class Applier:
             return {id(part.ticket): PushReply(part.ticket.sequence, "failed", error=dict(work.error)) for _, part in parts}
         replies = {}
         for (_, part), of in zip(parts, stale, strict=True):
-            changed_rows = [] if part.ticket.released else self._changed_rows(part, applied.written)
+            changed_rows = self._changed_rows(part, applied.written) if part.prefetched and not part.ticket.released else []
             replies[id(part.ticket)] = _reply(part, "applied", of, k_and_epoch, changed_rows)
         return replies
 

@@ -19,7 +19,7 @@ from ..ingest.ingest import Ingest
 from ..ingest.ingest_state import AbandonedError
 from ..ingest.work_queue import merge_pushes
 from ..journal import BatchEntry, Position, Watermark
-from ..journal.fenced_log import FencedLog
+from ..journal.write_ahead_log import FencedLog
 from ..model.batch import APPLY, ERASE, Batch, Push, RefusedStep, RowsWork, Work
 from ..model.tables import Tables, TableState
 from ..owned_thread import OwnedThread

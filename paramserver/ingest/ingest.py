@@ -85,8 +85,10 @@ class Ingest:
             new = ReceivedPart(tables, PartTicket(part.sequence, part.digest, size), prefetched)
             self._pending.check_size(session, new)
             together = [*(session.incomplete if session.incomplete_step == part.step else ()), new]
-            self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])
-            hyper_by_table(together)
+            if self._tables_gone:
+                self._refuse_dropped([rows for one in together for rows in (*one.tables, *one.prefetched)])
+            if len(together) > 1:
+                hyper_by_table(together)
             session.accept(new, part.step)
             new.ticket.answer(sink)
             if not part.more:
@@ -156,7 +158,8 @@ class Ingest:
     def _wait_for_room(self, part: PushPart, cancelled: Callable[[], bool]) -> Session:
         while True:
             self.state.refuse_if_closed()
-            self.steps.look()
+            if self.state.steps is not None:
+                self.steps.look()
             session = self.sessions.find(part.trainer, part.incarnation)
             if part.sequence > session.last_sequence:
                 self.gate.require(part.map_serial)
@@ -202,7 +205,8 @@ class Ingest:
     def _take(self, limit: int) -> list[Work]:
         """The same; also returns with nothing when there are members to drop."""
         while not self.state.stopped:
-            self.steps.look()
+            if self.state.steps is not None:
+                self.steps.look()
             if self._lost is not None:
                 why, self._lost = self._lost, None
                 raise why

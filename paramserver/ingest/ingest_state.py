@@ -60,7 +60,8 @@ class Trouble:
         Raises:
             AbandonedError: it is; what was to be written may not be in the journal.
         """
-        for pause_s in pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S):
+        waits = pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while True:
             try:
                 done = write()
                 self.journal = ""
@@ -69,9 +70,8 @@ class Trouble:
                 before, self.journal = self.journal, f"{type(error).__name__}: {error}"
                 if self.journal != before:
                     log.warning("nothing is acknowledged because %s", self.journal)
-                if wait(pause_s):
+                if wait(next(waits)):
                     raise AbandonedError from error
-        raise AssertionError("unreachable")
 
     def __str__(self) -> str:
         return "; ".join(filter(None, (self.journal, self.storage)))

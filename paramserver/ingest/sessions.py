@@ -84,7 +84,7 @@ class Session:
 
     def accept(self, part: ReceivedPart, step: int) -> None:
         """Take the next part; parts of another push that were never completed are given up, not mixed into this one."""
-        if step != self.incomplete_step:
+        if self.incomplete and step != self.incomplete_step:
             self.drop_incomplete(
                 {"type": "PushRejectedError", "message": f"trainer {self.trainer!r} began step {step} instead of completing it"}
             )

@@ -187,7 +187,7 @@ class WorkQueue:
             if not isinstance(item, list):
                 break
             pushes += item
-        n = n_mergeable(pushes)
+        n = n_mergeable(pushes) if len(pushes) > 1 else 1
         for _ in range(n - 1):
             self._queue.popleft()
         return pushes[:n]

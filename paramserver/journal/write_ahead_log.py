@@ -2,16 +2,20 @@
 
 Each process begins a segment of its own, whose header fixes where its predecessor's last one ended. What an older process that is still
 alive writes there later is never read. Only committed entries are ever yielded. What is in a file is in `segment`; what an entry means, in
-`entry`; nothing of either is here.
+`entry`; nothing of either is decided here.
 
 A failed sync leaves unknown which bytes reached the disk, and asking again would report success without writing them. (Rebello et al., "Can
 applications recover from fsync failures?", USENIX ATC 2020.) So the segment is given up where it was last known durable, and what was
 appended since is written to a new one before `commit` returns.
+
+A process that was taken for dead may wake up in the middle of anything. So `FencedLog` reads the epoch again after every commit, before
+anybody is told. What was committed before a successor raised the epoch is in the journal that the successor reads. What comes later is not
+acknowledged.
 """
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from kvemb.process import sync_folder
 from ..disk.data_dir import make_folder
 from ..disk.disk_errors import mend
 from . import segment_files
+from .entry import Entry, SessionEntry, encode_entry
 from .log_reader import Segment, read_entries, recover
 from .segment import ENTRY_HEADER_SIZE, HEADER_SIZE, START, Position, SegmentHeader, damaged, frame
 
@@ -273,3 +278,52 @@ class Journal:
 
 def _full(path: Path, error: OSError) -> JournalFullError:
     return JournalFullError(f"{path}: {error.strerror}; nothing is acknowledged until the journal can be written: {mend(error)}.")
+
+
+NO_INCARNATION = 0
+"""In a SessionEntry: the trainer said goodbye."""
+
+
+class FencedLog:
+    """The journal of one shard, which promises nothing for a shard that has another owner.
+
+    Args:
+        journal: open.
+        still_ours: raises FencedError once another process owns the shard.
+    """
+
+    def __init__(self, journal: Journal, still_ours: Callable[[], None]) -> None:
+        self.journal, self._still_ours = journal, still_ours
+
+    def append(self, entry: Entry) -> Position:
+        """Write an entry, durable with the next `commit`; return the position behind it.
+
+        Raises:
+            JournalFullError: nothing of the entry is in the journal.
+        """
+        return self.journal.append(encode_entry(entry))
+
+    def commit(self) -> None:
+        """Return when everything appended is durable and the shard is still ours: only then may it be acknowledged.
+
+        Raises:
+            JournalFullError: not durable; try again.
+            FencedError: another process owns the shard; nothing may be acknowledged any more.
+        """
+        self.journal.commit()
+        self._still_ours()
+
+    def record(self, trainer: str, incarnation: int) -> None:
+        """Make a hello (or, with NO_INCARNATION, a goodbye) durable. Raises as `append` and `commit` do."""
+        self.append(SessionEntry(trainer, incarnation))
+        self.commit()
+
+    def discard_before(self, position: Position) -> None:
+        """Let go of what lies before a position that the saved state has reached.
+
+        Raises:
+            FencedError: another process owns the shard, whose state may need it; nothing was deleted.
+            ParameterServerError: a file cannot be deleted.
+        """
+        self._still_ours()
+        self.journal.discard_before(position)

@@ -30,7 +30,7 @@ from ..ingest.ingest import Ingest
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership, SyncSteps
 from ..journal import Journal, Position
-from ..journal.fenced_log import FencedLog
+from ..journal.write_ahead_log import FencedLog
 from ..model.bucket_settings import settle_limits
 from ..model.table_registry import Registry
 from ..model.tables import Tables, TableState

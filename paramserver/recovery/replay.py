@@ -19,7 +19,7 @@ from ..engine.storage_retry import Pause
 from ..ingest.sessions import Sessions
 from ..ingest.sync_steps import Membership
 from ..journal import BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
-from ..journal.fenced_log import NO_INCARNATION
+from ..journal.write_ahead_log import NO_INCARNATION
 from ..model.batch import APPLY, ERASE
 from ..model.tables import Tables
 from ..model.transition import Replay

@@ -9,7 +9,7 @@ from kvemb.protocol.shard_routing import MapSource
 from ..engine.engine import Engine
 from ..ingest.ingest import Ingest
 from ..journal import Position
-from ..journal.fenced_log import FencedLog
+from ..journal.write_ahead_log import FencedLog
 from ..model.table_registry import Registry
 from ..model.tables import Ids, Tables, TableState
 from ..model.transition import Timeline

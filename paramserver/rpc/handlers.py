@@ -221,7 +221,8 @@ class Handlers:
     def _check_part(self, part: PushPart) -> tuple[tuple[CheckedRows, ...], tuple[CheckedRows, ...]]:
         find, shard, sync = self._parts.registry.find, self._parts.shard, self._parts.config.servers.mode == "sync"
         cluster_map = self._parts.maps.cluster_map
-        return check_part(part, find, shard, cluster_map), check_prefetched(part, find, shard, cluster_map, sync=sync)
+        tables = check_part(part, find, shard, cluster_map)
+        return tables, check_prefetched(part, find, shard, cluster_map, sync=sync) if part.prefetched else ()
 
     def _change_rows(self, kind: str, request: RowsRequest, deadline: Deadline) -> int:
         cluster_map = self._parts.maps.cluster_map

@@ -13,7 +13,7 @@ from kvemb.schema.table_def import TableDef
 
 from ..engine.storage_retry import Pause
 from ..journal import START, BatchEntry, Journal, Position, decode_entry
-from ..journal.fenced_log import FencedLog
+from ..journal.write_ahead_log import FencedLog
 from ..model.tables import TableState
 from . import SnapshotProgress, Snapshotter
 

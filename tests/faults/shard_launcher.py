@@ -23,7 +23,7 @@ from paramserver.handover.slot_giver import SlotGiver
 from paramserver.handover.slot_taker import SlotTaker
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import segment_files
-from paramserver.journal.fenced_log import FencedLog
+from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.moves import move_phases
 from paramserver.moves.handover_work import HandoverWork
 from paramserver.moves.move_carrier import MoveCarrier

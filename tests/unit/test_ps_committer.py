@@ -23,7 +23,7 @@ from paramserver.ingest.ingest import Ingest
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import SyncSteps
 from paramserver.journal import START, BatchEntry, Entry, Journal, Position, SessionEntry, decode_entry
-from paramserver.journal.fenced_log import FencedLog
+from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.model.batch import APPLY, ASSIGN, ERASE, Batch, CheckedRows, RowsWork
 from paramserver.model.tables import Tables
 

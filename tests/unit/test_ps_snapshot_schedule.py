@@ -23,8 +23,8 @@ from paramserver.engine.storage_retry import NO_BATCH
 from paramserver.ingest.sessions import Sessions
 from paramserver.ingest.sync_steps import Membership
 from paramserver.journal import BatchEntry, Journal, Position, encode_entry
-from paramserver.journal.fenced_log import FencedLog
 from paramserver.journal.segment import HEADER_SIZE
+from paramserver.journal.write_ahead_log import FencedLog
 from paramserver.model.batch import APPLY, Batch, CheckedRows
 from paramserver.model.tables import Tables
 from paramserver.model.transition import Timeline
