@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvemb.arrays.hashing import digest64, mix64
+from kvemb.arrays.hashing import digest64, mix64_inplace
 from kvemb.arrays.rounding import storage_dtype, to_float32
 from kvemb.cached_property import cached_property
 from kvemb.errors import RecordError
 
 HEADER_SIZE = 12
 MAX_EPOCH = (1 << 16) - 1
+_SCHEMA_BITS, _CHECK_SHIFT = np.uint32(8), np.uint64(40)  # the id check is the upper 24 bits of a hash
 MAX_K = (1 << 48) - 1
 
 
@@ -75,8 +76,13 @@ class RecordFormat:
 
     def header_words(self, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """Return the first header word (schema and id check) that the records of these ids must carry: uint32 [n]."""
-        check = mix64(ids ^ self._check_key) >> np.uint64(40)
-        return (check.astype(np.uint32) << np.uint32(8)) | np.uint32(self.schema)
+        mixed = ids ^ self._check_key
+        mix64_inplace(mixed, np.empty_like(mixed))
+        mixed >>= _CHECK_SHIFT
+        words = mixed.astype(np.uint32)
+        words <<= _SCHEMA_BITS
+        words |= np.uint32(self.schema)
+        return words
 
     def encode(
         self,
