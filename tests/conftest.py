@@ -11,9 +11,10 @@ from importlib.metadata import EntryPoint
 
 import hypothesis
 import pytest
-from matrix import FULL
 
-collect_ignore = ["conftest.py"]  # searched for doctests, it would be imported beside another folder's of the same name
+from tests.matrix import FULL
+
+collect_ignore_glob = ["*conftest.py"]  # searched for doctests, one would be imported beside another folder's of the same name
 
 pytest.register_assert_rewrite("kvemb.testing")
 

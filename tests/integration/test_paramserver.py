@@ -266,7 +266,7 @@ def test_a_shard_that_cannot_drain_says_what_is_not_applied_and_exits_4(cluster:
     shard.process.child.send_signal(signal.SIGTERM)
     assert shard.process.wait() == 4
     assert "not drained: 1 accepted changes are not applied: pushes of a (to step 1)" in shard.process.text()
-    assert "in the journal: the next start applies it" in shard.process.text()
+    assert "in the journal: the next start applies them" in shard.process.text()
     assert "Traceback" not in shard.process.text()
 
 
